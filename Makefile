@@ -17,7 +17,7 @@ HARNESS := .venv-harness
 ACROSS_VERSIONS := tests/models tests/generation tests/distributed tests/compat tests/training \
 	tests/serving tests/cli tests/swap tests/docs
 
-# The definition, every variant (a layer, its equation, a frozen checkpoint), a kernel interpreted, a swap, saving and
+# The definition, every rule (a layer, its equation, a frozen checkpoint), a kernel interpreted, a swap, saving and
 # loading, the command line.
 QUICK := tests/test_*.py tests/ops/test_reference.py tests/ops/test_chunkwise.py tests/ops/test_reductions.py \
 	tests/ops/triton/test_delta_rule.py tests/rules tests/layers/test_delta_attention.py tests/models/test_saving.py \

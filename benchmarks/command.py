@@ -52,8 +52,8 @@ def main(
 
     import torch
 
-    from deltazoo.ops import resolve_backend
     from deltazoo.checks.kernel_check import Verdict, run_selfcheck
+    from deltazoo.ops import resolve_backend
 
     try:
         resolve_backend(name, device=device, dtype=torch.bfloat16, head_k_dim=128, head_v_dim=128)

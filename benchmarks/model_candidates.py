@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3Ne
 from deltazoo.compat import accelerate
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.names import unknown
-from deltazoo.spec import list_variants
+from deltazoo.spec import list_rules
 from deltazoo.swap import swap_attention
 
 __all__ = ["PEERS", "SIZES", "Candidate", "Size", "candidates"]
@@ -66,8 +66,8 @@ def candidates(size: Size, mixers: list[str], peers: list[str], device: str) -> 
         ValueError: an unknown mixer or peer.
     """
     for mixer in mixers:
-        if mixer not in list_variants():
-            raise ValueError(unknown("mixer", mixer, list_variants()))
+        if mixer not in list_rules():
+            raise ValueError(unknown("mixer", mixer, list_rules()))
     for peer in peers:
         if peer not in PEERS:
             raise ValueError(unknown("peer", peer, PEERS))

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.generation import Decoder
-from deltazoo.generation.cache_argument import CACHE
 from benchmarks.model_results import ModelRow
 from benchmarks.timing import Spread, clock_for
+from deltazoo.generation import Decoder
+from deltazoo.generation.cache_argument import CACHE
 
 __all__ = ["DECODING_WAYS", "context_rows", "decoding_rows", "decoding_ways"]
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.markdown import picture, table
 from benchmarks.model_plots import draw_bars, draw_lines
 from benchmarks.model_results import MEASURES, ModelResults, ModelRow
 from benchmarks.page_parts import enumerated, run_letters, runs_section
-from benchmarks.markdown import picture, table
 from benchmarks.provenance import Run
 
 __all__ = ["write_model_page"]

@@ -9,9 +9,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from deltazoo.layers import RMSNorm, SwiGLU
 from benchmarks.model_results import ModelRow
 from benchmarks.timing import Spread, clock_for
+from deltazoo.layers import RMSNorm, SwiGLU
 
 __all__ = [
     "AUTOCAST",

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.ops import delta_rule, delta_rule_step, linear_attention, linear_attention_step
 from benchmarks.inputs import Inputs
 from benchmarks.operator_options import OPERATORS
+from deltazoo.ops import delta_rule, delta_rule_step, linear_attention, linear_attention_step
 
 __all__ = ["Candidate", "candidates_for", "has_peer", "installed_peers", "our_label", "step_candidates"]
 

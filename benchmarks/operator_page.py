@@ -8,15 +8,15 @@ from pathlib import Path
 
 from benchmarks import lower_bound
 from benchmarks.cold_start import FIRST
+from benchmarks.markdown import table
 from benchmarks.operator_decoding import STEP_SHAPES
 from benchmarks.operator_options import GATE_KINDS, GATES, OPS, UNEVEN
 from benchmarks.operator_plots import draw_plots, share_of_lower_bound
 from benchmarks.operator_results import MEASURES, OperatorResults, OperatorRow
 from benchmarks.page_parts import enumerated, run_letters, runs_section
+from benchmarks.provenance import Run
 from benchmarks.shapes import TABLE
 from benchmarks.targets import TARGETS, verdict
-from benchmarks.markdown import table
-from benchmarks.provenance import Run
 
 __all__ = ["render_page", "write_page"]
 

@@ -17,9 +17,9 @@ from benchmarks.operator_candidates import Candidate, candidates_for, installed_
 from benchmarks.operator_decoding import decoding_rows
 from benchmarks.operator_options import GROUPS, OPS, gates_of
 from benchmarks.operator_results import OperatorResults, OperatorRow
+from benchmarks.provenance import describe_run
 from benchmarks.shapes import TABLE, Shape
 from benchmarks.timing import Spread, Timer, timer_for
-from benchmarks.provenance import describe_run
 
 __all__ = ["DeviceLost", "Plan", "bench_ops"]
 

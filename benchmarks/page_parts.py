@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from string import ascii_lowercase
 from typing import Any
 
-from benchmarks.result_files import Results
 from benchmarks.markdown import table
 from benchmarks.provenance import Run
+from benchmarks.result_files import Results
 
 __all__ = ["enumerated", "run_letters", "runs_section"]
 

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from deltazoo.names import unknown
-from benchmarks.timing import Spread
 from benchmarks.provenance import Run
+from benchmarks.timing import Spread
+from deltazoo.names import unknown
 from deltazoo.training.checkpoint_files import as_json, write_whole
 
 __all__ = ["MeasuredRow", "Results", "one_line", "write_results"]

@@ -1,10 +1,10 @@
-"""The lab: what the papers claim, tried on small models of every variant side by side.
+"""The lab: what the papers claim, tried on small models of every rule side by side.
 
-A task (`task`) draws sequences with known answers. A configuration (`configurations`) is a variant with options. An
+A task (`task`) draws sequences with known answers. A configuration (`configurations`) is a rule with options. An
 experiment trains several configurations on one task with one recipe; a claim puts a gate on experiments. The runner
 writes one JSON line per run, and the page is made from those lines alone.
 
-A file that registers a task, an experiment or a variant and is named with `deltazoo lab --load FILE` takes part in
+A file that registers a task, an experiment or a rule and is named with `deltazoo lab --load FILE` takes part in
 everything.
 """
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.timing import peak_bytes
 from deltazoo.layers import l2_normalize
 from deltazoo.ops import delta_rule, resolve_backend
-from benchmarks.timing import peak_bytes
 
 __all__ = ["FORMS", "flops", "measure_complexity", "parallel_scan"]
 

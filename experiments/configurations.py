@@ -1,13 +1,13 @@
-"""Configurations: a variant by name plus options, written in one word such as `kda+neg` or `delta_net+neg+x2`."""
+"""Configurations: a rule by name plus options, written in one word such as `kda+neg` or `delta_net+neg+x2`."""
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deltazoo import variants as variants  # importing it registers the variants
+from deltazoo import rules as rules  # importing it registers the rules
 from deltazoo.names import unknown
-from deltazoo.spec import DeltaRuleSpec, get_variant, list_variants
+from deltazoo.spec import RuleSpec, get_rule, list_rules
 
 __all__ = ["OPTIONS", "SOFTMAX", "Configuration", "label_of", "parse_configuration"]
 
@@ -44,16 +44,16 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """A variant with options, as one experiment trains it.
+    """A rule with options, as one experiment trains it.
 
     Attributes:
         name: as written.
-        spec: its variant, changed where an option says so; None for softmax attention.
+        spec: its rule, changed where an option says so; None for softmax attention.
         options: further arguments of `DeltaRuleAttention`.
     """
 
     name: str
-    spec: DeltaRuleSpec | None
+    spec: RuleSpec | None
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -62,11 +62,11 @@ class Configuration:
         return label_of(self.name)
 
 
-_Option = Callable[[DeltaRuleSpec, dict[str, Any]], DeltaRuleSpec]
+_Option = Callable[[RuleSpec, dict[str, Any]], RuleSpec]
 
 
 def _set(**options: Any) -> _Option:
-    def act(spec: DeltaRuleSpec, chosen: dict[str, Any]) -> DeltaRuleSpec:
+    def act(spec: RuleSpec, chosen: dict[str, Any]) -> RuleSpec:
         chosen.update(options)
         return spec
 
@@ -74,12 +74,10 @@ def _set(**options: Any) -> _Option:
 
 
 def _spec(**changes: Any) -> _Option:
-    def act(spec: DeltaRuleSpec, chosen: dict[str, Any]) -> DeltaRuleSpec:
+    def act(spec: RuleSpec, chosen: dict[str, Any]) -> RuleSpec:
         changed = replace(spec, **changes)
         if changed == spec:
-            raise ValueError(
-                f"variant {spec.name!r} is so already: {', '.join(f'{k}={v!r}' for k, v in changes.items())}"
-            )
+            raise ValueError(f"rule {spec.name!r} is so already: {', '.join(f'{k}={v!r}' for k, v in changes.items())}")
         return changed
 
     return act
@@ -103,19 +101,19 @@ OPTIONS: dict[str, tuple[str, _Option]] = {
 
 
 def parse_configuration(name: str) -> Configuration:
-    """The configuration that `variant[+option...]` names, or "softmax".
+    """The configuration that `rule[+option...]` names, or "softmax".
 
     Raises:
-        ValueError: an unknown variant or option, or one that changes nothing.
+        ValueError: an unknown rule or option, or one that changes nothing.
     """
-    variant, *options = re.split(r"\+", name)
-    if variant == SOFTMAX:
+    rule, *options = re.split(r"\+", name)
+    if rule == SOFTMAX:
         if options:
             raise ValueError(f"configuration {name!r}: softmax attention takes no options")
         return Configuration(name, None)
-    if variant not in list_variants():
-        raise ValueError(unknown("variant", variant, [*list_variants(), SOFTMAX]))
-    spec, chosen = get_variant(variant), dict[str, Any]()
+    if rule not in list_rules():
+        raise ValueError(unknown("rule", rule, [*list_rules(), SOFTMAX]))
+    spec, chosen = get_rule(rule), dict[str, Any]()
     for option in options:
         if option not in OPTIONS:
             raise ValueError(f"configuration {name!r}: {unknown('option', option, list(OPTIONS))}")
@@ -125,5 +123,5 @@ def parse_configuration(name: str) -> Configuration:
 
 def label_of(name: str) -> str:
     """A configuration's name on pages and in plots: `kda+neg` -> "KDA [-1,1]"."""
-    variant, *options = name.split("+")
-    return ", ".join([_TITLES.get(variant, variant), *(OPTIONS[option][0] for option in options)]).replace(", [", " [")
+    rule, *options = name.split("+")
+    return ", ".join([_TITLES.get(rule, rule), *(OPTIONS[option][0] for option in options)]).replace(", [", " [")

@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from deltazoo.spec import list_variants
+from benchmarks.markdown import picture, table
+from deltazoo.spec import list_rules
 from experiments.claims import Check, Claim, Scores, Verdict, verdict_of
 from experiments.configurations import label_of
 from experiments.experiment import Experiment, Run
@@ -22,7 +23,6 @@ from experiments.lab_plots import (
 from experiments.lab_records import Environment, Record, by_configuration, by_name, median_score
 from experiments.numerics import judge_numerics
 from experiments.suite_selection import Selection
-from benchmarks.markdown import picture, table
 
 __all__ = ["listing", "verdict_table", "write_page"]
 
@@ -38,7 +38,7 @@ _SHOWN: dict[Verdict, str] = {
 _COLOURS: dict[Verdict, str] = {"pass": "green", "warn": "yellow", "fail": "bold red", "printed": "", "not run": "dim"}
 
 _INTRODUCTION = """\
-Claims of the papers behind this project are tried here on small models of every variant side by side. `deltazoo lab`
+Claims of the papers behind this project are tried here on small models of every rule side by side. `deltazoo lab`
 runs the suite mini (two CPU cores, about three minutes). `deltazoo lab --suite full --device cuda --workers 12` runs
 the suite full on one large GPU or several, and `--suite family` every rule on the same tasks; workers that share a GPU
 are fastest under CUDA's multi-process service. `--suite causes` asks on one CPU core why claims of the others are not
@@ -86,7 +86,7 @@ def listing(selection: Selection) -> Table:
 
 def _in_short(configurations: Sequence[str]) -> str:
     """Their names, with "every rule" for all registered ones."""
-    rules = set(list_variants())
+    rules = set(list_rules())
     if not rules <= set(configurations):
         return ", ".join(configurations)
     return ", ".join(["every rule", *(name for name in configurations if name not in rules)])

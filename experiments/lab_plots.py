@@ -1,4 +1,4 @@
-"""Plots of the lab: colour shows the variant, marker and dash its options; chance and training lengths are drawn."""
+"""Plots of the lab: colour shows the rule, marker and dash its options; chance and training lengths are drawn."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -265,13 +265,11 @@ def _label(group: _Group, records: Sequence[Record]) -> str:
 
 
 def _style(group: _Group, groups: Sequence[_Group]) -> dict[str, Any]:
-    variant = group[0].split("+")[0]
+    rule = group[0].split("+")[0]
     unlisted = sorted({g[0].split("+")[0] for g in groups} - _COLOURS.keys())
-    colour = _COLOURS.get(variant) or _SPARE[unlisted.index(variant) % len(_SPARE)]
+    colour = _COLOURS.get(rule) or _SPARE[unlisted.index(rule) % len(_SPARE)]
     siblings = [
-        g
-        for g in groups
-        if (_COLOURS.get(g[0].split("+")[0]) or g[0].split("+")[0]) == (_COLOURS.get(variant) or variant)
+        g for g in groups if (_COLOURS.get(g[0].split("+")[0]) or g[0].split("+")[0]) == (_COLOURS.get(rule) or rule)
     ]
     configuration = parse_configuration(group[0])
     negative = configuration.spec is not None and (

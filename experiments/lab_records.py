@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.provenance import git_commit, gpu_name, package_version, processor_name
 from deltazoo import __version__
 from experiments.experiment import Experiment, Run
 from experiments.fitting import Outcome, Score
-from benchmarks.provenance import git_commit, gpu_name, package_version, processor_name
 
 __all__ = ["Environment", "Record", "ResultFile", "by_configuration", "by_name", "median_score", "read_records"]
 

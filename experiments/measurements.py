@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from deltazoo.training.checkpoint_files import as_json
 from experiments.complexity import measure_complexity
 from experiments.lab_records import Environment
 from experiments.numerics import measure_numerics
-from deltazoo.training.checkpoint_files import as_json
 
 __all__ = ["MEASUREMENTS", "read_measurements", "run_measurements"]
 

@@ -104,7 +104,7 @@ class MeasurementEmbedding(nn.Module):
     """Measurements through a linear map plus a learned position, then GELU, as in EFLA's pixel script.
 
     Positions start with standard deviation 1, as embeddings do. With small ones a brighter image turns the keys, and
-    no variant then survives a change of brightness.
+    no rule then survives a change of brightness.
     """
 
     def __init__(self, channels: int, length: int, width: int) -> None:

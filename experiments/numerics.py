@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltazoo.checks.errors import relative_error
 from deltazoo.layers import bounded_step, l2_normalize, make_layer
 from deltazoo.ops import delta_rule, resolve_backend
-from deltazoo.spec import list_variants
-from deltazoo.checks.errors import relative_error
+from deltazoo.spec import list_rules
 from experiments.claims import Check
 from experiments.repeated_keys import judge_repeated_keys, measure_repeated_keys
 
@@ -32,7 +32,7 @@ def measure_numerics(device: str, *, tokens: int = 16384) -> dict[str, Any]:
     backend = resolve_backend(None, device=device, dtype=torch.bfloat16, head_k_dim=64, head_v_dim=64)[0]
     return {
         "backend": backend,
-        "equivalence": [_equivalence(variant, device) for variant in list_variants()],
+        "equivalence": [_equivalence(rule, device) for rule in list_rules()],
         "bf16": [_bf16(rule, T, device, generator) for rule in _RULES for T in (64, 256, 1024, 4096) if tokens >= T],
         "state_norm": _state_norms(tokens, device, generator),
         "repeated_keys": measure_repeated_keys(device, tokens=repeats),
@@ -48,7 +48,7 @@ def judge_numerics(measured: dict[str, Any]) -> list[Check]:
     checks = [
         Check(
             "pass" if row[what] <= bounds[what] else "fail",
-            f"float32, worst {what} error of all variants: {row[what]:.1e} ({row['variant']}), "
+            f"float32, worst {what} error of all rules: {row[what]:.1e} ({row['rule']}), "
             f"wanted at most {bounds[what]:g}",
         )
         for what, row in worst.items()
@@ -75,11 +75,11 @@ def judge_numerics(measured: dict[str, Any]) -> list[Check]:
     return [*checks, *judge_repeated_keys(measured["repeated_keys"])]
 
 
-def _equivalence(variant: str, device: str) -> dict[str, Any]:
+def _equivalence(rule: str, device: str) -> dict[str, Any]:
     """Relative errors of a float32 layer on its usual backend against the float64 token loop."""
     torch.manual_seed(0)
-    exact = make_layer(variant, 32, 2, 16, expand_v=1.0, backend="reference").double().to(device)
-    layer = make_layer(variant, 32, 2, 16, expand_v=1.0).to(device)
+    exact = make_layer(rule, 32, 2, 16, expand_v=1.0, backend="reference").double().to(device)
+    layer = make_layer(rule, 32, 2, 16, expand_v=1.0).to(device)
     layer.load_state_dict(exact.state_dict())
     x = torch.randn(2, 96, 32, device=device)
     results = []
@@ -92,7 +92,7 @@ def _equivalence(variant: str, device: str) -> dict[str, Any]:
     packed = layer(x.flatten(0, 1)[None], cu_seqlens=torch.tensor([0, 96, 192], device=device)).view_as(x)
     (exact_output, exact_grad), (output, grad) = results
     return {
-        "variant": variant,
+        "rule": rule,
         "output": relative_error(output, exact_output),
         "gradient": relative_error(grad, exact_grad),
         "packing": relative_error(packed.detach(), output),

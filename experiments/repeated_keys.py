@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.layers import bounded_step, l2_normalize
-from deltazoo.ops import delta_rule, resolve_backend
-from deltazoo.checks.errors import relative_error
 from benchmarks.inputs import Inputs
 from benchmarks.operator_candidates import candidates_for, installed_peers
+from deltazoo.checks.errors import relative_error
+from deltazoo.layers import bounded_step, l2_normalize
+from deltazoo.ops import delta_rule, resolve_backend
 from experiments.claims import Check
 
 __all__ = ["BOUNDS", "PATTERNS", "bound_of", "judge_repeated_keys", "measure_repeated_keys"]

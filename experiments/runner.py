@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from deltazoo.cli.rule_files import load_rule_file
 from experiments.claims import Claim, Scores, verdict_of
 from experiments.configurations import label_of, parse_configuration
 from experiments.experiment import Experiment, Run
 from experiments.fitting import Outcome, run_configuration
 from experiments.lab_records import Record, ResultFile
-from deltazoo.cli.rule_files import load_rule_file
 
 __all__ = ["Plan", "device_is_lost", "run_suite"]
 
@@ -34,7 +34,7 @@ class Plan:
         time_limit: seconds after which runs are abandoned (finished ones are kept), or None. With a limit, experiments
             run one after another, the cheapest first, so that as many as possible are complete at the end. Without a
             limit the longest runs come first, so that no single long run is left at the end.
-        load: Python files that register tasks and variants, loaded in every worker.
+        load: Python files that register tasks and rules, loaded in every worker.
         retry: run the spare seeds of claims that fail.
     """
 

@@ -4,7 +4,7 @@
     python scripts/ab_kernels.py --op kda --shape narrow --out ab_narrow.json
 
 Every launch of a forward and backward pass is repeated on its own, with its inputs as they were. `error` is the largest
-relative difference between an output of the variant and of the shipped form. For the scans and the
+relative difference between an output of the rule and of the shipped form. For the scans and the
 chunk gradients, the row `float32` is the same kernel on the same inputs in float32, with its own tiles: the error of
 the shipped form itself.
 """
@@ -24,14 +24,14 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from deltazoo.ops import delta_rule
-from deltazoo.ops.triton import pipeline
-from deltazoo.ops.triton.tiling import tiles_for
-from deltazoo.checks.errors import relative_error
 from benchmarks.inputs import make_inputs
 from benchmarks.operator_options import GATE_KINDS
 from benchmarks.shapes import TABLE, Shape
 from benchmarks.timing import CudaTimer
+from deltazoo.checks.errors import relative_error
+from deltazoo.ops import delta_rule
+from deltazoo.ops.triton import pipeline
+from deltazoo.ops.triton.tiling import tiles_for
 
 
 def tile(stages: int | None = None, **options: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ CHANNEL = {
     "200 registers": tile(maxnreg=200),
     "168 registers": tile(maxnreg=168),
 }
-VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+RULES: dict[str, dict[str, dict[str, Any]]] = {
     "prepare": {
         "any registers": tile(maxnreg=None),
         "168 registers": tile(maxnreg=168),
@@ -116,7 +116,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """As in `VARIANTS`."""
+        """As in `RULES`."""
         keep = "(keep)" if self.arguments.get("KEEP") else "(strong)" if self.arguments.get("STRONG") else ""
         return self.kernel.fn.__name__.removesuffix("_kernel") + keep
 
@@ -154,7 +154,7 @@ class Recorder:
         def launch(*positional: Any, **named: Any) -> None:
             arguments = dict(zip(self.kernel.arg_names, positional, strict=False)) | named
             recorded = Launch(self.kernel, grid, dict(arguments))
-            if recorded.name in VARIANTS:
+            if recorded.name in RULES:
                 self.launches.setdefault(recorded.name, recorded)
             self.kernel[grid](**arguments)
 
@@ -203,15 +203,15 @@ def worst_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[
 
 
 def measure(launch: Launch, shape: Shape, timer: CudaTimer) -> list[dict[str, Any]]:
-    """One row per variant, the shipped form first."""
+    """One row per rule, the shipped form first."""
     run, shipped = launch.run({})
     run()
     rows: list[dict[str, Any]] = []
-    variants = {"shipped": {}, **VARIANTS[launch.name]}
+    rules = {"shipped": {}, **RULES[launch.name]}
     if launch.name in IN_FLOAT32:
-        variants["float32"] = in_float32(launch, shape)
-    for name, changes in variants.items():
-        row: dict[str, Any] = dict(kernel=launch.name, variant=name)
+        rules["float32"] = in_float32(launch, shape)
+    for name, changes in rules.items():
+        row: dict[str, Any] = dict(kernel=launch.name, rule=name)
         try:
             run, outputs = launch.run(changes)
             run()
@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     arguments = parser.parse_args()
     shape = TABLE.get(arguments.shape) or Shape.parse(arguments.shape)
-    wanted = arguments.kernels.split(",") if arguments.kernels else list(VARIANTS)
+    wanted = arguments.kernels.split(",") if arguments.kernels else list(RULES)
     launches = launches_of(shape, arguments.op, arguments.gates, arguments.precision)
     timer = CudaTimer()
     rows = [row for name, launch in launches.items() if name in wanted for row in measure(launch, shape, timer)]

@@ -35,11 +35,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import deltazoo
-from deltazoo.generation import Decoder
-from deltazoo.generation.cache_argument import CACHE
+from benchmarks.provenance import describe_run
 from benchmarks.result_files import write_results
 from benchmarks.timing import now
-from benchmarks.provenance import describe_run
+from deltazoo.generation import Decoder
+from deltazoo.generation.cache_argument import CACHE
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ["linear_attention"] * 3 + ["full_attention"]

@@ -67,8 +67,8 @@ def main() -> int:
     if not args.fla:
         sys.modules["fla"] = None  # type: ignore[assignment]  # importing it fails, and transformers takes its own code
 
-    from benchmarks.result_files import write_results
     from benchmarks.provenance import describe_run
+    from benchmarks.result_files import write_results
 
     suffix = "_small" * args.small + "_fla" * args.fla
     out = args.out or RESULTS / f"native_training_{args.device}{suffix}.json"
@@ -89,9 +89,9 @@ def measure(preset: str, way: str, device: torch.device, num_rows: int | None, s
     """Tokens per second (median, least, most), peak memory and losses of some training steps."""
     import deltazoo
     from deltazoo.layers import parameter_groups
-    from deltazoo.training.presets import presets
     from deltazoo.training import load_config
     from deltazoo.training.model import build_model
+    from deltazoo.training.presets import presets
 
     config = load_config(presets()[preset])
     settings = config.training

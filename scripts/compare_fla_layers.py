@@ -34,11 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltazoo.compat import fla as ours
-from deltazoo.checks.errors import relative_error
+from benchmarks.provenance import describe_run
 from benchmarks.result_files import write_results
 from benchmarks.timing import timer_for
-from benchmarks.provenance import describe_run
+from deltazoo.checks.errors import relative_error
+from deltazoo.compat import fla as ours
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {

@@ -2,9 +2,9 @@
 
     python scripts/convert_standard_library.py --preset cpu             # two CPU cores
     python scripts/convert_standard_library.py --preset gpu --jobs 4    # one large GPU, four conversions at a time
-    python scripts/convert_standard_library.py --preset cpu --variants kda --shares all
+    python scripts/convert_standard_library.py --preset cpu --rules kda --shares all
 
-Nothing is downloaded. For every variant and share of layers, the script measures:
+Nothing is downloaded. For every rule and share of layers, the script measures:
 
 * held-out bits per byte after transfer, after each stage of the conversion, and of the same hybrid trained from scratch
   on as many tokens;
@@ -32,16 +32,16 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 
-from deltazoo.swap import swap_attention
+from benchmarks.provenance import describe_run
 from benchmarks.result_files import write_results
+from deltazoo.swap import swap_attention
+from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.conversion import ConversionText, convert, read_stage, run_stage, stage_as_run
 from deltazoo.training.conversion_config import STAGES, FineTuningConfig, load_conversion
-from deltazoo.training.layer_ranking import rank_layers
-from deltazoo.training.recall_probes import cut_passages, probe_copying, probe_recall
-from benchmarks.provenance import describe_run
-from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.corpus import read_corpus
+from deltazoo.training.layer_ranking import rank_layers
 from deltazoo.training.packed_rows import spread
+from deltazoo.training.recall_probes import cut_passages, probe_copying, probe_recall
 from deltazoo.training.run_folder import has_saved
 from deltazoo.training.text import open_text
 from deltazoo.training.tokenizer import build_tokenizer
@@ -60,7 +60,7 @@ class Preset:
         vocab_size: of the tokenizer, trained on the text.
         teacher: how the Llama is trained; the hybrid from scratch has its settings.
         scratch_rows: rows per batch of the hybrid from scratch, fewer than the teacher's for more steps.
-        variants: the variants, unless others are named.
+        rules: the rules, unless others are named.
         pairs: numbers of pairs of the recall probe.
         passages: lengths of the passages of the copying probe.
         threads: of torch on a CPU.
@@ -70,7 +70,7 @@ class Preset:
     vocab_size: int
     teacher: FineTuningConfig
     scratch_rows: int
-    variants: tuple[str, ...]
+    rules: tuple[str, ...]
     pairs: tuple[int, ...]
     passages: tuple[int, ...]
     threads: int | None = None
@@ -85,7 +85,7 @@ PRESETS = {
             log_every=25, evaluate_every=250, evaluation_rows=32, save_every=500, keep_checkpoints=1,
         ),
         scratch_rows=2,
-        variants=("gated_deltanet", "delta_net"),
+        rules=("gated_deltanet", "delta_net"),
         pairs=(2, 4, 8, 16),
         passages=(16, 32, 64),
         threads=1,
@@ -99,7 +99,7 @@ PRESETS = {
             log_every=10, evaluate_every=100, evaluation_rows=64, save_every=200, keep_checkpoints=1,
         ),
         scratch_rows=8,
-        variants=("delta_net", "gated_deltanet", "kda", "efla"),
+        rules=("delta_net", "gated_deltanet", "kda", "efla"),
         pairs=(4, 16, 64, 128),
         passages=(32, 128, 448),
     ),
@@ -109,7 +109,7 @@ PRESETS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=sorted(PRESETS), required=True)
-    parser.add_argument("--variants", nargs="+", help="instead of the preset's")
+    parser.add_argument("--rules", nargs="+", help="instead of the preset's")
     parser.add_argument("--shares", nargs="+", choices=["half", "all"], default=["half", "all"])
     parser.add_argument("--set", action="append", default=[], help="section.key=value of the conversion, repeatable")
     parser.add_argument("--folder", type=Path, help="of the runs; default runs/swap_PRESET")
@@ -122,7 +122,7 @@ def main() -> None:
     if preset.threads and not torch.cuda.is_available():
         torch.set_num_threads(preset.threads)
     experiment = Experiment(preset, arguments.folder or Path("runs") / f"swap_{arguments.preset}", arguments)
-    variants = arguments.variants or preset.variants
+    rules = arguments.rules or preset.rules
     result = arguments.json or ROOT / "benchmarks" / "results" / f"swap_{arguments.preset}.json"
 
     record: dict[str, Any] = {
@@ -130,16 +130,16 @@ def main() -> None:
         "conversion": experiment.config.to_dict() | {"output": None},
         "arms": [],
     }
-    conversions = [(variant, share) for variant in variants for share in arguments.shares]
+    conversions = [(rule, share) for rule in rules for share in arguments.shares]
     if arguments.jobs > 1:
         run_in_processes(conversions, experiment.folder, arguments)
-    for variant, share in conversions:
-        console.rule(f"{variant}, {share}")
-        record["arms"].append(experiment.conversion(variant, share))
+    for rule, share in conversions:
+        console.rule(f"{rule}, {share}")
+        record["arms"].append(experiment.conversion(rule, share))
     if arguments.conversions_only:
         return
     record["teacher"]["further"] = experiment.further_bits_per_byte()
-    command = ["--preset", arguments.preset, "--variants", *variants, "--shares", *arguments.shares]
+    command = ["--preset", arguments.preset, "--rules", *rules, "--shares", *arguments.shares]
     command += [part for override in arguments.set for part in ("--set", override)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     about = describe_run(device=device, commit=arguments.commit, command=command)
@@ -153,12 +153,12 @@ def run_in_processes(conversions: Sequence[tuple[str, str]], folder: Path, argum
     common += [part for override in arguments.set for part in ("--set", override)]
 
     def run(conversion: tuple[str, str]) -> None:
-        variant, share = conversion
-        with open(folder / f"{variant}_{share}.log", "w", encoding="utf-8") as log:
-            command = [*common, "--variants", variant, "--shares", share]
+        rule, share = conversion
+        with open(folder / f"{rule}_{share}.log", "w", encoding="utf-8") as log:
+            command = [*common, "--rules", rule, "--shares", share]
             if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode:
-                raise SystemExit(f"the conversion to {variant}, {share}, failed: see {log.name}")
-        console.print(f"converted: {variant}, {share}", highlight=False)
+                raise SystemExit(f"the conversion to {rule}, {share}, failed: see {log.name}")
+        console.print(f"converted: {rule}, {share}", highlight=False)
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for _ in pool.map(run, conversions):
@@ -244,27 +244,25 @@ class Experiment:
             run = stage.as_run(folder, mixer, folder / "model", self.config.data, seed=self.config.seed)
             run_stage(model, self.text, stage, run)
 
-    def layers(self, variant: str, share: str) -> tuple[list[int], list[dict[str, Any]]]:
+    def layers(self, rule: str, share: str) -> tuple[list[int], list[dict[str, Any]]]:
         """All layers, or the half whose swap adds least to the loss; and the ranking for the half."""
         num_layers = self.preset.llama["num_hidden_layers"]
         if share == "all":
             return list(range(num_layers)), []
         rows = spread(self.text.validation_rows(self.preset.teacher.row_length), self.preset.teacher.evaluation_rows)
-        ranking = rank_layers(
-            self.load(self.teacher_path), variant, rows, rows_at_once=self.preset.teacher.rows_per_batch
-        )
+        ranking = rank_layers(self.load(self.teacher_path), rule, rows, rows_at_once=self.preset.teacher.rows_per_batch)
         return ranking.best(num_layers // 2), [asdict(score) for score in ranking.layers]
 
-    def conversion(self, variant: str, share: str) -> dict[str, Any]:
+    def conversion(self, rule: str, share: str) -> dict[str, Any]:
         """One conversion, and the same hybrid trained from scratch."""
-        folder = self.folder / f"{variant}_{share}"
+        folder = self.folder / f"{rule}_{share}"
         done = folder / "arm.json"  # the name in the folders of earlier versions
         if done.is_file():
             return json.loads(done.read_text(encoding="utf-8"))
         began = time.perf_counter(), time.process_time()
-        layers, ranking = self.layers(variant, share)
+        layers, ranking = self.layers(rule, share)
         model = self.load(self.teacher_path)
-        report = swap_attention(model, variant, layers=layers, keep_teacher=True)
+        report = swap_attention(model, rule, layers=layers, keep_teacher=True)
         recall = {"transfer": self.recall(model)}
         config = replace(self.config, output=str(folder / "conversion"))
         found = convert(model, self.tokenizer, config, resume=has_saved(Path(config.output), STAGES), text=self.text)
@@ -274,11 +272,11 @@ class Experiment:
         scratch = replace(stage, rows_per_batch=self.preset.scratch_rows)
         scratch = replace(scratch, steps=self.tokens // tokens_per_step(scratch))
         model = self.new_llama()
-        swap_attention(model, variant, layers=layers, init="random")
-        self.train_on_text(model, folder / "scratch", scratch, variant)
+        swap_attention(model, rule, layers=layers, init="random")
+        self.train_on_text(model, folder / "scratch", scratch, rule)
         model = self.load(folder / "scratch" / "model")
         values = {
-            "variant": variant,
+            "rule": rule,
             "share": share,
             "layers": layers,
             "ranking": ranking,

@@ -24,12 +24,12 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 import deltazoo
-from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
-from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
+from benchmarks.provenance import describe_run
+from deltazoo import DeltaRuleAttention, RuleSpec, register_rule
 from deltazoo.diagnosis import Diagnosis
 from deltazoo.diagnosis.diagnosis_picture import draw_records
+from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.training.figures import BLUE, GREY, ORANGE, new_figure, save_figure
-from benchmarks.provenance import describe_run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "diagnosis_cpu.json"
@@ -38,8 +38,8 @@ STEPS, ROWS, LENGTH = 40, 8, 256
 BOUNDED, UNBOUNDED = "neg_delta_net", "unbounded_delta_net"
 
 
-@register_variant(
-    DeltaRuleSpec(
+@register_rule(
+    RuleSpec(
         name=UNBOUNDED,
         paper="none",
         summary="DeltaNet with step sizes up to 2 and keys of any length: nothing bounds its erase gain.",

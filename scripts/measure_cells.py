@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.ops import delta_rule
-from deltazoo.checks.errors import relative_errors
-from benchmarks.result_files import one_line, write_results
-from deltazoo.checks.kernel_check import Case, case_inputs
-from benchmarks.timing import Timer, timer_for
 from benchmarks.provenance import describe_run
+from benchmarks.result_files import one_line, write_results
+from benchmarks.timing import Timer, timer_for
+from deltazoo.checks.errors import relative_errors
+from deltazoo.checks.kernel_check import Case, case_inputs
+from deltazoo.ops import delta_rule
 
 BASE = Case("scalar", 128, 128, B=8, T=4096, H=16, HV=16)
 LENGTHS = (512, 4096, 1, 7391, 4384, 8192, 8192)

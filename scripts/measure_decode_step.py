@@ -24,10 +24,10 @@ import torch
 import triton
 from torch import Tensor
 
+from benchmarks.provenance import git_commit
 from deltazoo.ops import reference
 from deltazoo.ops.triton import decode
 from deltazoo.ops.triton.decode import Tile
-from benchmarks.provenance import git_commit
 
 DEVICE = "cuda"
 SCALE = 128**-0.5

@@ -17,9 +17,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from benchmarks.provenance import describe_run
 from benchmarks.result_files import write_results
 from deltazoo.checks.kernel_check import Case, check_case
-from benchmarks.provenance import describe_run
 
 DTYPES = ("bfloat16", "float16", "float32")
 

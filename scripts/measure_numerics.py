@@ -31,13 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.provenance import describe_run
+from benchmarks.result_files import one_line, write_results
+from deltazoo.checks.errors import plain_torch, relative_errors
+from deltazoo.checks.kernel_check import DTYPES, Case, case_inputs, case_results
 from deltazoo.layers import bounded_step
 from deltazoo.ops import delta_rule
 from deltazoo.ops.triton import delta_rule_operator, pipeline
-from deltazoo.checks.errors import plain_torch, relative_errors
-from benchmarks.result_files import one_line, write_results
-from deltazoo.checks.kernel_check import DTYPES, Case, case_inputs, case_results
-from benchmarks.provenance import describe_run
 
 DECAYS = ("none", "scalar", "channel")
 APART = ("packed rows", "4 value heads per key head", "few heads, long rows")

@@ -30,14 +30,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.layers import bounded_step
-from deltazoo.ops import delta_rule
-from deltazoo.checks.errors import plain_torch, relative_errors
 from benchmarks.inputs import Inputs, make_inputs
+from benchmarks.provenance import describe_run
 from benchmarks.result_files import write_results
 from benchmarks.shapes import Shape
 from benchmarks.timing import CudaTimer, captured
-from benchmarks.provenance import describe_run
+from deltazoo.checks.errors import plain_torch, relative_errors
+from deltazoo.layers import bounded_step
+from deltazoo.ops import delta_rule
 
 PRECISIONS: dict[str, str | None] = {"default": None, "fast": "fast", "strict": "strict"}
 SHAPES = {"train": Shape(8, 4096, 16, 128, 128), "long": Shape(1, 32768, 16, 128, 128)}

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from deltazoo.layers import DeltaRuleAttention, LayerStates, make_layer
-from deltazoo.spec import list_variants
+from benchmarks.provenance import describe_run
 from benchmarks.result_files import write_results
 from benchmarks.timing import timer_for
-from benchmarks.provenance import describe_run
+from deltazoo.layers import DeltaRuleAttention, LayerStates, make_layer
+from deltazoo.spec import list_rules
 
 SIZES = {"B": 8, "T": 4096, "hidden_size": 2048, "num_heads": 16, "head_dim": 128}
 DECODED_ROWS = 64
@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON result file; without it kernels are compiled and nothing else")
     parser.add_argument("--commit", help="read from git unless given")
-    parser.add_argument("--rules", default=",".join(list_variants()))
+    parser.add_argument("--rules", default=",".join(list_rules()))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile kernels first; 0 for none")
     args = parser.parse_args()

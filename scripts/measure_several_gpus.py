@@ -48,14 +48,14 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import deltazoo
+from benchmarks.inputs import make_inputs
+from benchmarks.model_candidates import SIZES, candidates
+from benchmarks.provenance import describe_run
+from benchmarks.shapes import Shape
+from benchmarks.timing import captured, now
 from deltazoo.distributed import clip_grad_norm_, fully_shard_model, local_batch
 from deltazoo.layers import make_layer, parameter_groups
 from deltazoo.ops import ContextParallel, delta_rule
-from benchmarks.inputs import make_inputs
-from benchmarks.model_candidates import SIZES, candidates
-from benchmarks.shapes import Shape
-from benchmarks.timing import captured, now
-from benchmarks.provenance import describe_run
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if ON_GPU else torch.device("cpu")

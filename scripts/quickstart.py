@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.syntax import Syntax
 
-from benchmarks.result_files import write_results
 from benchmarks.provenance import describe_run
+from benchmarks.result_files import write_results
 from deltazoo.training.run_folder import has_saved
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deltazoo.compat.transformers.transformers_layers import LAYER_ARRANGEMENTS
 from benchmarks.markdown import filled, table
+from deltazoo.compat.transformers.transformers_layers import LAYER_ARRANGEMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

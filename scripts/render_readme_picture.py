@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.operator_results import OperatorResults, OperatorRow
+from benchmarks.provenance import Run
 from benchmarks.shapes import TABLE
 from deltazoo.training.figures import BLUE, GREY, ORANGE, PINK, new_figure, save_figure
-from benchmarks.provenance import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import deltazoo  # noqa: F401  # registers the rules
-from deltazoo.spec import list_variants
-from benchmarks.operator_results import OperatorResults
 from benchmarks.markdown import table
+from benchmarks.operator_results import OperatorResults
 from benchmarks.provenance import Run
+from deltazoo.spec import list_rules
 
 DTYPES = ("bfloat16", "float16", "float32")
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,7 +110,7 @@ def layer_rows(results: dict[str, Any]) -> list[list[str]]:
             cell(rows[rule], "decode_ms", 3),
             cell(rows[rule], "peak_mib", 0),
         ]
-        for rule in list_variants()
+        for rule in list_rules()
         if rule in rows
     ]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import deltazoo  # noqa: F401  # registers the rules
-from deltazoo.spec import NONEXPANSIVE_MEANING, DeltaRuleSpec, choice_name, get_variant, list_variants, registered_layer
-from deltazoo.training.figures import BLUE, GREY, ORANGE, PINK, new_figure, save_figure
 from benchmarks.markdown import picture, table
+from deltazoo.spec import NONEXPANSIVE_MEANING, RuleSpec, choice_name, get_rule, list_rules, registered_layer
+from deltazoo.training.figures import BLUE, GREY, ORANGE, PINK, new_figure, save_figure
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "rules.md"
@@ -126,7 +126,7 @@ with those that it builds on: some rules share them.
 """
 
 AFTER = """
-Choices combine: `dataclasses.replace(get_variant("efla"), decay="channel")` is a spec like any other.
+Choices combine: `dataclasses.replace(get_rule("efla"), decay="channel")` is a spec like any other.
 `allow_neg_eigval` and `num_micro_steps` are options of every layer whose rule has them. A rule of your own is one file:
 [new_rules.md](new_rules.md).
 
@@ -157,7 +157,7 @@ three seeds), and `efla` and `longhorn` solve it with both ([results](../benchma
 ## Rules that were corrected
 
 A saved model loads as the rule was when it was saved: its configuration says so by `mixer_revision`, and one without
-the key has the first revision. New models have the newest; `get_variant("eda", revision=1)` is an earlier one. The
+the key has the first revision. New models have the newest; `get_rule("eda", revision=1)` is an earlier one. The
 measurements of [text.md](text.md), [lab.md](lab.md) and [rule_costs.md](rule_costs.md) were made with the first.
 
 | rule | first revision | second revision |
@@ -181,7 +181,7 @@ through [`deltazoo.accelerate`](other_libraries.md).
 """
 
 
-def kind_of(spec: DeltaRuleSpec) -> str:
+def kind_of(spec: RuleSpec) -> str:
     """The rule's place on the second axis of the picture: how it erases and steps."""
     if not spec.corrects:
         return KINDS[0]
@@ -194,7 +194,7 @@ def kind_of(spec: DeltaRuleSpec) -> str:
     return KINDS[1] if spec.step_size == "euler" else KINDS[2]
 
 
-def paper_number(spec: DeltaRuleSpec) -> str:
+def paper_number(spec: RuleSpec) -> str:
     """arXiv number of the rule's paper, or an empty string."""
     found = re.search(r"\d{4}\.\d{5}", spec.paper)
     return found[0] if found else ""
@@ -202,9 +202,9 @@ def paper_number(spec: DeltaRuleSpec) -> str:
 
 def draw(path: Path) -> Path:
     """The zoo on its two axes: decay across, erase and step down."""
-    cells: dict[tuple[str, str], list[DeltaRuleSpec]] = defaultdict(list)
-    for name in list_variants():
-        spec = get_variant(name)
+    cells: dict[tuple[str, str], list[RuleSpec]] = defaultdict(list)
+    for name in list_rules():
+        spec = get_rule(name)
         cells[kind_of(spec), spec.decay].append(spec)
     heights = [max(1, *(len(cells[kind, decay]) for decay in DECAYS)) for kind in KINDS]
     figure, (axis,) = new_figure(1, width=11, height=0.42 * sum(heights) + 1.4)
@@ -237,7 +237,7 @@ def draw(path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def draw_rule(axis: Any, x: float, y: float, spec: DeltaRuleSpec) -> None:
+def draw_rule(axis: Any, x: float, y: float, spec: RuleSpec) -> None:
     """One rule: its safety as a dot, name, paper, and who uses it."""
     axis.scatter([x], [y], color=SAFETY[spec.nonexpansive_class], s=28, zorder=3)
     axis.text(x + 0.035, y, spec.name, va="center", fontsize=10, family="monospace")
@@ -247,19 +247,17 @@ def draw_rule(axis: Any, x: float, y: float, spec: DeltaRuleSpec) -> None:
     axis.text(x + 0.93, y, paper_number(spec), va="center", ha="right", fontsize=8, color=GREY)
 
 
-def lines(spec: DeltaRuleSpec) -> str:
+def lines(spec: RuleSpec) -> str:
     """Length of the rule's file and, after a plus, of its layer's and of those that it builds on."""
-    files = sorted((ROOT / "src" / "deltazoo" / "variants").glob("*.py"))
+    files = sorted((ROOT / "src" / "deltazoo" / "rules").glob("*.py"))
     own = [next(file for file in files if f'name="{spec.name}"' in file.read_text())]
     layers = inspect.getmro(registered_layer(spec.name) or object)
-    layer_files = [
-        Path(inspect.getfile(layer)) for layer in layers if layer.__module__.startswith("deltazoo.rules.")
-    ]
+    layer_files = [Path(inspect.getfile(layer)) for layer in layers if layer.__module__.startswith("deltazoo.rules.")]
     own += dict.fromkeys(layer_files)  # two layers may be in one file
     return " + ".join(str(len(file.read_text().splitlines())) for file in own)
 
 
-def row(spec: DeltaRuleSpec) -> list[str]:
+def row(spec: RuleSpec) -> list[str]:
     """The rule's row in the table."""
     number = paper_number(spec)
     step = choice_name(spec.step_size) if spec.corrects else "no erase"
@@ -289,7 +287,7 @@ def page() -> str:
         INTRODUCTION
         + picture(PICTURE, PAGE, "The rules by their decay, and by how they erase and step")
         + MIDDLE.format(meaning=meaning)
-        + table(header, [row(get_variant(name)) for name in list_variants()])
+        + table(header, [row(get_rule(name)) for name in list_rules()])
         + AFTER.format(
             used=table(["rule", "models"], used).strip(),
             not_here=table(["rule", "why not"], [list(entry) for entry in DO_NOT_FIT.items()]).strip(),

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deltazoo.training.figures import PALETTE, new_figure, save_figure
 from benchmarks.markdown import picture, table, with_part
 from benchmarks.provenance import Run
+from deltazoo.training.figures import PALETTE, new_figure, save_figure
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deltazoo.training.conversion_plots import draw_conversion, draw_ranking
-from deltazoo.training.layer_ranking import LayerScore, Ranking
-from deltazoo.training.figures import BLUE, GREEN, GREY, ORANGE, PINK, new_figure, save_figure
 from benchmarks.markdown import picture, table, with_part
+from deltazoo.training.conversion_plots import draw_conversion, draw_ranking
+from deltazoo.training.figures import BLUE, GREEN, GREY, ORANGE, PINK, new_figure, save_figure
+from deltazoo.training.layer_ranking import LayerScore, Ranking
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "conversions.md"
@@ -51,7 +51,7 @@ def section(name: str, record: dict[str, Any]) -> str:
         f"Command: `python scripts/convert_standard_library.py {' '.join(run['command'])}`\n",
         "Held-out bits per byte:\n",
         table(
-            ["variant", "layers", "teacher", "after transfer", "aligned", "distilled", "fine-tuned", "from scratch"],
+            ["rule", "layers", "teacher", "after transfer", "aligned", "distilled", "fine-tuned", "from scratch"],
             map(score_cells, conversions),
             text_columns=2,
         ),
@@ -62,7 +62,7 @@ def section(name: str, record: dict[str, Any]) -> str:
         + ":\n",
         table(
             [
-                "variant",
+                "rule",
                 "layers swapped",
                 "recovered",
                 "target",
@@ -76,7 +76,7 @@ def section(name: str, record: dict[str, Any]) -> str:
     ]
     shown = max(conversions, key=lambda conversion: len(conversion["layers"]))
     histories = {stage: found["history"] for stage, found in shown["stages"].items()}
-    title = f"{shown['variant']}, {len(shown['layers'])} of {sizes['num_hidden_layers']} layers swapped"
+    title = f"{shown['rule']}, {len(shown['layers'])} of {sizes['num_hidden_layers']} layers swapped"
     curves = draw_conversion(IMAGES / f"{name}_curves.png", histories, shown["scores"], title)
     lines += ["All loss curves of one conversion:\n", picture(curves, PAGE, f"Loss curves: {title}")]
     ranked = [conversion for conversion in conversions if conversion["ranking"]]
@@ -94,7 +94,7 @@ def score_cells(conversion: dict[str, Any]) -> list[str]:
     scores = conversion["scores"]
     names = ("original", *STAGES, "scratch")
     return [
-        f"`{conversion['variant']}`",
+        f"`{conversion['rule']}`",
         layer_names(conversion),
         *(f"{scores[n]:.3f}" if n in scores else "" for n in names),
     ]
@@ -121,7 +121,7 @@ def recovered(conversion: dict[str, Any], goal: float) -> float:
 def gap_cells(conversion: dict[str, Any], further: float | None) -> list[str]:
     share, target = recovered(conversion, conversion["scores"]["original"]), TARGETS[conversion["share"]]
     return [
-        f"`{conversion['variant']}`",
+        f"`{conversion['rule']}`",
         layer_names(conversion),
         f"{share:.1%}",
         f"{target:.0%}",
@@ -144,7 +144,7 @@ def recall_part(record: dict[str, Any]) -> str:
         for state in ("transfer", "converted", "scratch"):
             rows.append(
                 [
-                    f"`{conversion['variant']}`, {conversion['share']}, {state}",
+                    f"`{conversion['rule']}`, {conversion['share']}, {state}",
                     *recall_cells(conversion["recall"][state]),
                 ]
             )
@@ -171,10 +171,10 @@ def draw_stages(path: Path, record: dict[str, Any]) -> Path:
     conversions = record["arms"]
     positions = range(len(STAGES))
     for conversion in conversions:
-        colour = COLOURS.get(conversion["variant"], SPARE)
+        colour = COLOURS.get(conversion["rule"], SPARE)
         bits = [conversion["scores"].get(stage) for stage in STAGES]
         share = conversion["share"]
-        label = f"{conversion['variant']}, {share}"
+        label = f"{conversion['rule']}, {share}"
         axis.plot(positions, bits, DASHES[share], marker=MARKERS[share], color=colour, label=label)
         axis.plot(len(STAGES), conversion["scores"]["scratch"], MARKERS[share], fillstyle="none", color=colour)
     axis.axhline(conversions[0]["scores"]["original"], color="black", linestyle=":", label="teacher")
@@ -191,7 +191,7 @@ def draw_stages(path: Path, record: dict[str, Any]) -> Path:
 
 def draw_one_ranking(path: Path, conversion: dict[str, Any]) -> Path:
     layers = tuple(LayerScore(**score) for score in conversion["ranking"])
-    ranking = Ranking(conversion["variant"], layers[0].loss - layers[0].rise, 0, layers)
+    ranking = Ranking(conversion["rule"], layers[0].loss - layers[0].rise, 0, layers)
     return draw_ranking(path, ranking, conversion["layers"])
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.result_files import write_results
 from benchmarks.provenance import describe_run
+from benchmarks.result_files import write_results
 
 OPTIONS = {"": (1, False), "cp": (None, False), "fsdp": (1, True), "fsdp-cp": (2, True)}
 """Context parallelism (None: of all processes), and whether parameters are sharded."""

@@ -31,7 +31,7 @@ def forget_rules() -> Iterator[None]:
 
 @pytest.fixture
 def trapezoid() -> Iterator[str]:
-    """Name of the registered outside variant; it is forgotten after the test."""
+    """Name of the registered outside rule; it is forgotten after the test."""
     with forget_rules():
         (name,) = load_rule_file(RULES / "trapezoid.py")
         yield name

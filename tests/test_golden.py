@@ -13,8 +13,8 @@ from golden.freeze import (
     CHECKPOINTS,
     EARLIER,
     ROUNDING,
+    RULES,
     RUNTIME_KEYS,
-    VARIANTS,
     model_errors,
     model_results,
     operator_results,
@@ -40,9 +40,9 @@ def assert_no_larger(errors: dict[str, float], allowed: float) -> None:
     assert not wrong, f"relative errors above {allowed:.1e}: {wrong}"
 
 
-def test_every_frozen_variant_has_a_checkpoint():
-    assert set(VARIANTS) <= set(deltazoo.list_variants())
-    assert {f"delta_rule_{variant}" for variant in VARIANTS} <= set(NAMES)
+def test_every_frozen_rule_has_a_checkpoint():
+    assert set(RULES) <= set(deltazoo.list_rules())
+    assert {f"delta_rule_{rule}" for rule in RULES} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -37,7 +37,7 @@ RUN_A_LAYER = """
 import torch
 from deltazoo.layers import DeltaRuleAttention
 
-layer = DeltaRuleAttention(variant="gated_deltanet", hidden_size=32, num_heads=2, head_dim=16)
+layer = DeltaRuleAttention(rule="gated_deltanet", hidden_size=32, num_heads=2, head_dim=16)
 layer(torch.randn(2, 10, 32)).sum().backward()
 """
 
@@ -61,7 +61,7 @@ def test_operators_and_layers_need_torch_and_einops_alone() -> None:
 
 
 def test_the_package_and_its_registry_need_neither_torch_nor_transformers() -> None:
-    run_without("torch,transformers,einops", "import deltazoo\nassert 'kda' in deltazoo.list_variants()")
+    run_without("torch,transformers,einops", "import deltazoo\nassert 'kda' in deltazoo.list_rules()")
 
 
 def test_what_the_root_offers_is_imported_when_asked_for() -> None:
@@ -71,7 +71,7 @@ def test_what_the_root_offers_is_imported_when_asked_for() -> None:
     import deltazoo
     assert not {"torch", "transformers"} & {*sys.modules}
     assert {"models", "layers", "GatedDeltaNet", "DeltaRuleConfig"} <= {*dir(deltazoo)}
-    assert deltazoo.DeltaRuleSpec is type(deltazoo.get_variant("kda"))
+    assert deltazoo.RuleSpec is type(deltazoo.get_rule("kda"))
     assert callable(deltazoo.ops.step_size.exact)
     assert "transformers" not in sys.modules
     assert deltazoo.models.export_remote_code

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "deltazoo"
 
-LIBRARY = ("runtime", "ops", "spec", "layers", "variants", "generation", "distributed", "models", "interop", "swap")
+LIBRARY = ("runtime", "ops", "spec", "layers", "rules", "generation", "distributed", "models", "interop", "swap")
 
 # Every part of the library, lowest first, with the parts it may import besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -22,15 +22,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"runtime"},
     "spec": {"runtime", "ops"},
     "layers": {"runtime", "ops", "spec"},
-    "variants": {"runtime", "ops", "spec", "layers"},
+    "rules": {"runtime", "ops", "spec", "layers"},
     "_auto_registration": {"spec"},
-    "generation": {"runtime", "ops", "spec", "layers", "variants"},
-    "distributed": {"_lazy", "runtime", "ops", "spec", "layers", "variants", "generation"},
+    "generation": {"runtime", "ops", "spec", "layers", "rules"},
+    "distributed": {"_lazy", "runtime", "ops", "spec", "layers", "rules", "generation"},
     "models": {
-        *("runtime", "ops", "spec", "layers", "variants", "_auto_registration"),
+        *("runtime", "ops", "spec", "layers", "rules", "_auto_registration"),
         *("generation", "distributed"),
     },
-    "interop": {"_lazy", "runtime", "ops", "spec", "layers", "variants", "generation", "distributed", "models"},
+    "interop": {"_lazy", "runtime", "ops", "spec", "layers", "rules", "generation", "distributed", "models"},
     "swap": {*("_lazy", "_auto_registration"), *LIBRARY},
 }
 # Every part may use the messages for unknown names.
@@ -47,7 +47,7 @@ OUTSIDE: dict[str, set[str]] = {
     "ops": {"torch", "einops"},
     "spec": {"torch", "einops"},
     "layers": {"torch", "einops"},
-    "variants": {"torch", "einops"},
+    "rules": {"torch", "einops"},
 }
 
 # Everything else imports one of these packages inside a function, and only where Triton runs.
@@ -224,7 +224,7 @@ def test_a_forbidden_import_is_noticed(module: str, source: str) -> None:
             "from transformers import PreTrainedModel\nfrom deltazoo.layers import SwiGLU",
             False,
         ),
-        ("deltazoo", "from deltazoo.spec import get_variant", True),
+        ("deltazoo", "from deltazoo.spec import get_rule", True),
     ],
 )
 def test_a_permitted_import_is_not(module: str, source: str, is_package: bool) -> None:

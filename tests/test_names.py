@@ -11,17 +11,16 @@ from deltazoo.names import did_you_mean, one_slip_away, unknown
     ("arguments", "sentence"),
     [
         (
-            ("variant", "kdaa", ["kda", "delta_net"]),
-            "unknown variant 'kdaa'; did you mean 'kda'? known: kda, delta_net",
+            ("rule", "kdaa", ["kda", "delta_net"]),
+            "unknown rule 'kdaa'; did you mean 'kda'? known: kda, delta_net",
         ),
-        (("variant", "zzz", ("kda",)), "unknown variant 'zzz'; known: kda"),
+        (("rule", "zzz", ("kda",)), "unknown rule 'zzz'; known: kda"),
         (("value", 3, ("a", "b")), "unknown value 3; known: a, b"),
         (("key", "x", {}), "unknown key 'x'; known: "),
-        (("variant", "KDA", ["kda"]), "unknown variant 'KDA'; did you mean 'kda'? known: kda"),
+        (("rule", "KDA", ["kda"]), "unknown rule 'KDA'; did you mean 'kda'? known: kda"),
         (
-            ("variant", "Gated DeltaNet-2", ["gated_deltanet", "gated_deltanet2"]),
-            "unknown variant 'Gated DeltaNet-2'; did you mean 'gated_deltanet2'? known: gated_deltanet, "
-            "gated_deltanet2",
+            ("rule", "Gated DeltaNet-2", ["gated_deltanet", "gated_deltanet2"]),
+            "unknown rule 'Gated DeltaNet-2'; did you mean 'gated_deltanet2'? known: gated_deltanet, gated_deltanet2",
         ),
     ],
 )

@@ -23,7 +23,7 @@ PROMISED = {
         "DeltaRuleForCausalLM",
         "DeltaRuleModel",
         "DeltaRuleOutput",
-        "DeltaRuleSpec",
+        "RuleSpec",
         "DiagnoseCallback",
         "GatedDeltaNet",
         "KimiDeltaAttention",
@@ -36,11 +36,11 @@ PROMISED = {
         "delta_rule_step",
         "diagnose",
         "generate",
-        "get_variant",
+        "get_rule",
         "linear_attention",
         "linear_attention_step",
-        "list_variants",
-        "register_variant",
+        "list_rules",
+        "register_rule",
         "report",
         "restore",
         "swap_attention",
@@ -80,7 +80,7 @@ SIGNATURES = {
     "linear_attention_step": (["q", "k", "v", "log_decay"], ["state", "scale", "backend"]),
 }
 
-VARIANTS = [
+RULES = [
     "delta_net",
     "efla",
     "gated_deltanet",
@@ -146,11 +146,11 @@ def test_editors_see_the_names_that_are_imported_when_asked_for() -> None:
     assert shown == functions | {f"deltazoo.{name}" for name in deltazoo._SUBPACKAGES}
     assert {name for names in deltazoo._NAMES.values() for name in names} <= set(deltazoo.__all__)
     parts = {path.parent.name for path in Path(deltazoo.__file__).parent.glob("*/__init__.py")}
-    assert set(deltazoo._SUBPACKAGES) == parts - {"variants"}  # always imported
+    assert set(deltazoo._SUBPACKAGES) == parts - {"rules"}  # always imported
 
 
-def test_the_nine_variants_are_registered() -> None:
-    assert set(deltazoo.list_variants()) >= set(VARIANTS)
+def test_the_nine_rules_are_registered() -> None:
+    assert set(deltazoo.list_rules()) >= set(RULES)
 
 
 def test_unknown_attributes_are_attribute_errors() -> None:

@@ -9,14 +9,14 @@ from helpers import run_python
 from outside_rule import forget_rules
 
 import deltazoo
+from deltazoo import rules
 from deltazoo import spec as registry
-from deltazoo import variants
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.spec import (
-    DeltaRuleSpec,
-    get_variant,
-    list_variants,
-    register_variant,
+    RuleSpec,
+    get_rule,
+    list_rules,
+    register_rule,
     registered_layer,
     registering_module,
 )
@@ -39,27 +39,27 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
 
-def my_rule(**changes: object) -> DeltaRuleSpec:
-    return replace(get_variant("delta_net"), name="my_rule", hub_model_type=None, **changes)  # type: ignore[arg-type]
+def my_rule(**changes: object) -> RuleSpec:
+    return replace(get_rule("delta_net"), name="my_rule", hub_model_type=None, **changes)  # type: ignore[arg-type]
 
 
-def test_the_nine_variants_are_registered_on_import() -> None:
-    assert set(list_variants()) >= NINE
-    assert deltazoo.list_variants() == list_variants()
+def test_the_nine_rules_are_registered_on_import() -> None:
+    assert set(list_rules()) >= NINE
+    assert deltazoo.list_rules() == list_rules()
     for name in NINE:
-        assert get_variant(name).name == name
+        assert get_rule(name).name == name
 
 
 @pytest.mark.parametrize("name", sorted(NINE))
-def test_every_variant_names_its_source_and_equation(name: str) -> None:
-    spec = get_variant(name)
+def test_every_rule_names_its_source_and_equation(name: str) -> None:
+    spec = get_rule(name)
     assert "arXiv:" in spec.paper
     assert "S_t = " in spec.equation and "S_{t-1}" in spec.equation
     assert spec.summary.endswith(".")
 
 
 def test_equations_say_what_the_choices_say() -> None:
-    for spec in map(get_variant, NINE):
+    for spec in map(get_rule, NINE):
         assert ("exp(g_t)" in spec.equation) == (spec.decay != "none"), spec.name
         assert ("Diag" in spec.equation) == (spec.decay == "channel"), spec.name
         assert (" 2 b_t" in spec.equation) == spec.allow_neg_eigval, spec.name
@@ -67,40 +67,40 @@ def test_equations_say_what_the_choices_say() -> None:
 
 
 def test_hub_types_are_those_of_published_checkpoints() -> None:
-    assert {get_variant(name).hub_model_type for name in NINE} == {"delta_net", "gated_deltanet", "kda", "efla", None}
+    assert {get_rule(name).hub_model_type for name in NINE} == {"delta_net", "gated_deltanet", "kda", "efla", None}
 
 
-def test_variants_are_listed_as_written() -> None:
+def test_rules_are_listed_as_written() -> None:
     """A file that imports another rule's would register that one too early if it came first."""
-    names = run_python("import deltazoo\nprint(*deltazoo.list_variants())").split()
-    (imported,) = (node for node in ast.parse(inspect.getsource(variants)).body if isinstance(node, ast.ImportFrom))
+    names = run_python("import deltazoo\nprint(*deltazoo.list_rules())").split()
+    (imported,) = (node for node in ast.parse(inspect.getsource(rules)).body if isinstance(node, ast.ImportFrom))
     written = [alias.name for alias in imported.names]
     assert [name for name in names if name in written] == written
 
 
-def test_a_registered_variant_is_found(own_registry: None) -> None:
-    spec = register_variant(my_rule(decay="scalar"))
-    assert get_variant("my_rule") is spec
-    assert list_variants()[-1] == "my_rule"
+def test_a_registered_rule_is_found(own_registry: None) -> None:
+    spec = register_rule(my_rule(decay="scalar"))
+    assert get_rule("my_rule") is spec
+    assert list_rules()[-1] == "my_rule"
 
 
 def test_registering_an_equal_spec_again_changes_nothing(own_registry: None) -> None:
-    register_variant(my_rule())
-    register_variant(my_rule())
-    assert list_variants().count("my_rule") == 1
+    register_rule(my_rule())
+    register_rule(my_rule())
+    assert list_rules().count("my_rule") == 1
 
 
 def test_a_taken_name_is_refused(own_registry: None) -> None:
-    register_variant(my_rule())
+    register_rule(my_rule())
     with pytest.raises(ValueError, match="'my_rule' is taken"):
-        register_variant(my_rule(decay="scalar"))
+        register_rule(my_rule(decay="scalar"))
 
 
 def test_an_unknown_name_gets_the_nearest_match_and_the_list() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown variant 'gated_delta_net'; did you mean 'gated_deltanet'\? known: .*kda"
+        ValueError, match=r"unknown rule 'gated_delta_net'; did you mean 'gated_deltanet'\? known: .*kda"
     ):
-        get_variant("gated_delta_net")
+        get_rule("gated_delta_net")
 
 
 @pytest.mark.parametrize(
@@ -133,70 +133,70 @@ def test_contradictions_are_refused_by_name(changes: dict, message: str) -> None
 
 def test_a_spec_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
-        get_variant("kda").decay = "scalar"  # type: ignore[misc]
+        get_rule("kda").decay = "scalar"  # type: ignore[misc]
 
 
 def test_a_layer_class_is_registered_with_its_spec(own_registry: None) -> None:
-    @register_variant(my_rule())
+    @register_rule(my_rule())
     class MyRule(DeltaRuleAttention):
         pass
 
-    assert get_variant("my_rule") == my_rule()
+    assert get_rule("my_rule") == my_rule()
     assert registered_layer("my_rule") is MyRule and registered_layer("delta_net") is None
-    register_variant(my_rule())  # equal, with no layer: nothing changes
-    register_variant(my_rule(), layer=MyRule)
+    register_rule(my_rule())  # equal, with no layer: nothing changes
+    register_rule(my_rule(), layer=MyRule)
     assert registered_layer("my_rule") is MyRule
 
     class Other(DeltaRuleAttention):
         pass
 
     with pytest.raises(ValueError, match="'my_rule' has a layer class already"):
-        register_variant(my_rule(), layer=Other)
+        register_rule(my_rule(), layer=Other)
     with pytest.raises(TypeError, match=r"must be a subclass of deltazoo.layers.DeltaRuleAttention, got <class 'dict'"):
-        register_variant(replace(my_rule(), name="other"), layer=dict)
+        register_rule(replace(my_rule(), name="other"), layer=dict)
 
 
 def test_a_rule_from_outside_cannot_pass_for_one_of_the_zoo(own_registry: None) -> None:
     """A copy of DeltaNet's spec under another name would be trained and saved as DeltaNet."""
     with pytest.raises(ValueError, match="hub_model_type='delta_net' would load as another model"):
-        register_variant(replace(get_variant("delta_net"), name="my_rule"))
-    assert "my_rule" not in list_variants()
+        register_rule(replace(get_rule("delta_net"), name="my_rule"))
+    assert "my_rule" not in list_rules()
 
     class MyDeltaNet(DeltaRuleAttention):
         pass
 
     with pytest.raises(ValueError, match="'delta_net' comes with deltazoo and has no layer class of its own"):
-        get_variant("delta_net")(MyDeltaNet)
+        get_rule("delta_net")(MyDeltaNet)
     assert registered_layer("delta_net") is None
 
 
 def test_the_module_of_a_rule_is_remembered(own_registry: None) -> None:
-    register_variant(my_rule())
+    register_rule(my_rule())
     assert registering_module("my_rule") == __name__
     assert registering_module("kda") is None
-    with pytest.raises(ValueError, match="unknown variant 'my_rul'; did you mean 'my_rule'"):
+    with pytest.raises(ValueError, match="unknown rule 'my_rul'; did you mean 'my_rule'"):
         registering_module("my_rul")
 
 
 def test_a_layer_class_may_be_named_and_is_imported_when_it_is_used(own_registry: None) -> None:
-    register_variant(my_rule(), layer="deltazoo.layers.delta_attention.DeltaRuleAttention")
+    register_rule(my_rule(), layer="deltazoo.layers.delta_attention.DeltaRuleAttention")
     assert registered_layer("my_rule") is DeltaRuleAttention
 
 
-def test_variants_are_listed_without_torch() -> None:
-    code = "import sys, deltazoo.rules, deltazoo.spec as s; print(len(s.list_variants()), 'torch' in sys.modules)"
+def test_rules_are_listed_without_torch() -> None:
+    code = "import sys, deltazoo.rules, deltazoo.spec as s; print(len(s.list_rules()), 'torch' in sys.modules)"
     number, has_torch = run_python(code).split()
     assert int(number) >= len(NINE) and has_torch == "False"
 
 
 CELL = """
-from deltazoo import DeltaRuleSpec, register_variant
+from deltazoo import RuleSpec, register_rule
 from deltazoo.layers import DeltaRuleAttention
 
 def step(b, k):
     return b
 
-@register_variant(DeltaRuleSpec(name="cell_rule", paper="-", summary="-", equation="-", step_size=step))
+@register_rule(RuleSpec(name="cell_rule", paper="-", summary="-", equation="-", step_size=step))
 class CellRule(DeltaRuleAttention):
     pass
 """
@@ -208,19 +208,19 @@ def test_a_cell_of_a_notebook_can_run_again() -> None:
         first, second = {"__name__": "__main__"}, {"__name__": "__main__"}
         exec(CELL, first)
         exec(CELL, second)
-        assert get_variant("cell_rule").step_size is second["step"] is not first["step"]
+        assert get_rule("cell_rule").step_size is second["step"] is not first["step"]
         assert registered_layer("cell_rule") is second["CellRule"]
-        register_variant(get_variant("cell_rule"))
+        register_rule(get_rule("cell_rule"))
         assert registered_layer("cell_rule") is second["CellRule"]
         with pytest.raises(ValueError, match="taken by another spec"):
             exec(CELL, {"__name__": "a_module"})
 
 
 def test_an_earlier_revision_of_a_rule_stays_known() -> None:
-    newest, first = get_variant("eda"), get_variant("eda", revision=1)
-    assert (newest.output_gate, newest.revision) == ("full", 2) and newest is get_variant("eda", revision=2)
+    newest, first = get_rule("eda"), get_rule("eda", revision=1)
+    assert (newest.output_gate, newest.revision) == ("full", 2) and newest is get_rule("eda", revision=2)
     assert (first.output_gate, first.revision, first.name) == ("low_rank", 1, "eda")
-    with pytest.raises(ValueError, match="variant 'eda' has the revisions 1 to 2, got 3"):
-        get_variant("eda", revision=3)
-    with pytest.raises(ValueError, match="variant 'kda' has the revisions 1 to 1, got 0"):
-        get_variant("kda", revision=0)
+    with pytest.raises(ValueError, match="rule 'eda' has the revisions 1 to 2, got 3"):
+        get_rule("eda", revision=3)
+    with pytest.raises(ValueError, match="rule 'kda' has the revisions 1 to 1, got 0"):
+        get_rule("kda", revision=0)

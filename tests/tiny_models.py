@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from few_variants import FEW_VARIANTS
+from few_rules import FEW_RULES
 from torch import Tensor
 
 import deltazoo
@@ -42,7 +42,7 @@ HYBRID: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-OPTIONS: dict[str, dict[str, Any]] = {mixer: {"mixer": mixer} for mixer in deltazoo.list_variants()} | {
+OPTIONS: dict[str, dict[str, Any]] = {mixer: {"mixer": mixer} for mixer in deltazoo.list_rules()} | {
     "without_conv": {"use_short_conv": False},
     "kda_without_conv": {"mixer": "kda", "use_short_conv": False},
     "grouped_values": {"num_v_heads": 4, "expand_v": 1.5},
@@ -74,7 +74,7 @@ CONFIGS = {
 def _every_model() -> dict[str, tuple[str, dict[str, Any]]]:
     """Every model type (the generic one with every mixer), pure and hybrid, with and without convolutions in turns."""
     types: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in CONFIGS if name != "delta_rule"}
-    types |= {f"delta_rule_{mixer}": ("delta_rule", {"mixer": mixer}) for mixer in deltazoo.list_variants()}
+    types |= {f"delta_rule_{mixer}": ("delta_rule", {"mixer": mixer}) for mixer in deltazoo.list_rules()}
     conv_free, tied = {"use_short_conv": False}, {"tie_word_embeddings": True}
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, HYBRID | conv_free), (conv_free | tied, HYBRID | tied)]
     cases = {}
@@ -89,9 +89,9 @@ EVERY_MODEL = _every_model()
 MORE = list(EVERY_MODEL) if os.environ.get("DELTAZOO_EVERY_MODEL") else []
 """For the table of features (scripts/render_features.py): too many for the test suite."""
 
-MIXERS = deltazoo.list_variants() if MORE else FEW_VARIANTS
-CASES = [*(case for case in OPTIONS if case in MIXERS or case not in deltazoo.list_variants()), *MORE]
-"""With the mixers on which shared code takes every path (few_variants.py). Every rule in pure, hybrid and swapped
+MIXERS = deltazoo.list_rules() if MORE else FEW_RULES
+CASES = [*(case for case in OPTIONS if case in MIXERS or case not in deltazoo.list_rules()), *MORE]
+"""With the mixers on which shared code takes every path (few_rules.py). Every rule in pure, hybrid and swapped
 models, decoded and reloaded, is what the tests of `deltazoo check` try."""
 TYPES = ["delta_rule", "delta_net", "gated_deltanet", "kda", "efla", "gla", *MORE]
 """Few: most types differ from the generic one in nothing that a model does. That of GLA renames a parameter."""

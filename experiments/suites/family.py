@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deltazoo.layers import make_layer
-from deltazoo.spec import get_variant, list_variants
+from deltazoo.spec import get_rule, list_rules
 from experiments.claims import Check, Claim, Missing, Scores, gap
 from experiments.configurations import label_of, parse_configuration
 from experiments.experiment import Experiment
@@ -28,9 +28,9 @@ __all__ = ["FAMILY"]
 
 
 def _can_double(rule: str) -> bool:
-    """Whether the rule has a form with the doubled step size that is not a variant of its own."""
-    spec = get_variant(rule)
-    if not spec.corrects or spec.allow_neg_eigval or f"neg_{rule}" in list_variants():
+    """Whether the rule has a form with the doubled step size that is not a rule of its own."""
+    spec = get_rule(rule)
+    if not spec.corrects or spec.allow_neg_eigval or f"neg_{rule}" in list_rules():
         return False
     try:
         with torch.device("meta"):
@@ -40,7 +40,7 @@ def _can_double(rule: str) -> bool:
     return True
 
 
-_RULES = tuple(list_variants())
+_RULES = tuple(list_rules())
 _DOUBLED = tuple(f"{rule}+neg" for rule in _RULES if _can_double(rule))
 _STEPS_AND_RANGE = ("gated_deltanet", "neg_gated_deltanet", "gated_deltanet+x2", "neg_gated_deltanet+x2")
 _FOUR_STEPS = ("gated_deltanet+x4", "neg_gated_deltanet+x4")
@@ -215,7 +215,7 @@ def _positive() -> list[str]:
 
 def _oblique() -> list[str]:
     """Rules that read the state under another key than they write, or before the decay."""
-    specs = {name: get_variant(name) for name in _RULES}
+    specs = {name: get_rule(name) for name in _RULES}
     return [name for name, spec in specs.items() if spec.erase_key == "separate" or spec.erase_reads == "undecayed"]
 
 

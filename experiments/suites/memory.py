@@ -253,7 +253,7 @@ MEMORY = (
     ),
     Claim(
         name="needles",
-        statement="DeltaNet keeps a passkey in repeated filler; in varied filler the gated variants keep more.",
+        statement="DeltaNet keeps a passkey in repeated filler; in varied filler the gated rules keep more.",
         paper="Passkey at 4k: DeltaNet 99.0, Mamba2 65.4, GDN 91.4; number in essays at 2k: 45.6, about 57, 92.2 "
         "(arXiv:2412.06464, 1.3B models)",
         differences="2 layers of width 256 trained on the task itself for 1,500 steps at up to 512 tokens; accuracy "
@@ -261,7 +261,7 @@ MEMORY = (
         "more is claimed",
         experiments=NEEDLES,
         judge=_needles,
-        tried="16,384 tokens, where the gated variants are not ahead either. All learn the task itself, which leaves "
+        tried="16,384 tokens, where the gated rules are not ahead either. All learn the task itself, which leaves "
         "no room for a lead; models trained on text and then asked, as in the paper, are open",
     ),
 )

@@ -185,7 +185,7 @@ STATE_TRACKING = (
     Claim(
         name="parity",
         statement="Negative eigenvalues let one layer track parity beyond five times the training length; "
-        "without them no variant does better than chance.",
+        "without them no rule does better than chance.",
         paper="Scaled accuracy 1.0 against .017 (DeltaNet [-1,1] / [0,1], best of 3; arXiv:2411.12537, table 2)",
         differences="1 layer instead of 2, 1,500 steps of 256 instead of 100,000 of 1,024, every token answered in "
         "training, graded over the second half instead of the last token",

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.text.text_corpus import TextCorpus
 from deltazoo.training.text import Document
 from deltazoo.training.tokenizer import begin_id, encode_documents, train_bpe
+from experiments.text.text_corpus import TextCorpus
 
 __all__ = ["SourceFile", "build_corpus", "installed_sources", "read_pins"]
 

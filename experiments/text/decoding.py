@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.result_files import one_line
 from deltazoo.generation import Decoder, snapshot
 from deltazoo.generation.cache_argument import CACHE
 from deltazoo.models import DeltaRuleForCausalLM
-from benchmarks.result_files import one_line
 from experiments.text.text_recipe import TextRecipe
 
 __all__ = ["decoding", "state_bytes"]

@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from deltazoo.training.checkpoint_files import as_json
 from experiments.lab_records import Environment
 from experiments.text.text_recipe import TextRecipe
-from deltazoo.training.checkpoint_files import as_json
 
 __all__ = [
     "CostResult",

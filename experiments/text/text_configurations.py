@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
-from deltazoo.spec import list_variants
+from deltazoo.spec import list_rules
 from experiments.configurations import SOFTMAX, label_of, parse_configuration
 from experiments.text.text_recipe import TextRecipe
 
@@ -45,7 +45,7 @@ _FIRST = (
 
 def base_configurations() -> list[str]:
     """All rules and softmax attention, the most important first."""
-    return [*_FIRST, *(name for name in list_variants() if name not in _FIRST)]
+    return [*_FIRST, *(name for name in list_rules() if name not in _FIRST)]
 
 
 def hybrid_of(configuration: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import filled, picture, table
 from experiments.configurations import SOFTMAX, parse_configuration
 from experiments.text.results import TextResult, TextResults, Trial
 from experiments.text.suite import HYBRIDS, SECOND_SEEDS
@@ -22,7 +23,6 @@ from experiments.text.text_comparison import (
 from experiments.text.text_configurations import HYBRID, TOLERANCE, base_configurations, configuration_label
 from experiments.text.text_pictures import REFERENCE, draw_all
 from experiments.text.text_recipe import TextRecipe
-from benchmarks.markdown import filled, picture, table
 
 __all__ = ["write_text_page"]
 

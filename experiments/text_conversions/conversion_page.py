@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.markdown import filled, picture, table
 from deltazoo.training.conversion_config import DistillationConfig, StageConfig
 from deltazoo.training.figures import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, new_figure, save_figure
 from experiments.configurations import label_of
@@ -14,7 +15,6 @@ from experiments.text.text_comparison import LEVEL, RESAMPLES, Interval, bits_pe
 from experiments.text.text_configurations import HYBRID
 from experiments.text_conversions.conversion_recipe import CONTROL, Conversion, ConversionRecipe, tokens_of
 from experiments.text_conversions.conversion_results import ConversionResults, DecodingResult, Measured
-from benchmarks.markdown import filled, picture, table
 
 __all__ = ["write_conversion_page"]
 

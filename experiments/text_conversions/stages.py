@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 from deltazoo.layers import parameter_groups
 from deltazoo.swap import swap_attention, swapped_layers
 from deltazoo.training.conversion_config import DistillationConfig, StageConfig
+from deltazoo.training.schedule import learning_rate_factor
 from deltazoo.training.stage_trainers import (
     choose_trained_parameters,
     divergence,
@@ -33,7 +34,6 @@ from experiments.text_conversions.conversion_recipe import (
     tokens_of,
     tokens_of_step,
 )
-from deltazoo.training.schedule import learning_rate_factor
 
 __all__ = ["Converted", "convert_copy"]
 

@@ -2,7 +2,7 @@
 
     S_t = (I - beta_t k_t e_t^T) D_t S_{t-1} + beta_t k_t v_t^T,     o_t = scale * S_t^T q_t
 
-This recurrence (`delta_rule`) gives all rules of the zoo (`list_variants()`): DeltaNet, Gated DeltaNet, Kimi Delta
+This recurrence (`delta_rule`) gives all rules of the zoo (`list_rules()`): DeltaNet, Gated DeltaNet, Kimi Delta
 Attention and many others. Layers, transformers models, generation, swapping and acceleration are built on it. Importing
 the package makes our models known to transformers' Auto classes. It imports neither torch nor transformers: every
 public name is imported from its module on first access.
@@ -10,11 +10,11 @@ public name is imported from its module on first access.
 
 from typing import TYPE_CHECKING
 
+from deltazoo import rules as rules  # importing it registers the rules
 from deltazoo import spec as spec
-from deltazoo import variants as variants  # importing it registers the variants
 from deltazoo._auto_registration import announce_model_types
 from deltazoo._lazy import lazy_names
-from deltazoo.spec import DeltaRuleSpec, get_variant, list_variants, register_variant
+from deltazoo.spec import RuleSpec, get_rule, list_rules, register_rule
 
 if TYPE_CHECKING:  # the names below, for editors and type checkers
     from deltazoo import checks as checks
@@ -28,10 +28,12 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     from deltazoo import serving as serving
     from deltazoo import swap as swap
     from deltazoo import training as training
-    from deltazoo.distributed import context_parallel as context_parallel
-    from deltazoo.generation import generate as generate
     from deltazoo.compat import accelerate as accelerate
     from deltazoo.compat import restore as restore
+    from deltazoo.diagnosis import DiagnoseCallback as DiagnoseCallback
+    from deltazoo.diagnosis import diagnose as diagnose
+    from deltazoo.distributed import context_parallel as context_parallel
+    from deltazoo.generation import generate as generate
     from deltazoo.layers import EFLA as EFLA
     from deltazoo.layers import DeltaNet as DeltaNet
     from deltazoo.layers import DeltaRuleAttention as DeltaRuleAttention
@@ -52,8 +54,6 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     from deltazoo.ops import linear_attention_step as linear_attention_step
     from deltazoo.swap import swap_attention as swap_attention
     from deltazoo.swap import unswap_attention as unswap_attention
-    from deltazoo.diagnosis import DiagnoseCallback as DiagnoseCallback
-    from deltazoo.diagnosis import diagnose as diagnose
 
 __all__ = [
     "EFLA",
@@ -63,7 +63,6 @@ __all__ = [
     "DeltaRuleForCausalLM",
     "DeltaRuleModel",
     "DeltaRuleOutput",
-    "DeltaRuleSpec",
     "DiagnoseCallback",
     "GatedDeltaNet",
     "KimiDeltaAttention",
@@ -71,17 +70,18 @@ __all__ = [
     "LinearAttention",
     "Longhorn",
     "NegativeEigenvalueDeltaNet",
+    "RuleSpec",
     "accelerate",
     "context_parallel",
     "delta_rule",
     "delta_rule_step",
     "diagnose",
     "generate",
-    "get_variant",
+    "get_rule",
     "linear_attention",
     "linear_attention_step",
-    "list_variants",
-    "register_variant",
+    "list_rules",
+    "register_rule",
     "report",
     "restore",
     "swap_attention",

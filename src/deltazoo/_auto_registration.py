@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from deltazoo.spec import list_variants
+from deltazoo.spec import list_rules
 
 __all__ = ["MODEL_TYPES", "SWAPPED_PREFIX", "announce_model_types", "stop_announcing"]
 
@@ -111,11 +111,11 @@ def _announce(table_module: ModuleType) -> None:
     table._extra_content = _AnnouncedTypes(table._extra_content)
     if "deltazoo.models" in sys.modules:
         stop_announcing(MODEL_TYPES)
-    _explain_variants(table_module)
+    _explain_rules(table_module)
 
 
-def _explain_variants(table_module: ModuleType) -> None:
-    """Let `AutoConfig.for_model` say what to use for a variant that has no model type.
+def _explain_rules(table_module: ModuleType) -> None:
+    """Let `AutoConfig.for_model` say what to use for a rule that has no model type.
 
     Such names stay out of the table: with them, another library's checkpoint of such a type would load as ours.
     """
@@ -123,9 +123,9 @@ def _explain_variants(table_module: ModuleType) -> None:
 
     @functools.wraps(for_model)
     def explaining(cls: Any, model_type: str, *args: Any, **kwargs: Any) -> Any:
-        if model_type in list_variants() and model_type not in table_module.CONFIG_MAPPING:
+        if model_type in list_rules() and model_type not in table_module.CONFIG_MAPPING:
             raise ValueError(
-                f"{model_type!r} is a variant of deltazoo without a model type of its own: use "
+                f"{model_type!r} is a rule of deltazoo without a model type of its own: use "
                 f"AutoConfig.for_model('delta_rule', mixer={model_type!r}, ...)"
             )
         return for_model(cls, model_type, *args, **kwargs)

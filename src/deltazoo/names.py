@@ -11,7 +11,7 @@ def unknown(kind: str, value: object, known: Iterable[str], *, within: str = "")
     """The sentence "unknown KIND 'x'; did you mean 'a'? known: a, b, c".
 
     Args:
-        kind: what the name stands for, for example "variant".
+        kind: what the name stands for, for example "rule".
         value: the name as given.
         known: the names there are, in the order in which the sentence lists them.
         within: what the sentence shows before the name inside the quotes, for example the section of a configuration

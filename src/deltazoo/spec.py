@@ -1,11 +1,11 @@
-"""What tells the variants of the delta rule apart, as data, and the registry that holds them.
+"""What tells the rules of the delta rule apart, as data, and the registry that holds them.
 
-Every variant is the recurrence of `deltazoo.ops.delta_rule` after some work on each token alone: how the step size
+Every rule is the recurrence of `deltazoo.ops.delta_rule` after some work on each token alone: how the step size
 comes out of the gate, whether the state decays, which of q and k are normalised, how the output is gated. A
-`DeltaRuleSpec` says which; `deltazoo.layers.DeltaRuleAttention` reads it. A variant that needs more is registered with
+`RuleSpec` says which; `deltazoo.layers.DeltaRuleAttention` reads it. A rule that needs more is registered with
 a subclass of that layer. docs/new_rules.md shows both.
 
-This module imports no torch, so that the command line can list the variants at once.
+This module imports no torch, so that the command line can list the rules at once.
 """
 
 import sys
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NONEXPANSIVE_MEANING",
-    "DeltaRuleSpec",
+    "RuleSpec",
     "choice_name",
     "forgotten_on_error",
-    "get_variant",
-    "list_variants",
-    "register_variant",
+    "get_rule",
+    "list_rules",
+    "register_rule",
     "registered_layer",
     "registering_module",
 ]
@@ -45,14 +45,14 @@ NONEXPANSIVE_MEANING: dict[Nonexpansive, str] = {
     "may let it grow without bound",
     "no": "one token repeated may let the state grow without bound",
 }
-"""`DeltaRuleSpec.nonexpansive` in words."""
+"""`RuleSpec.nonexpansive` in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaRuleSpec:
-    """One variant: its equation, its source, and the choices that define it.
+class RuleSpec:
+    """One rule: its equation, its source, and the choices that define it.
 
-    A spec that `register_variant` has returned is also a decorator: it registers the layer class below it.
+    A spec that `register_rule` has returned is also a decorator: it registers the layer class below it.
 
     Raises:
         ValueError: choices that contradict each other, named.
@@ -114,7 +114,7 @@ class DeltaRuleSpec:
     """Value dimension over key dimension, per head, in the paper's language models."""
     hub_model_type: str | None = None
     """`model_type` of published checkpoints, where deltazoo has one; None: `delta_rule` with `mixer: <name>`."""
-    earlier: "DeltaRuleSpec | None" = None
+    earlier: "RuleSpec | None" = None
     """The rule as it was before a correction. Models that were saved with it load with it (`revision`)."""
 
     def __post_init__(self) -> None:
@@ -122,25 +122,25 @@ class DeltaRuleSpec:
         for field, usual in {"allow_neg_eigval": False, "erase_key": "tied", "num_micro_steps": 1}.items():
             if self.step_size == "none" and getattr(self, field) != usual:
                 raise ValueError(
-                    f"variant {self.name!r}: {field}={getattr(self, field)!r} needs a correction term, but step_size "
+                    f"rule {self.name!r}: {field}={getattr(self, field)!r} needs a correction term, but step_size "
                     "is 'none'"
                 )
         if self.decay == "none" and self.decay_gate != "softplus":
             raise ValueError(
-                f"variant {self.name!r}: decay_gate={choice_name(self.decay_gate)!r} needs decay='scalar' or "
+                f"rule {self.name!r}: decay_gate={choice_name(self.decay_gate)!r} needs decay='scalar' or "
                 "decay='channel', but decay is 'none'"
             )
         if self.decay_lower_bound is not None:
             if self.decay == "none":
-                raise ValueError(f"variant {self.name!r}: decay_lower_bound needs a decay, but decay is 'none'")
+                raise ValueError(f"rule {self.name!r}: decay_lower_bound needs a decay, but decay is 'none'")
             if self.decay_lower_bound >= 0:
                 raise ValueError(
-                    f"variant {self.name!r}: decay_lower_bound is a log-decay and must be negative, "
+                    f"rule {self.name!r}: decay_lower_bound is a log-decay and must be negative, "
                     f"got {self.decay_lower_bound}"
                 )
             if self.decay_gate != "softplus":
                 raise ValueError(
-                    f"variant {self.name!r}: decay_lower_bound takes the place of the softplus gate, but decay_gate is "
+                    f"rule {self.name!r}: decay_lower_bound takes the place of the softplus gate, but decay_gate is "
                     f"{choice_name(self.decay_gate)!r}"
                 )
 
@@ -154,20 +154,20 @@ class DeltaRuleSpec:
         }.items():
             value = getattr(self, field)
             if value not in get_args(kind):
-                raise ValueError(f"variant {self.name!r}: {unknown(field, value, get_args(kind))}")
+                raise ValueError(f"rule {self.name!r}: {unknown(field, value, get_args(kind))}")
         for field in ("num_micro_steps", "head_dim"):
             value = getattr(self, field)
             if type(value) is not int or value < 1:  # Python takes True for 1
-                raise ValueError(f"variant {self.name!r}: {field} must be a whole number of at least 1, got {value!r}")
+                raise ValueError(f"rule {self.name!r}: {field} must be a whole number of at least 1, got {value!r}")
         # Names are looked up when a layer is made: the functions need torch.
         for field in ("step_size", "decay_gate", "gate_activation"):
             value = getattr(self, field)
             if not isinstance(value, str) and not callable(value):
-                raise ValueError(f"variant {self.name!r}: {field} must be a name or a function, got {value!r}")
+                raise ValueError(f"rule {self.name!r}: {field} must be a name or a function, got {value!r}")
 
     def __call__(self, layer: Layer) -> Layer:
-        """Register `layer` as the class that computes this variant, and return it: the spec as a decorator."""
-        register_variant(self, layer=layer)
+        """Register `layer` as the class that computes this rule, and return it: the spec as a decorator."""
+        register_rule(self, layer=layer)
         return layer
 
     @property
@@ -194,9 +194,9 @@ def choice_name(choice: object) -> str:
 
 
 class _Entry(NamedTuple):
-    spec: DeltaRuleSpec
+    spec: RuleSpec
     layer: type[Any] | str | None
-    """The subclass of `DeltaRuleAttention` that computes the variant, or its full name; None: that class itself."""
+    """The subclass of `DeltaRuleAttention` that computes the rule, or its full name; None: that class itself."""
     module: str
     """Name of the module that registered it."""
 
@@ -208,36 +208,36 @@ class _Entry(NamedTuple):
 _REGISTRY: dict[str, _Entry] = {}
 
 
-def register_variant(spec: DeltaRuleSpec, layer: type[Any] | str | None = None) -> DeltaRuleSpec:
-    """Make a variant known under `spec.name`, and return its spec.
+def register_rule(spec: RuleSpec, layer: type[Any] | str | None = None) -> RuleSpec:
+    """Make a rule known under `spec.name`, and return its spec.
 
     A rule that a spec can express needs no class:
 
-        MY_RULE = register_variant(DeltaRuleSpec(name="my_rule", ...))
+        MY_RULE = register_rule(RuleSpec(name="my_rule", ...))
 
     One that needs more is a subclass of `DeltaRuleAttention`, passed as `layer` or decorated, since the spec that comes
     back registers the class it is applied to:
 
-        @register_variant(DeltaRuleSpec(name="my_rule", ...))
+        @register_rule(RuleSpec(name="my_rule", ...))
         class MyRule(DeltaRuleAttention): ...
 
     Registering an equal spec again, with the same layer or none, changes nothing. In `__main__` (a script, a notebook)
-    a variant replaces one of its name from there: a cell that runs again makes other functions and classes.
+    a rule replaces one of its name from there: a cell that runs again makes other functions and classes.
 
     Args:
-        spec: the variant.
+        spec: the rule.
         layer: the class that models, swaps, the lab and the command line make its layers of; called with the arguments
             of `DeltaRuleAttention`. Its full name, `"package.module.Class"`, imports it when a layer is first made: the
-            variants of deltazoo are listed without torch.
+            rules of deltazoo are listed without torch.
 
     Raises:
         ValueError: the name is taken by a different spec, or by another layer class; a spec from outside deltazoo with
-            a `hub_model_type`, a layer from outside for a variant that comes with deltazoo.
+            a `hub_model_type`, a layer from outside for a rule that comes with deltazoo.
         TypeError: `layer` is no subclass of `DeltaRuleAttention`.
     """
     if not (layer is None or isinstance(layer, str) or _is_layer_class(layer)):
         raise TypeError(
-            f"variant {spec.name!r}: layer must be a subclass of deltazoo.layers.DeltaRuleAttention, got {layer!r}"
+            f"rule {spec.name!r}: layer must be a subclass of deltazoo.layers.DeltaRuleAttention, got {layer!r}"
         )
     caller = sys._getframe(1).f_globals.get("__name__", "__main__")
     module = layer.__module__ if isinstance(layer, type) else caller
@@ -246,17 +246,17 @@ def register_variant(spec: DeltaRuleSpec, layer: type[Any] | str | None = None) 
     if known.module == module == "__main__" and (known.spec != spec or layer not in (None, known.layer)):
         known = entry
     if known.spec != spec:
-        raise ValueError(f"the variant name {spec.name!r} is taken by another spec: {known.spec}")
+        raise ValueError(f"the rule name {spec.name!r} is taken by another spec: {known.spec}")
     if known is entry and spec.hub_model_type is not None and not entry.comes_with_deltazoo:
         raise ValueError(
-            f"variant {spec.name!r}: hub_model_type={spec.hub_model_type!r} would load as another model; leave it None"
+            f"rule {spec.name!r}: hub_model_type={spec.hub_model_type!r} would load as another model; leave it None"
         )
     if layer is not None and known.layer != layer:
         if known.layer is not None:
-            raise ValueError(f"variant {spec.name!r} has a layer class already: {known.layer}, got {layer}")
+            raise ValueError(f"rule {spec.name!r} has a layer class already: {known.layer}, got {layer}")
         if known.comes_with_deltazoo and not entry.comes_with_deltazoo:
             raise ValueError(
-                f"variant {spec.name!r} comes with deltazoo and has no layer class of its own: register {layer} with a "
+                f"rule {spec.name!r} comes with deltazoo and has no layer class of its own: register {layer} with a "
                 "spec of another name"
             )
         known = entry
@@ -266,7 +266,7 @@ def register_variant(spec: DeltaRuleSpec, layer: type[Any] | str | None = None) 
 
 @contextmanager
 def forgotten_on_error() -> Iterator[None]:
-    """Variants registered inside the block are forgotten if an exception leaves it."""
+    """Rules registered inside the block are forgotten if an exception leaves it."""
     before = dict(_REGISTRY)
     try:
         yield
@@ -282,22 +282,22 @@ def _is_layer_class(layer: object) -> bool:
     return "deltazoo.layers.delta_attention.DeltaRuleAttention" in names
 
 
-def get_variant(name: str, revision: int | None = None) -> DeltaRuleSpec:
-    """The registered variant of that name: its newest revision, or the one of that number.
+def get_rule(name: str, revision: int | None = None) -> RuleSpec:
+    """The registered rule of that name: its newest revision, or the one of that number.
 
     Raises:
-        ValueError: no such variant, where the message lists them and names the nearest; no such revision.
+        ValueError: no such rule, where the message lists them and names the nearest; no such revision.
     """
     newest = spec = _entry(name).spec
     while revision is not None and spec.revision > revision and spec.earlier is not None:
         spec = spec.earlier
     if revision not in (None, spec.revision):
-        raise ValueError(f"variant {name!r} has the revisions 1 to {newest.revision}, got {revision}")
+        raise ValueError(f"rule {name!r} has the revisions 1 to {newest.revision}, got {revision}")
     return spec
 
 
 def registered_layer(name: str) -> type[Any] | None:
-    """The layer class registered with a variant; None: it has none of its own, or there is no variant of that name."""
+    """The layer class registered with a rule; None: it has none of its own, or there is no rule of that name."""
     layer = _REGISTRY[name].layer if name in _REGISTRY else None
     if isinstance(layer, str):
         module, _, layer_name = layer.rpartition(".")
@@ -306,24 +306,24 @@ def registered_layer(name: str) -> type[Any] | None:
 
 
 def registering_module(name: str) -> str | None:
-    """The module to import before a variant is known; None: it comes with deltazoo.
+    """The module to import before a rule is known; None: it comes with deltazoo.
 
     Raises:
-        ValueError: no such variant.
+        ValueError: no such rule.
     """
     entry = _entry(name)
     return None if entry.comes_with_deltazoo else entry.module
 
 
-def list_variants() -> list[str]:
-    """Names of all registered variants, in the order of registration: deltazoo's own by kind, then others."""
+def list_rules() -> list[str]:
+    """Names of all registered rules, in the order of registration: deltazoo's own by kind, then others."""
     return list(_REGISTRY)
 
 
 def _entry(name: str) -> _Entry:
     if name not in _REGISTRY:
         raise ValueError(
-            f"{unknown('variant', name, list_variants())} (a rule of your own is known once its module is imported, "
+            f"{unknown('rule', name, list_rules())} (a rule of your own is known once its module is imported, "
             "on the command line by --load FILE.py)"
         )
     return _REGISTRY[name]

@@ -14,7 +14,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_fakes import FakeTimer
 
-from deltazoo.ops import delta_rule, linear_attention
 from benchmarks import operator_suite
 from benchmarks.inputs import make_inputs
 from benchmarks.operator_candidates import candidates_for, has_peer, step_candidates
@@ -23,6 +22,7 @@ from benchmarks.operator_results import OperatorResults
 from benchmarks.operator_suite import DeviceLost, Plan, bench_ops
 from benchmarks.shapes import Shape
 from benchmarks.warm_up import warm_up_commands, warm_up_peers
+from deltazoo.ops import delta_rule, linear_attention
 
 SHAPE = Shape(1, 40, 2, 16, 8)
 TIMED = {

@@ -1,10 +1,10 @@
 """Wrong: a single token has another gate than a token of a longer sequence."""
 
-from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+from deltazoo import DeltaRuleAttention, RuleSpec, register_rule
 
 
-@register_variant(
-    DeltaRuleSpec(name="decodes_otherwise", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
+@register_rule(
+    RuleSpec(name="decodes_otherwise", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
 )
 class DecodesOtherwise(DeltaRuleAttention):
     def step_gate(self, hidden_states):

@@ -2,13 +2,11 @@
 
 import torch
 
-from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+from deltazoo import DeltaRuleAttention, RuleSpec, register_rule
 
 
-@register_variant(
-    DeltaRuleSpec(
-        name="draws_random_numbers", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler"
-    )
+@register_rule(
+    RuleSpec(name="draws_random_numbers", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
 )
 class DrawsRandomNumbers(DeltaRuleAttention):
     def step_gate(self, hidden_states):

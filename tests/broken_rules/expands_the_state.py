@@ -1,10 +1,10 @@
 """Wrong: keys are not normalised, and the step size does not depend on their length."""
 
-from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+from deltazoo import DeltaRuleAttention, RuleSpec, register_rule
 
 
-@register_variant(
-    DeltaRuleSpec(
+@register_rule(
+    RuleSpec(
         name="expands_the_state",
         paper="none",
         summary="Wrong.",

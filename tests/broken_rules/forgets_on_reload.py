@@ -2,11 +2,11 @@
 
 import torch
 
-from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+from deltazoo import DeltaRuleAttention, RuleSpec, register_rule
 
 
-@register_variant(
-    DeltaRuleSpec(name="forgets_on_reload", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
+@register_rule(
+    RuleSpec(name="forgets_on_reload", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
 )
 class ForgetsOnReload(DeltaRuleAttention):
     def make_parameters(self):

@@ -1,14 +1,14 @@
 """Wrong: a decay gate that may give a positive logarithm."""
 
-from deltazoo import DeltaRuleSpec, register_variant
+from deltazoo import RuleSpec, register_rule
 
 
 def signed(a, A_log, dt_bias):
     return a + dt_bias
 
 
-register_variant(
-    DeltaRuleSpec(
+register_rule(
+    RuleSpec(
         name="positive_log_decay",
         paper="none",
         summary="Wrong.",

@@ -2,12 +2,10 @@
 
 import torch
 
-from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+from deltazoo import DeltaRuleAttention, RuleSpec, register_rule
 
 
-@register_variant(
-    DeltaRuleSpec(name="raises", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
-)
+@register_rule(RuleSpec(name="raises", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler"))
 class Raises(DeltaRuleAttention):
     def step_gate(self, hidden_states):
         return super().step_gate(hidden_states) * torch.ones(3)

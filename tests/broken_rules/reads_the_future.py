@@ -1,10 +1,10 @@
 """Wrong: the gate looks at the mean of all tokens, later ones included."""
 
-from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+from deltazoo import DeltaRuleAttention, RuleSpec, register_rule
 
 
-@register_variant(
-    DeltaRuleSpec(name="reads_the_future", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
+@register_rule(
+    RuleSpec(name="reads_the_future", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
 )
 class ReadsTheFuture(DeltaRuleAttention):
     def step_gate(self, hidden_states):

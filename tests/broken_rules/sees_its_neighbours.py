@@ -2,13 +2,11 @@
 
 import torch
 
-from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+from deltazoo import DeltaRuleAttention, RuleSpec, register_rule
 
 
-@register_variant(
-    DeltaRuleSpec(
-        name="sees_its_neighbours", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler"
-    )
+@register_rule(
+    RuleSpec(name="sees_its_neighbours", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
 )
 class SeesItsNeighbours(DeltaRuleAttention):
     def step_gate(self, hidden_states):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.ops.step_size import gate_and_squared_norm
-from deltazoo.spec import DeltaRuleSpec, register_variant
+from deltazoo.spec import RuleSpec, register_rule
 
 
 def trapezoidal(b: Tensor, k: Tensor) -> Tensor:
@@ -20,8 +20,8 @@ def trapezoidal(b: Tensor, k: Tensor) -> Tensor:
     return b / (1 + b * squared_norm / 2)
 
 
-@register_variant(
-    DeltaRuleSpec(
+@register_rule(
+    RuleSpec(
         name="trapezoid",
         paper="Crank and Nicolson 1947, a rule of the tests",
         summary="DeltaNet by the trapezoidal rule, over a learned time per head.",

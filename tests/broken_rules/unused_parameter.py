@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+from deltazoo import DeltaRuleAttention, RuleSpec, register_rule
 
 
-@register_variant(
-    DeltaRuleSpec(name="unused_parameter", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
+@register_rule(
+    RuleSpec(name="unused_parameter", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
 )
 class UnusedParameter(DeltaRuleAttention):
     def make_parameters(self):

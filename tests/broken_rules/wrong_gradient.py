@@ -2,7 +2,7 @@
 
 import torch
 
-from deltazoo import DeltaRuleSpec, register_variant
+from deltazoo import RuleSpec, register_rule
 
 
 class Half(torch.autograd.Function):
@@ -19,6 +19,4 @@ def half(b, k):
     return Half.apply(b)
 
 
-register_variant(
-    DeltaRuleSpec(name="wrong_gradient", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size=half)
-)
+register_rule(RuleSpec(name="wrong_gradient", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size=half))

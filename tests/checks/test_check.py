@@ -10,10 +10,10 @@ from command_line import call
 from outside_rule import RULES, forget_rules
 from torch import Tensor
 
-from deltazoo.layers import DeltaRuleAttention
-from deltazoo.spec import DeltaRuleSpec, list_variants, register_variant
 from deltazoo.checks import CHECKS, check_rule
 from deltazoo.cli.rule_files import load_rule_file
+from deltazoo.layers import DeltaRuleAttention
+from deltazoo.spec import RuleSpec, list_rules, register_rule
 
 # File -> the checks that must fail, and words from the message of the first.
 WRONG = {
@@ -31,9 +31,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("variant", list_variants())
-def test_rules_of_the_zoo_pass(variant: str) -> None:
-    findings = list(check_rule(variant))
+@pytest.mark.parametrize("rule", list_rules())
+def test_rules_of_the_zoo_pass(rule: str) -> None:
+    findings = list(check_rule(rule))
     assert {finding.title: finding.problem for finding in findings} == dict.fromkeys(CHECKS)
     assert not any(finding.remark for finding in findings)
 
@@ -80,8 +80,8 @@ def test_an_input_that_the_operator_refuses_names_the_rule() -> None:
             def step_gate(self, hidden_states: Tensor) -> Tensor:
                 return super().step_gate(hidden_states)[:, :-1]
 
-        register_variant(
-            DeltaRuleSpec(name="short_gate", paper="", summary="", equation="", step_size="euler"), layer=ShortGate
+        register_rule(
+            RuleSpec(name="short_gate", paper="", summary="", equation="", step_size="euler"), layer=ShortGate
         )
         first, *_ = check_rule("short_gate")
     problem = first.problem or ""
@@ -120,14 +120,14 @@ def test_a_forward_pass_without_the_operator_is_no_rule() -> None:
             def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
                 return hidden_states
 
-        register_variant(DeltaRuleSpec(name="skips", paper="", summary="", equation="", step_size="euler"), layer=Skips)
+        register_rule(RuleSpec(name="skips", paper="", summary="", equation="", step_size="euler"), layer=Skips)
         found = {finding.title: finding.problem for finding in check_rule("skips")}
     assert "calls no operator" in (found["the state does not expand"] or "")
 
 
 def test_a_misspelt_step_size_is_said_once() -> None:
     with forget_rules():
-        register_variant(DeltaRuleSpec(name="misspelt", paper="", summary="", equation="", step_size="eulr"))
+        register_rule(RuleSpec(name="misspelt", paper="", summary="", equation="", step_size="eulr"))
         (finding,) = check_rule("misspelt")
     assert "raised ValueError: unknown step_size 'eulr'; did you mean 'euler'?" in (finding.problem or "")
 
@@ -160,6 +160,6 @@ def test_the_command_says_what_is_wrong_and_exits_with_one(
 
     (tmp_path / "empty_rule.py").write_text("import deltazoo\n")
     assert call("check", str(tmp_path / "empty_rule.py")) == 1
-    assert "registers no variant" in " ".join(capsys.readouterr().err.split())
+    assert "registers no rule" in " ".join(capsys.readouterr().err.split())
     assert call("check", "kad") == 1
     assert "did you mean 'kda'" in " ".join(capsys.readouterr().err.split())

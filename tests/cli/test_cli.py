@@ -16,7 +16,7 @@ import pytest
 import torch
 from command_line import call
 from fake_hub import names_asked
-from few_variants import FEW_VARIANTS
+from few_rules import FEW_RULES
 from helpers import run_python
 from safetensors.torch import load_file, save_file
 from tiny_runs import run_config, write_text_folder
@@ -24,9 +24,9 @@ from tiny_runs import run_config, write_text_folder
 import deltazoo
 from deltazoo.cli import main
 from deltazoo.cli.commands import train as train_command
-from deltazoo.training.presets import find_config, presets
 from deltazoo.training import load_config, save_config
 from deltazoo.training.interruption import TrainingInterrupted
+from deltazoo.training.presets import find_config, presets
 
 COMMANDS = ["list", "show", "check", "train", "generate", "serve", "eval", "diagnose", "swap", "lab", "bench"]
 COMMANDS += ["bench ops", "bench model", "lm-eval"]
@@ -61,29 +61,29 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == deltazoo.__version__
 
 
-def test_list_names_every_variant_and_its_paper_in_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_names_every_rule_and_its_paper_in_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("list") == 0
     shown = capsys.readouterr().out
-    for variant in deltazoo.list_variants():
-        number = deltazoo.get_variant(variant).paper.partition("arXiv:")[2]
-        assert any(line.split()[:1] == [variant] and number in line for line in shown.splitlines()), variant
+    for rule in deltazoo.list_rules():
+        number = deltazoo.get_rule(rule).paper.partition("arXiv:")[2]
+        assert any(line.split()[:1] == [rule] and number in line for line in shown.splitlines()), rule
 
 
-@pytest.mark.parametrize("variant", FEW_VARIANTS)
-def test_show_describes_a_variant(variant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("show", variant) == 0
+@pytest.mark.parametrize("rule", FEW_RULES)
+def test_show_describes_a_rule(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("show", rule) == 0
     shown = "".join(capsys.readouterr().out.split())
-    spec = deltazoo.get_variant(variant)
+    spec = deltazoo.get_rule(rule)
     assert "".join(spec.equation.split()) in shown
-    assert f"{variant}_340m" in shown
+    assert f"{rule}_340m" in shown
 
 
 @pytest.mark.parametrize(
-    ("variant", "eigenvalue"),
+    ("rule", "eigenvalue"),
     [("gla", "none: it does not erase"), ("kda", "[0, 1]"), ("neg_delta_net", "[-1, 1]"), ("comba", "within [-1, 1]")],
 )
-def test_show_says_how_far_a_step_erases(variant: str, eigenvalue: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("show", variant) == 0
+def test_show_says_how_far_a_step_erases(rule: str, eigenvalue: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("show", rule) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("eigenvalue of a step"))
     assert line.removeprefix("eigenvalue of a step").strip() == eigenvalue
 
@@ -187,7 +187,7 @@ def test_generate_compiles_its_own_loop_alone(run: Path, tmp_path: Path, capsys:
         (["generate", "./nowhere", "--prompt", "x", "--device", "gpu"], "there is no device 'gpu'"),
         (["lab", "--device", "tpu"], "there is no device 'tpu'"),
         (["bench", "ops", "--out", "x", "--device", "tpu"], "there is no device 'tpu'"),
-        (["swap", "./nowhere", "--variant", "kda", "--dry-run"], "there is no folder './nowhere'"),
+        (["swap", "./nowhere", "--rule", "kda", "--dry-run"], "there is no folder './nowhere'"),
         (["generate", "/", "--prompt", "x"], "holds no model"),
         (["generate", "/", "--prompt", "x", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
     ],
@@ -416,9 +416,9 @@ QUICK = [
     "eval ./nowhere",
     "eval ./nowhere --device tpu",
     "swap --help",
-    "swap ./nowhere --variant kdaa",
-    "swap ./nowhere --variant kda --output x --train swap_cpu --set align.stepps=1",
-    "swap ./nowhere --variant kda --dry-run",
+    "swap ./nowhere --rule kdaa",
+    "swap ./nowhere --rule kda --output x --train swap_cpu --set align.stepps=1",
+    "swap ./nowhere --rule kda --dry-run",
     "lab --help",
     "lab --device tpu",
     "bench --help",

@@ -11,11 +11,11 @@ from outside_rule import RULES, forget_rules
 from tiny_runs import run_config, write_text_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from experiments.lab_records import read_records
 from deltazoo.cli.rule_files import load_rule_file
 from deltazoo.training import save_config
 from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.tokenizer import build_tokenizer
+from experiments.lab_records import read_records
 
 RULE = str(RULES / "trapezoid.py")
 
@@ -63,7 +63,7 @@ def test_a_rule_is_swapped_in(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "llama")
     tokenizer.save_pretrained(tmp_path / "llama")
-    swap = ["swap", str(tmp_path / "llama"), "--variant", "trapezoid", "--output", str(tmp_path / "out")]
+    swap = ["swap", str(tmp_path / "llama"), "--rule", "trapezoid", "--output", str(tmp_path / "out")]
     assert call(*swap) == 1
     assert call(*swap, "--load", RULE, "--device", "cpu") == 0
     (config,) = (tmp_path / "out").rglob("config.json")
@@ -71,7 +71,7 @@ def test_a_rule_is_swapped_in(tmp_path: Path) -> None:
 
 
 def test_a_rule_is_compared_in_the_lab(tmp_path: Path) -> None:
-    options = ["--only", "parity", "--variants", "delta_net", "--steps", "2", "--no-measure", "--workers", "1"]
+    options = ["--only", "parity", "--rules", "delta_net", "--steps", "2", "--no-measure", "--workers", "1"]
     assert call("lab", *options, "--out", str(tmp_path / "lab"), "--load", RULE) == 0
     assert {"delta_net", "trapezoid"} == {
         record.configuration for record in read_records(tmp_path / "lab" / "results.jsonl")

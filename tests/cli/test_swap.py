@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from transformers.generation import GenerationMixin
 
 import deltazoo.training.conversion as conversion
-from deltazoo.swap import swapped_layers
 from deltazoo.cli import main
+from deltazoo.swap import swapped_layers
 from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.tokenizer import build_tokenizer
 
@@ -45,7 +45,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(home: Path, *arguments: str) -> int:
-    return command_line.call("swap", str(home / "llama"), "--variant", "delta_net", "--device", "cpu", *arguments)
+    return command_line.call("swap", str(home / "llama"), "--rule", "delta_net", "--device", "cpu", *arguments)
 
 
 def layers_of(path: Path) -> list[int]:
@@ -177,7 +177,7 @@ def test_an_interrupted_conversion_says_how_to_go_on(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--variant", "kdaa", "--dry-run"], "did you mean 'kda'"),
+        (["--rule", "kdaa", "--dry-run"], "did you mean 'kda'"),
         (["--layers", "some", "--dry-run"], "or best:K, got 'some'"),
         (["--layers", "0,7", "--dry-run"], "layers are numbered 0 to 2, got 7"),
         (["--layers", "all"], "say with --output"),
@@ -219,7 +219,7 @@ def test_a_model_with_learned_positions_takes_no_longer_rows(
     sizes = {"n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 1}
     for part in (GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)), tokenizer):
         part.save_pretrained(tmp_path / "gpt2")
-    swap = ("swap", str(tmp_path / "gpt2"), "--variant", "kda", "--device", "cpu", "--layers")
+    swap = ("swap", str(tmp_path / "gpt2"), "--rule", "kda", "--device", "cpu", "--layers")
     swapped = str(tmp_path / "swapped")
     assert command_line.call(*swap, "0", "--output", swapped) == 0
     text = ("--text", str(home / "text"), "--device", "cpu")

@@ -72,12 +72,12 @@ def layers() -> Iterator[dict[str, type[nn.Module]]]:
     homes = {"delta_net": "DeltaNet", "gated_deltanet": "GatedDeltaNet", "kda": "KimiDeltaAttention"}
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        for variant, name in homes.items():
-            module = import_module(f"fla.layers.{variant}")
+        for rule, name in homes.items():
+            module = import_module(f"fla.layers.{rule}")
             for ours_name in ours.__all__:
                 if hasattr(module, ours_name):
                     patch.setattr(module, ours_name, getattr(ours, ours_name))
-            found[variant] = getattr(module, name)
+            found[rule] = getattr(module, name)
         yield found
 
 
@@ -86,13 +86,13 @@ def test_the_table_is_that_of_the_library() -> None:
     assert dict(signatures(of_the_library)) == json.loads(TABLE.read_text(encoding="utf-8"))["signatures"]
 
 
-@pytest.mark.parametrize("variant", ["delta_net", "gated_deltanet", "kda"])
-def test_the_library_s_layers_on_our_functions_are_our_layers(variant: str, layers: dict[str, type[nn.Module]]) -> None:
+@pytest.mark.parametrize("rule", ["delta_net", "gated_deltanet", "kda"])
+def test_the_library_s_layers_on_our_functions_are_our_layers(rule: str, layers: dict[str, type[nn.Module]]) -> None:
     """Their code, their weights, our functions: our layer with the same weights, for padded, packed, cached calls."""
     torch.manual_seed(0)
-    options = {} if variant == "delta_net" else {"head_dim": 8}
-    theirs = layers[variant](hidden_size=16, num_heads=2, layer_idx=0, **options)
-    mine = deltazoo.layers.make_layer(variant, 16, 2, 8)
+    options = {} if rule == "delta_net" else {"head_dim": 8}
+    theirs = layers[rule](hidden_size=16, num_heads=2, layer_idx=0, **options)
+    mine = deltazoo.layers.make_layer(rule, 16, 2, 8)
     mine.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 70, 16)
     mask = torch.ones(2, 70, dtype=torch.long)

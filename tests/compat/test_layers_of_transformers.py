@@ -29,7 +29,7 @@ KIMI = {
     "layer_types": ["linear_attention"],
     "mlp_layer_types": ["dense"],
 }
-# Layer class: model, configuration class, its options, our variant and sizes, and their names that differ from ours.
+# Layer class: model, configuration class, its options, our rule and sizes, and their names that differ from ours.
 CASES = {
     "OlmoHybridGatedDeltaNet": (
         *("olmo_hybrid", "OlmoHybridConfig", OLMO),
@@ -58,7 +58,7 @@ def weights_of(theirs: nn.Module, ours: DeltaRuleAttention, renamed: dict[str, s
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_outputs_and_gradients(name: str) -> None:
-    family, config_name, options, variant, sizes, renamed = CASES[name]
+    family, config_name, options, rule, sizes, renamed = CASES[name]
     package = f"transformers.models.{family}"
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"this version of transformers has no {family}")
@@ -69,7 +69,7 @@ def test_same_outputs_and_gradients(name: str) -> None:
         nn.init.normal_(parameter, std=0.3)
     eps = theirs.o_norm.variance_epsilon if hasattr(theirs.o_norm, "variance_epsilon") else theirs.o_norm.eps
     negative = getattr(theirs, "allow_neg_eigval", False)
-    ours = DeltaRuleAttention(variant, 32, 2, 8, norm_eps=eps, allow_neg_eigval=negative, **sizes).eval()
+    ours = DeltaRuleAttention(rule, 32, 2, 8, norm_eps=eps, allow_neg_eigval=negative, **sizes).eval()
     ours.load_state_dict(weights_of(theirs, ours, renamed))
 
     x = torch.randn(2, 70, 32, requires_grad=True)

@@ -19,13 +19,13 @@ from torch import Tensor
 from transitions import factors_and_writes
 
 import deltazoo
+from deltazoo.cli.rule_files import load_rule_file
 from deltazoo.compat.transformers.mixer import AcceleratedMixer
+from deltazoo.diagnosis import Diagnosis, Figures
+from deltazoo.diagnosis.rule_calls import delta_rule_layers, recorded_calls
 from deltazoo.layers import DeltaRuleAttention, GatedDeltaNet, LayerStates, RuleInputs, make_layer
 from deltazoo.layers.state import MixerState
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
-from deltazoo.diagnosis import Diagnosis, Figures
-from deltazoo.diagnosis.rule_calls import delta_rule_layers, recorded_calls
-from deltazoo.cli.rule_files import load_rule_file
 
 HIDDEN, KEYS = 16, 8
 
@@ -35,13 +35,13 @@ def by_hand(
     log_decay: Tensor | None = None,
     keys: Tensor | None = None,
     erase_keys: Tensor | None = None,
-    variant: str = "gated_deltanet",
+    rule: str = "gated_deltanet",
     **options: Any,
 ) -> tuple[Figures, ...]:
     """Figures of a layer that passes these to the operator, for `T` tokens and `HV` heads: beta `[T, HV]`, log-decay
     `[T, HV]` or `[T, HV, K]`, keys `[T, K]`, the first unit vector unless given; values are ones."""
     num_tokens, heads = beta.shape
-    layer = make_layer(variant, HIDDEN, heads, KEYS, use_short_conv=False, expand_v=1.0, **options).double()
+    layer = make_layer(rule, HIDDEN, heads, KEYS, use_short_conv=False, expand_v=1.0, **options).double()
     keys = torch.eye(KEYS)[:1].expand(num_tokens, -1) if keys is None else keys
 
     def per_head(x: Tensor) -> Tensor:
@@ -78,23 +78,23 @@ def test_half_lives_per_channel() -> None:
     rates = -math.log(2) / half_lives
     # The mean rate counts: half of the tokens decay twice as fast, the others not at all.
     log_decay = rates * torch.tensor([2.0, 0.0]).repeat(32)[:, None, None]
-    (head,) = by_hand(torch.rand(64, 1), log_decay, variant="kda")
+    (head,) = by_hand(torch.rand(64, 1), log_decay, rule="kda")
     assert head.half_life == pytest.approx((1, 1, 9, 25, 36, 64, 64))
-    assert by_hand(torch.rand(64, 1), variant="delta_net")[0].half_life is None
+    assert by_hand(torch.rand(64, 1), rule="delta_net")[0].half_life is None
 
 
 def test_erasing_under_another_key_before_the_decay() -> None:
     e = torch.zeros(64, KEYS)
     e[:, 0] = 0.75
     decay = torch.full((64, 1), math.log(0.5))
-    (head,) = by_hand(torch.full((64, 1), 0.8), decay, erase_keys=e, variant="comba")
+    (head,) = by_hand(torch.full((64, 1), 0.8), decay, erase_keys=e, rule="comba")
     assert head.gain == pytest.approx((0.6,) * 7)
     assert head.eigenvalue == pytest.approx((-0.1,) * 7)
 
 
 def test_growth_without_writes_is_the_largest_singular_value() -> None:
     """A gain of 3 doubles what lies along the key, with the other sign, at every token."""
-    (head,) = by_hand(torch.full((128, 1), 3.0), variant="delta_net")
+    (head,) = by_hand(torch.full((128, 1), 3.0), rule="delta_net")
     assert head.eigenvalue == pytest.approx((-2,) * 7)
     assert head.chunk_norm == pytest.approx(2.0**64, rel=2e-4)
     assert head.state_norms == pytest.approx([(2.0**n - 1) * math.sqrt(KEYS) for n in (64, 128)], rel=1e-6)
@@ -118,7 +118,7 @@ def test_gates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "options", "gates"),
+    ("rule", "options", "gates"),
     [
         ("gated_deltanet2", {"num_v_heads": 4}, {"erase", "write", "output"}),
         ("eda", {}, {"step", "erase", "output"}),
@@ -128,18 +128,18 @@ def test_gates() -> None:
         ("mamba2_style", {}, {"output"}),
     ],
 )
-def test_every_gate_of_a_rule_is_there(variant: str, options: dict[str, Any], gates: set[str]) -> None:
-    layer = make_layer(variant, HIDDEN, 2, KEYS, **options)
+def test_every_gate_of_a_rule_is_there(rule: str, options: dict[str, Any], gates: set[str]) -> None:
+    layer = make_layer(rule, HIDDEN, 2, KEYS, **options)
     for head in deltazoo.diagnose(layer, torch.randn(2, 9, HIDDEN)).layers[0].heads:
         assert {*head.gates} == gates
 
 
 @pytest.mark.parametrize("options", [{}, {"allow_neg_eigval": True, "num_v_heads": 4}], ids=["plain", "doubled"])
-@pytest.mark.parametrize("variant", deltazoo.list_variants())
-def test_every_rule_beside_matrices(variant: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("rule", deltazoo.list_rules())
+def test_every_rule_beside_matrices(rule: str, options: dict[str, Any]) -> None:
     """States and products of transitions are those of explicit factors, multiplied token by token in float64."""
     try:
-        layer = make_layer(variant, HIDDEN, 2, 4, initializer_range=0.5, layer_idx=0, **options).double()
+        layer = make_layer(rule, HIDDEN, 2, 4, initializer_range=0.5, layer_idx=0, **options).double()
     except ValueError:
         assert options  # the rule takes no doubled step
         return
@@ -437,10 +437,10 @@ def test_the_callback_refuses_no_steps() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["neg_gated_deltanet", "gated_deltanet2", "gated_deltaproduct"])
-def test_on_a_gpu(variant: str) -> None:
+@pytest.mark.parametrize("rule", ["neg_gated_deltanet", "gated_deltanet2", "gated_deltaproduct"])
+def test_on_a_gpu(rule: str) -> None:
     """The same figures as on a CPU: in float32, and from bfloat16 inputs as the kernels see them."""
-    model = tiny_model(variant, head_dim=64)
+    model = tiny_model(rule, head_dim=64)
     batch = tokens(2, 300)
     expected = deltazoo.diagnose(model, batch)
     agree(deltazoo.diagnose(copy.deepcopy(model).cuda(), batch), expected, rel=2e-3)
@@ -453,4 +453,4 @@ def test_on_a_gpu(variant: str) -> None:
 def test_layers_are_found_by_path() -> None:
     layers = torch.nn.Sequential(GatedDeltaNet(HIDDEN, 2), DeltaRuleAttention("kda", HIDDEN, 2))
     found = deltazoo.diagnose(layers, torch.randn(1, 70, HIDDEN))
-    assert [(layer.name, layer.variant) for layer in found.layers] == [("0", "gated_deltanet"), ("1", "kda")]
+    assert [(layer.name, layer.rule) for layer in found.layers] == [("0", "gated_deltanet"), ("1", "kda")]

@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from one_thread_gloo import ONE_THREAD_GLOO
 from tiny_models import OPTIONS, VOCAB, tiny_model
 
+from deltazoo.cli.rule_files import load_rule_file
 from deltazoo.distributed import clip_grad_norm_
 from deltazoo.distributed.together import CallTogether
 from deltazoo.layers import parameter_groups
 from deltazoo.models import DeltaRuleForCausalLM
-from deltazoo.cli.rule_files import load_rule_file
 
 # float64, so that what remains is an error and not rounding; a vocabulary that two processes can share evenly.
 DTYPE, EVEN_VOCABULARY = torch.float64, VOCAB + 1

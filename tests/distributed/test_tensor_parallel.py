@@ -16,10 +16,10 @@ from packaging.version import Version
 from tiny_models import CASES, OPTIONS, tiny_model
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
-from deltazoo.spec import list_variants, registered_layer
+from deltazoo.spec import list_rules, registered_layer
 
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
-HAVE_OWN_LAYER = [variant for variant in list_variants() if registered_layer(variant)]
+HAVE_OWN_LAYER = [rule for rule in list_rules() if registered_layer(rule)]
 """Rules whose layer says itself how its parameters are divided."""
 SHARED_PARAMETERS = Version(transformers.__version__) >= Version("5.17")
 """Whether a layer can have parameters that all heads share, as the rule from outside has."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from script_modules import ROOT, load_script
 
-from deltazoo.spec import list_variants
+from deltazoo.spec import list_rules
 from experiments.configurations import SOFTMAX
 from experiments.text.results import TextResults
 from experiments.text.text_comparison import compare
@@ -21,11 +21,11 @@ def test_the_page_is_that_of_the_specs() -> None:
 
 def test_the_readme_counts_the_rules() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert f"one recurrence, {len(list_variants())} rules" in readme
-    assert f"Eight of the {len(list_variants())};" in readme
+    assert f"one recurrence, {len(list_rules())} rules" in readme
+    assert f"Eight of the {len(list_rules())};" in readme
     section = readme.partition("## The rules")[2].partition("## ")[0]
     shown = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")][1:]
-    assert len(shown) == 8 and set(shown) <= set(list_variants())
+    assert len(shown) == 8 and set(shown) <= set(list_rules())
 
 
 def test_what_the_page_says_of_real_text_is_what_was_found() -> None:
@@ -45,5 +45,5 @@ def test_what_the_page_says_of_real_text_is_what_was_found() -> None:
 
 
 def test_everybody_named_is_a_rule_and_the_picture_is_drawn(tmp_path: Path) -> None:
-    assert set(render.USED_BY) <= set(list_variants())
+    assert set(render.USED_BY) <= set(list_rules())
     assert render.draw(tmp_path / "rules.png").stat().st_size > 10_000 and render.PICTURE.exists()

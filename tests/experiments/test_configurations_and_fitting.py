@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deltazoo.layers import DeltaRuleAttention
-from deltazoo.spec import list_variants
+from deltazoo.spec import list_rules
 from experiments import Recipe, fitting, parse_configuration, run_configuration
 from experiments.configurations import OPTIONS, label_of
 from experiments.fitting import _schedule
@@ -47,7 +47,7 @@ def test_options_change_the_layer_they_name() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("delta", "unknown variant 'delta'; did you mean 'delta_net'"),
+        ("delta", "unknown rule 'delta'; did you mean 'delta_net'"),
         ("delta_net+x9", "unknown option 'x9'"),
         ("softmax+neg", "takes no options"),
         ("delta_net+unit-key", "is so already: normalize_k=True"),
@@ -116,7 +116,7 @@ def test_a_gpu_trains_what_the_cpu_trains(name: str, bf16: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", list_variants())
+@pytest.mark.parametrize("name", list_rules())
 def test_a_gpu_records_an_update_of_every_rule(name: str) -> None:
     """Nothing in a rule makes the host wait for the GPU: no warning that it is trained without a CUDA graph."""
     recipe = replace(TINY, hidden_size=32, head_dim=16, mlp_ratio=8.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltazoo.spec import list_variants
+from deltazoo.spec import list_rules
 from experiments import Experiment
 from experiments.lab_page import listing, write_page
 from experiments.lab_records import Environment, ResultFile
@@ -44,10 +44,10 @@ def shrunk(experiment: Experiment) -> Experiment:
 
 def test_every_rule_is_on_every_task_of_the_comparison() -> None:
     for experiment in COMPARISON.experiments:
-        assert set(list_variants()) <= set(experiment.configurations), experiment.name
+        assert set(list_rules()) <= set(experiment.configurations), experiment.name
     tracking = {e.name: set(e.configurations) for e in COMPARISON.experiments if e.recipe.num_layers == 1}
     assert {"kda+neg", "efla+neg"} <= tracking["parity"] and "mamba2_style+neg" not in tracking["parity"]
-    assert "delta_net+neg" not in tracking["parity"]  # neg_delta_net is a variant of its own
+    assert "delta_net+neg" not in tracking["parity"]  # neg_delta_net is a rule of its own
 
 
 def test_the_listing_says_every_rule_in_short_and_names_the_rest() -> None:
@@ -73,7 +73,7 @@ def test_a_miniature_of_the_suite_from_training_to_the_page(tmp_path: Path) -> N
     header, _, *rows = (line.split("|")[1:-1] for line in table_below(page, "Medians of the seeds."))
     assert len(header) == 1 + len(COMPARISON.experiments)
     in_all = [row for row in rows if all(cell.strip() for cell in row)]
-    assert len(in_all) == len(list_variants())
+    assert len(in_all) == len(list_rules())
     score = results.records["parity kda lr=0.003 seed=0"].scores["128"].accuracy
     assert [row[1].strip() for row in rows if row[0].strip() == "KDA"] == [f"{score:.3f}"]
 

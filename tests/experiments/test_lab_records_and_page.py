@@ -17,10 +17,10 @@ import torch
 from helpers import run_python
 
 import deltazoo
+from deltazoo.cli import main
 from deltazoo.layers import bounded_step, l2_normalize
 from deltazoo.ops import delta_rule
 from deltazoo.ops.step_size import euler, exact
-from deltazoo.cli import main
 from experiments import Check, Experiment, Recipe, Scores, experiment
 from experiments.claims import Claim, gap, too_easy, verdict_of
 from experiments.complexity import flops, measure_complexity, parallel_scan
@@ -104,7 +104,7 @@ def test_a_fresh_start_removes_only_what_the_lab_wrote(tmp_path: Path) -> None:
     others = [tmp_path / name for name in ("package.json", "notes.txt")]
     for path in (*ours, *others):
         path.write_text("somebody's")
-    options = ["--only", "parity", "--variants", "delta_net", "--steps", "1", "--no-measure", "--workers", "1"]
+    options = ["--only", "parity", "--rules", "delta_net", "--steps", "1", "--no-measure", "--workers", "1"]
     with contextlib.suppress(SystemExit):
         main(["lab", *options, "--fresh", "--out", str(tmp_path)])
     assert all(path.read_text() == "somebody's" for path in others)
@@ -325,7 +325,7 @@ def test_selection() -> None:
         select("mini", only=["partiy"])
     with pytest.raises(ValueError, match="unknown suite 'mimi'; did you mean 'mini'"):
         select("mimi")
-    with pytest.raises(ValueError, match="unknown variant 'gdn'"):
+    with pytest.raises(ValueError, match="unknown rule 'gdn'"):
         select("mini", configurations=["gdn"])
     with pytest.raises(ValueError, match="'comba' takes no allow_neg_eigval=True"):
         select("mini", configurations=["comba+neg"])
@@ -423,7 +423,7 @@ USERS_FILE = """
 from dataclasses import replace
 from experiments import Experiment, Recipe, register_experiment, register_task
 from experiments.tasks.parity import Parity
-from deltazoo.spec import get_variant, register_variant
+from deltazoo.spec import get_rule, register_rule
 
 class Odd(Parity):
     title = "the opposite of parity"
@@ -433,7 +433,7 @@ class Odd(Parity):
         return batch._replace(targets=1 - batch.targets)
 
 odd = register_task(Odd(name="odd"))
-register_variant(replace(get_variant("delta_net"), name="mine", hub_model_type=None))
+register_rule(replace(get_rule("delta_net"), name="mine", hub_model_type=None))
 recipe = Recipe(hidden_size=16, num_heads=2, head_dim=8, train_lengths=(3, 9), test=(9, 20), test_sequences=8, steps=3)
 register_experiment(Experiment(name="odd", task=odd, recipe=recipe, configurations=("delta_net",), suites=("mini",)))
 """
@@ -452,7 +452,7 @@ def users_file(tmp_path: Path):
     experiment._EXPERIMENTS.pop("odd", None)
 
 
-def test_a_users_task_and_variant_from_one_file(users_file: Path, tmp_path: Path) -> None:
+def test_a_users_task_and_rule_from_one_file(users_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as stop:
         main(["lab", "--load", str(users_file), "--only", "odd", "--out", str(out), "--no-measure", "--workers", "1"])
@@ -476,8 +476,8 @@ faulty = register_task(Faulty(name="faulty"))
 
 
 def test_a_worker_without_its_gpu_costs_one_run(tmp_path: Path) -> None:
-    from experiments import task
     from deltazoo.cli.rule_files import load_rule_file
+    from experiments import task
 
     path = tmp_path / "faulty_task.py"
     path.write_text(FAULTY_FILE)
@@ -497,7 +497,7 @@ def test_a_worker_without_its_gpu_costs_one_run(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--only", "partiy"], "did you mean 'parity'"),
-        (["--variants", "gdn"], "unknown variant 'gdn'"),
+        (["--rules", "gdn"], "unknown rule 'gdn'"),
         (["--suite", "huge"], "unknown suite 'huge'"),
         (["--load", "nowhere.py"], "to load"),
         (["--device", "cuda"], "sees no NVIDIA GPU"),

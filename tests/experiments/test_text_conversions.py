@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from deltazoo.swap import swapped_layers
 from deltazoo.cli import main
+from deltazoo.swap import swapped_layers
 from deltazoo.training.conversion_config import AlignmentConfig, DistillationConfig, FineTuningConfig
 from experiments.lab_records import Environment
 from experiments.text.building import SourceFile, build_corpus

@@ -30,7 +30,7 @@ from deltazoo.generation.static_cache import fixed_cache
 from deltazoo.layers import layer_class
 from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.ops.step_size import STEP_SIZES
-from deltazoo.spec import get_variant, register_variant
+from deltazoo.spec import get_rule, register_rule
 from deltazoo.swap import swapped_layers
 
 SPEC_ALONE = ("delta_net", "gated_deltanet", "kda", "neg_delta_net", "neg_gated_deltanet", "linear_attention",
@@ -99,8 +99,8 @@ def check_tokens(
     with pytest.MonkeyPatch.context() as patch, forget_rules():
         options = {}
         if case == RAW_KEYS:
-            own = replace(get_variant("delta_net"), name=case, normalize_k=False, hub_model_type=None)
-            case, options = "delta_net", {"mixer": register_variant(own).name}
+            own = replace(get_rule("delta_net"), name=case, normalize_k=False, hub_model_type=None)
+            case, options = "delta_net", {"mixer": register_rule(own).name}
         elif case in OWN_FORM:
             options = {"num_v_heads": 4, "expand_v": 1.5}
         steps = count_steps(patch)
@@ -331,13 +331,13 @@ OTHER_SPECS = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "changes", "message"), OTHER_SPECS)
-def test_specs_that_the_form_of_a_class_does_not_fit(variant, changes, message, on_any_device):
+@pytest.mark.parametrize(("rule", "changes", "message"), OTHER_SPECS)
+def test_specs_that_the_form_of_a_class_does_not_fit(rule, changes, message, on_any_device):
     with forget_rules():
-        own_class = layer_class(variant)
-        spec = replace(get_variant(variant), name="own", hub_model_type=None, **changes)
-        own = register_variant(spec, layer=f"{own_class.__module__}.{own_class.__name__}")
-        assert message in reason(tiny_model(variant, mixer=own.name))
+        own_class = layer_class(rule)
+        spec = replace(get_rule(rule), name="own", hub_model_type=None, **changes)
+        own = register_rule(spec, layer=f"{own_class.__module__}.{own_class.__name__}")
+        assert message in reason(tiny_model(rule, mixer=own.name))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_names_that_no_kernel_knows(table, change, message, on_any_device, monke
     (name,) = change.values()
     monkeypatch.setitem(table, name, lambda x, *others: x / 2)
     with forget_rules():
-        own = register_variant(replace(get_variant("gated_deltanet"), name="own", hub_model_type=None, **change))
+        own = register_rule(replace(get_rule("gated_deltanet"), name="own", hub_model_type=None, **change))
         assert message in reason(tiny_model("gated_deltanet", mixer=own.name))
 
 
@@ -370,7 +370,7 @@ def test_decays_of_another_form(on_any_device):
         def own_gate(a, A_log, dt_bias):
             return -torch.sigmoid(a)
 
-        own = register_variant(replace(get_variant("kda"), name="own", decay_gate=own_gate, hub_model_type=None))
+        own = register_rule(replace(get_rule("kda"), name="own", decay_gate=own_gate, hub_model_type=None))
         assert "a decay or keys of its own" in reason(tiny_model("kda", mixer=own.name))
 
 

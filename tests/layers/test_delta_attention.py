@@ -1,4 +1,4 @@
-"""What the shared layer does for any variant: casts, gates, state, options, errors, and reductions between variants."""
+"""What the shared layer does for any rule: casts, gates, state, options, errors, and reductions between rules."""
 
 import math
 import re
@@ -22,14 +22,14 @@ from deltazoo.layers import (
     rule,
 )
 from deltazoo.ops import backends
-from deltazoo.spec import get_variant, list_variants
+from deltazoo.spec import get_rule, list_rules
 
 HIDDEN, HEADS, HEAD_DIM = 32, 2, 8
 GATED = ["gated_deltanet", "kda", "mamba2_style"]
 
 
-def make(variant: str = "gated_deltanet", **options: object) -> DeltaRuleAttention:
-    return DeltaRuleAttention(variant, HIDDEN, HEADS, HEAD_DIM, layer_idx=0, **options)  # type: ignore[arg-type]
+def make(rule: str = "gated_deltanet", **options: object) -> DeltaRuleAttention:
+    return DeltaRuleAttention(rule, HIDDEN, HEADS, HEAD_DIM, layer_idx=0, **options)  # type: ignore[arg-type]
 
 
 def tokens(num_tokens: int = 9, batch_size: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -39,13 +39,13 @@ def tokens(num_tokens: int = 9, batch_size: int = 2, dtype: torch.dtype = torch.
 # Gate parameters keep float32.
 
 
-@pytest.mark.parametrize("variant", GATED)
+@pytest.mark.parametrize("rule", GATED)
 @pytest.mark.parametrize(
     "cast",
     [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to("cpu", torch.half)],
 )
-def test_gate_parameters_stay_float32_bit_for_bit(variant: str, cast: object) -> None:
-    layer = nn.Sequential(make(variant))
+def test_gate_parameters_stay_float32_bit_for_bit(rule: str, cast: object) -> None:
+    layer = nn.Sequential(make(rule))
     before = {name: layer[0].get_parameter(name).detach().clone() for name in ("A_log", "dt_bias")}
     cast(layer)  # type: ignore[operator]
     assert layer[0].q_proj.weight.dtype in (torch.bfloat16, torch.float16)
@@ -78,9 +78,9 @@ def test_gates_are_marked_and_stay_marked_when_they_leave_the_meta_device() -> N
         assert parameter.dtype == torch.float32 and parameter.device.type == "cpu"
 
 
-@pytest.mark.parametrize("variant", GATED)
-def test_a_bfloat16_layer_computes_its_gates_in_float32(variant: str) -> None:
-    layer = make(variant).bfloat16()
+@pytest.mark.parametrize("rule", GATED)
+def test_a_bfloat16_layer_computes_its_gates_in_float32(rule: str) -> None:
+    layer = make(rule).bfloat16()
     q = torch.randn(2, 9, HEADS, HEAD_DIM, dtype=torch.bfloat16)
     inputs = layer.rule_inputs(tokens().bfloat16(), q, q, q.repeat(1, 1, 1, 2))
     assert inputs.log_decay is not None and inputs.log_decay.dtype == torch.float32
@@ -107,10 +107,10 @@ def test_weight_decay_spares_gates_norms_and_biases() -> None:
 
 
 @pytest.mark.parametrize("num_v_heads", [2, 4, 6])
-@pytest.mark.parametrize("variant", ["gated_deltanet", "kda", "efla"])
-def test_grouped_value_heads_equal_repeated_key_heads(variant: str, num_v_heads: int) -> None:
-    grouped = make(variant, num_v_heads=num_v_heads).double()
-    full = DeltaRuleAttention(variant, HIDDEN, num_v_heads, HEAD_DIM).double()
+@pytest.mark.parametrize("rule", ["gated_deltanet", "kda", "efla"])
+def test_grouped_value_heads_equal_repeated_key_heads(rule: str, num_v_heads: int) -> None:
+    grouped = make(rule, num_v_heads=num_v_heads).double()
+    full = DeltaRuleAttention(rule, HIDDEN, num_v_heads, HEAD_DIM).double()
     weights = grouped.state_dict()
     for name in ("q_proj", "k_proj", "q_conv1d", "k_conv1d"):
         per_head = weights[f"{name}.weight"].unflatten(0, (HEADS, HEAD_DIM))
@@ -121,7 +121,7 @@ def test_grouped_value_heads_equal_repeated_key_heads(variant: str, num_v_heads:
 
 
 @pytest.mark.parametrize(
-    ("variant", "options"),
+    ("rule", "options"),
     [
         ("delta_net", {"use_short_conv": False}),
         ("delta_net", {"conv_size": 2}),
@@ -142,12 +142,12 @@ def test_grouped_value_heads_equal_repeated_key_heads(variant: str, num_v_heads:
     ],
     ids=str,
 )
-def test_every_option_acts(variant: str, options: dict) -> None:
+def test_every_option_acts(rule: str, options: dict) -> None:
     x = tokens()
     torch.manual_seed(1)
-    plain = make(variant)
+    plain = make(rule)
     torch.manual_seed(1)
-    changed = make(variant, **options)
+    changed = make(rule, **options)
     same_parameters = {k: v.shape for k, v in plain.state_dict().items()} == {
         k: v.shape for k, v in changed.state_dict().items()
     }
@@ -179,14 +179,14 @@ def test_bounded_gate_stays_above_its_bound_and_starts_as_a_plain_sigmoid() -> N
 
 
 def test_a_spec_may_be_passed_in_place_of_a_name() -> None:
-    ungated = replace(get_variant("gated_deltanet"), output_gate="none")
+    ungated = replace(get_rule("gated_deltanet"), output_gate="none")
     layer = DeltaRuleAttention(ungated, HIDDEN, HEADS, HEAD_DIM)
     assert not hasattr(layer, "g_proj")
     assert layer(tokens()).shape == (2, 9, HIDDEN)
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"),
+    ("name", "rule"),
     [
         ("DeltaNet", "delta_net"),
         ("NegativeEigenvalueDeltaNet", "neg_delta_net"),
@@ -197,9 +197,9 @@ def test_a_spec_may_be_passed_in_place_of_a_name() -> None:
         ("LinearAttention", "linear_attention"),
     ],
 )
-def test_named_layers_are_their_variants(name: str, variant: str) -> None:
+def test_named_layers_are_their_rules(name: str, rule: str) -> None:
     layer = getattr(layers, name)(HIDDEN, HEADS, HEAD_DIM, num_v_heads=4)
-    assert layer.spec is get_variant(variant)
+    assert layer.spec is get_rule(rule)
     assert layer(tokens()).shape == (2, 9, HIDDEN)
 
 
@@ -238,7 +238,7 @@ def test_linear_maps_are_called_as_modules() -> None:
     assert called == {name for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
 
 
-# Reductions between variants.
+# Reductions between rules.
 
 
 def copy_shared(source: DeltaRuleAttention, target: DeltaRuleAttention) -> None:
@@ -248,7 +248,7 @@ def copy_shared(source: DeltaRuleAttention, target: DeltaRuleAttention) -> None:
 
 
 def test_kda_with_equal_channels_is_a_scalar_gate() -> None:
-    channel = replace(get_variant("gated_deltanet"), name="channel", decay="channel")
+    channel = replace(get_rule("gated_deltanet"), name="channel", decay="channel")
     gdn = make("gated_deltanet").double()
     kda = DeltaRuleAttention(channel, HIDDEN, HEADS, HEAD_DIM).double()
     copy_shared(gdn, kda)
@@ -265,7 +265,7 @@ def test_kda_with_equal_channels_is_a_scalar_gate() -> None:
 
 
 def test_gated_deltanet_that_never_forgets_is_delta_net() -> None:
-    gated = replace(get_variant("delta_net"), name="gated", decay="scalar")
+    gated = replace(get_rule("delta_net"), name="gated", decay="scalar")
     with_gate, without = DeltaRuleAttention(gated, HIDDEN, HEADS, HEAD_DIM).double(), make("delta_net").double()
     copy_shared(without, with_gate)
     nn.init.constant_(with_gate.dt_bias, -1e4)
@@ -273,10 +273,10 @@ def test_gated_deltanet_that_never_forgets_is_delta_net() -> None:
     torch.testing.assert_close(with_gate(x), without(x), rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("variant", ["efla", "longhorn"])
-def test_small_gates_make_all_steps_euler_steps(variant: str) -> None:
-    other = make(variant, beta_bias=True).double()
-    raw = replace(get_variant("delta_net"), name="raw", normalize_k=False)
+@pytest.mark.parametrize("rule", ["efla", "longhorn"])
+def test_small_gates_make_all_steps_euler_steps(rule: str) -> None:
+    other = make(rule, beta_bias=True).double()
+    raw = replace(get_rule("delta_net"), name="raw", normalize_k=False)
     euler = DeltaRuleAttention(raw, HIDDEN, HEADS, HEAD_DIM, beta_bias=True).double()
     nn.init.constant_(other.b_proj.bias, -18.0)  # b about 1e-8
     euler.load_state_dict(other.state_dict())
@@ -285,7 +285,7 @@ def test_small_gates_make_all_steps_euler_steps(variant: str) -> None:
 
 
 def test_efla_on_unit_keys_is_delta_net_with_a_saturating_gate() -> None:
-    unit = replace(get_variant("efla"), name="unit_efla", normalize_k=True)
+    unit = replace(get_rule("efla"), name="unit_efla", normalize_k=True)
     efla = DeltaRuleAttention(unit, HIDDEN, HEADS, HEAD_DIM).double()
     x = tokens(dtype=torch.float64)
     k = layers.l2_normalize(torch.randn(2, 9, HEADS, HEAD_DIM, dtype=torch.float64), eps=0)
@@ -294,7 +294,7 @@ def test_efla_on_unit_keys_is_delta_net_with_a_saturating_gate() -> None:
 
 
 def test_undecayed_mamba2_style_is_linear_attention_up_to_its_output_gate() -> None:
-    ungated = replace(get_variant("mamba2_style"), name="ungated", output_gate="none")
+    ungated = replace(get_rule("mamba2_style"), name="ungated", output_gate="none")
     mamba, linear = DeltaRuleAttention(ungated, HIDDEN, HEADS, HEAD_DIM).double(), make("linear_attention").double()
     copy_shared(linear, mamba)
     nn.init.constant_(mamba.dt_bias, -1e4)
@@ -336,10 +336,10 @@ def test_gradients_flow_through_the_state() -> None:
     assert x.grad is not None and (x.grad.abs().sum((0, 2)) > 0).all()
 
 
-@pytest.mark.parametrize("variant", ["gated_deltanet", "pgdn"])
-def test_detached_states_stop_gradients_and_go_on(variant: str) -> None:
+@pytest.mark.parametrize("rule", ["gated_deltanet", "pgdn"])
+def test_detached_states_stop_gradients_and_go_on(rule: str) -> None:
     """Truncated backpropagation through time, for states with and without an auxiliary one."""
-    layer, states = make_layer(variant, HIDDEN, HEADS, HEAD_DIM, layer_idx=0), LayerStates()
+    layer, states = make_layer(rule, HIDDEN, HEADS, HEAD_DIM, layer_idx=0), LayerStates()
     x = tokens(9)
     whole, outputs = layer(x).detach(), []
     for segment in x.split(3, dim=1):
@@ -404,11 +404,11 @@ def test_a_shared_description_equals_its_mask() -> None:
         ({"backend": "tritn"}, "unknown backend 'tritn'; did you mean 'triton'"),
         ({"neg_eigval": "write", "allow_neg_eigval": True}, "neg_eigval must be 'both' or 'erase', got 'write'"),
         ({"neg_eigval": "erase"}, "neg_eigval='erase' acts only with allow_neg_eigval=True"),
-        ({"variant": "linear_attention", "allow_neg_eigval": True}, "'linear_attention' has no correction term"),
-        ({"variant": "mamba2_style", "beta_bias": True}, "'mamba2_style' has no step size"),
-        ({"variant": "efla", "decay_lower_bound": -5.0}, "'efla' has no decay"),
-        ({"variant": "kda", "decay_lower_bound": 5.0}, "must be negative, got 5.0"),
-        ({"variant": "kda", "decay_lower_bound": math.nan}, "decay_lower_bound must be finite, got nan"),
+        ({"rule": "linear_attention", "allow_neg_eigval": True}, "'linear_attention' has no correction term"),
+        ({"rule": "mamba2_style", "beta_bias": True}, "'mamba2_style' has no step size"),
+        ({"rule": "efla", "decay_lower_bound": -5.0}, "'efla' has no decay"),
+        ({"rule": "kda", "decay_lower_bound": 5.0}, "must be negative, got 5.0"),
+        ({"rule": "kda", "decay_lower_bound": math.nan}, "decay_lower_bound must be finite, got nan"),
         ({"norm_eps": math.nan}, "norm_eps must be finite and positive, got nan"),
         ({"norm_eps": -1.0}, "norm_eps must be finite and positive, got -1.0"),
         ({"norm_eps": 0.0}, "norm_eps must be finite and positive, got 0.0"),
@@ -424,12 +424,12 @@ def test_a_shared_description_equals_its_mask() -> None:
         ({"use_short_conv": "no"}, "use_short_conv must be True or False, got 'no'"),
         ({"beta_bias": 1}, "beta_bias must be True or False, got 1"),
         ({"fused_kernels": "no"}, "fused_kernels must be True or False, got 'no'"),
-        ({"variant": "gated_delta_net"}, "unknown variant 'gated_delta_net'; did you mean 'gated_deltanet'"),
+        ({"rule": "gated_delta_net"}, "unknown rule 'gated_delta_net'; did you mean 'gated_deltanet'"),
     ],
     ids=str,
 )
 def test_options_that_cannot_act_are_refused(options: dict, message: str) -> None:
-    arguments = {"variant": "delta_net", "hidden_size": HIDDEN, "num_heads": HEADS, "head_dim": HEAD_DIM, **options}
+    arguments = {"rule": "delta_net", "hidden_size": HIDDEN, "num_heads": HEADS, "head_dim": HEAD_DIM, **options}
     with pytest.raises(ValueError, match=message):
         DeltaRuleAttention(**arguments)
 
@@ -483,10 +483,10 @@ def test_a_state_of_a_layer_with_convolutions_is_refused_without() -> None:
         make(use_short_conv=False)(tokens(), past_key_values=states)
 
 
-def test_a_variant_that_is_no_name_is_refused() -> None:
+def test_a_rule_that_is_no_name_is_refused() -> None:
     nothing: Any = None
     for make_one in (DeltaRuleAttention, layers.make_layer):
-        with pytest.raises(TypeError, match="variant must be a variant's name or a DeltaRuleSpec, got None"):
+        with pytest.raises(TypeError, match="rule must be a rule's name or a RuleSpec, got None"):
             make_one(nothing, HIDDEN, HEADS)
 
 
@@ -505,7 +505,7 @@ def test_arguments_of_another_type_are_refused(arguments: dict, message: str) ->
         make()(tokens(batch_size=1), **arguments)
 
 
-@pytest.mark.parametrize("options", [{}, {"variant": "kda", "use_short_conv": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"rule": "kda", "use_short_conv": False}], ids=str)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("rows", "num_tokens"), [(0, 5), (2, 0), (0, 0)])
 def test_without_rows_or_without_tokens(rows: int, num_tokens: int, padded: bool, options: dict) -> None:
@@ -556,18 +556,18 @@ def test_report_tells_backend_and_reason_of_every_layer() -> None:
         {"first": make("kda"), "mlp": layers.SwiGLU(8, 8), "second": make("efla", backend="reference")}
     )
     report = layers.report(model)
-    assert [(row.name, row.variant, row.backend) for row in report.layers] == [
+    assert [(row.name, row.rule, row.backend) for row in report.layers] == [
         ("first", "kda", "chunkwise"),
         ("second", "efla", "reference"),
     ]
     assert all(row.reason for row in report.layers)
     lines = str(report).splitlines()
-    assert lines[0].split() == ["layer", "variant", "update", "backend", "reason"]
+    assert lines[0].split() == ["layer", "rule", "update", "backend", "reason"]
     assert re.match("second +efla +no decay, erases under its key +reference +asked for", lines[2])
 
 
 @pytest.mark.parametrize(
-    ("variant", "options", "update"),
+    ("rule", "options", "update"),
     [
         ("gla", {}, "decay per channel, no erase"),
         ("comba", {}, "decay per head, erases under another key, reads before the decay"),
@@ -575,8 +575,8 @@ def test_report_tells_backend_and_reason_of_every_layer() -> None:
         ("delta_net", {"num_micro_steps": 3}, "no decay, erases under its key, 3 micro-steps"),
     ],
 )
-def test_report_tells_what_a_token_does(variant: str, options: dict[str, int], update: str) -> None:
-    layer = layers.make_layer(variant, HIDDEN, HEADS, HEAD_DIM, **options)
+def test_report_tells_what_a_token_does(rule: str, options: dict[str, int], update: str) -> None:
+    layer = layers.make_layer(rule, HIDDEN, HEADS, HEAD_DIM, **options)
     assert layers.report(layer).layers[0].update == update
 
 
@@ -593,10 +593,10 @@ def test_report_runs_what_it_says() -> None:
     assert not torch.equal(layer(x), looped)
 
 
-@pytest.mark.parametrize("variant", ["neg_gated_deltanet", "kda", "efla"])
-def test_compiles_into_one_graph(variant: str) -> None:
+@pytest.mark.parametrize("rule", ["neg_gated_deltanet", "kda", "efla"])
+def test_compiles_into_one_graph(rule: str) -> None:
     torch.compiler.reset()
-    layer = make(variant)
+    layer = make(rule)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     x = tokens()
     torch.testing.assert_close(compiled(x), layer(x))
@@ -669,10 +669,10 @@ def hopper_serves(layer: DeltaRuleAttention, monkeypatch: pytest.MonkeyPatch, **
     return calls[-1].hopper
 
 
-@pytest.mark.parametrize("variant", list_variants())
-def test_report_tells_which_kernels_run_on_hopper(variant: str, hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", list_rules())
+def test_report_tells_which_kernels_run_on_hopper(rule: str, hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the operator's plan decides, from what a layer passes to it, for rows whole and packed."""
-    layer = layers.make_layer(variant, HIDDEN, 1, 128, expand_v=1, layer_idx=0)
+    layer = layers.make_layer(rule, HIDDEN, 1, 128, expand_v=1, layer_idx=0)
     served = hopper_serves(layer, monkeypatch)
     packed = hopper_serves(layer, monkeypatch, cu_seqlens=torch.tensor([0, 1, 4]))
     assert not packed

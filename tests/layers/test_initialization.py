@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from deltazoo.layers import DeltaRuleAttention, make_layer
 from deltazoo.layers.initialization import decay_rate_, log_uniform_step_
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
-from deltazoo.spec import get_variant, list_variants
+from deltazoo.spec import get_rule, list_rules
 from deltazoo.swap import swap_attention, swapped_layers
 
 
@@ -23,10 +23,10 @@ def spread(values: torch.Tensor, low: float, high: float) -> None:
     assert abs(values.var() - width**2 / 12) < 5 * width**2 / math.sqrt(180 * count)
 
 
-@pytest.mark.parametrize(("variant", "low"), [("gated_deltanet", 0.0), ("kda", 1.0), ("mamba2_style", 1.0)])
-def test_decay_rates_are_uniform_as_in_the_paper(variant: str, low: float) -> None:
+@pytest.mark.parametrize(("rule", "low"), [("gated_deltanet", 0.0), ("kda", 1.0), ("mamba2_style", 1.0)])
+def test_decay_rates_are_uniform_as_in_the_paper(rule: str, low: float) -> None:
     A_log = torch.empty(1_000_000)
-    decay_rate_(A_log, get_variant(variant).decay_rate_range)
+    decay_rate_(A_log, get_rule(rule).decay_rate_range)
     assert A_log.isfinite().all()
     spread(A_log.exp(), low, 16.0)
 
@@ -81,10 +81,10 @@ def test_short_convolutions_start_normal_where_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "options"), [*((name, {}) for name in list_variants()), ("gated_deltanet", {"beta_bias": True})]
+    ("rule", "options"), [*((name, {}) for name in list_rules()), ("gated_deltanet", {"beta_bias": True})]
 )
-def test_every_parameter_has_an_initialiser(variant: str, options: dict) -> None:
-    layer = make_layer(variant, 16, 2, 8, **options)
+def test_every_parameter_has_an_initialiser(rule: str, options: dict) -> None:
+    layer = make_layer(rule, 16, 2, 8, **options)
     assert layer.initializers().keys() == dict(layer.named_parameters()).keys()
     for parameter in layer.parameters():
         torch.nn.init.constant_(parameter, float("nan"))

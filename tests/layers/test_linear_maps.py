@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo import layers, list_variants
+from deltazoo import layers, list_rules
 from deltazoo.layers import DeltaRuleAttention, SwiGLU, make_layer
 from deltazoo.layers.linear_maps import linear_maps
 from deltazoo.layers.recompute import recomputing
@@ -114,19 +114,19 @@ def test_results_may_be_changed_in_place() -> None:
         y.add_(1)
 
 
-@pytest.mark.parametrize("variant", ["delta_net", "gated_deltanet", "kda"])
-def test_a_layer_saves_its_input_once(variant: str) -> None:
-    layer = DeltaRuleAttention(variant, 16, 2, backend="chunkwise").double()
+@pytest.mark.parametrize("rule", ["delta_net", "gated_deltanet", "kda"])
+def test_a_layer_saves_its_input_once(rule: str) -> None:
+    layer = DeltaRuleAttention(rule, 16, 2, backend="chunkwise").double()
     x = torch.randn(1, 5, 16, dtype=torch.float64, requires_grad=True)
     function = layer._project(x, shared=False)[0].grad_fn
     assert function is not None and function.name() == "_LinearMapsBackward"
-    gates = {"delta_net": 1, "gated_deltanet": 3, "kda": 3}[variant]
+    gates = {"delta_net": 1, "gated_deltanet": 3, "kda": 3}[rule]
     assert len(function.saved_tensors) == 1 + 3 + gates
 
 
-@pytest.mark.parametrize("variant", list_variants())
-def test_no_map_of_a_layers_input_is_computed_by_itself(variant: str, monkeypatch) -> None:
-    layer = make_layer(variant, 16, 2, backend="chunkwise").double()
+@pytest.mark.parametrize("rule", list_rules())
+def test_no_map_of_a_layers_input_is_computed_by_itself(rule: str, monkeypatch) -> None:
+    layer = make_layer(rule, 16, 2, backend="chunkwise").double()
     x = torch.randn(1, 5, 16, dtype=torch.float64, requires_grad=True)
     apart: list[nn.Module] = []
     forward = nn.Linear.forward

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from few_variants import FEW_VARIANTS
+from few_rules import FEW_RULES
 
-import deltazoo  # noqa: F401  # registers the variants
+import deltazoo  # noqa: F401  # registers the rules
 from deltazoo.layers import DeltaRuleAttention, LayerStates, layer_class
 from deltazoo.layers.rule import RuleInputs
-from deltazoo.spec import get_variant
+from deltazoo.spec import get_rule
 
-MAY_HAVE_STEPS = [v for v in FEW_VARIANTS if get_variant(v).corrects and layer_class(v).projects_micro_steps]
+MAY_HAVE_STEPS = [v for v in FEW_RULES if get_rule(v).corrects and layer_class(v).projects_micro_steps]
 """Rules that project to the keys, values and step sizes of any number of steps."""
 
 
-def make(variant: str, steps: int, **options) -> DeltaRuleAttention:
+def make(rule: str, steps: int, **options) -> DeltaRuleAttention:
     layer = DeltaRuleAttention(
-        variant, 24, 2, 8, num_v_heads=4, expand_v=1.0, num_micro_steps=steps, layer_idx=0, **options
+        rule, 24, 2, 8, num_v_heads=4, expand_v=1.0, num_micro_steps=steps, layer_idx=0, **options
     )
     return layer.double()
 
@@ -47,9 +47,9 @@ def by_hand(inputs: RuleInputs, steps: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 # The rule's own code sees more heads; the steps are made of them by shared code.
-@pytest.mark.parametrize("variant", MAY_HAVE_STEPS)
-def test_the_equation_written_out(variant: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = make(variant, steps)
+@pytest.mark.parametrize("rule", MAY_HAVE_STEPS)
+def test_the_equation_written_out(rule: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make(rule, steps)
     seen = []
     original = layer.rule_inputs
 
@@ -63,9 +63,9 @@ def test_the_equation_written_out(variant: str, steps: int, monkeypatch: pytest.
     torch.testing.assert_close(layer(x), expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("variant", ["delta_net", "neg_delta_net", "gated_deltanet", "kda"])
-def test_whole_split_stepped_packed_padded(variant: str) -> None:
-    layer = make(variant, 2)
+@pytest.mark.parametrize("rule", ["delta_net", "neg_delta_net", "gated_deltanet", "kda"])
+def test_whole_split_stepped_packed_padded(rule: str) -> None:
+    layer = make(rule, 2)
     x = torch.randn(1, 9, 24, dtype=torch.float64)
     with torch.no_grad():
         whole, second = layer(x), layer(x[:, 4:])

@@ -1,4 +1,4 @@
-"""Step sizes of the variants, and the guard that keeps rounded keys from blowing up the state."""
+"""Step sizes of the rules, and the guard that keeps rounded keys from blowing up the state."""
 
 import copy
 from dataclasses import replace
@@ -22,10 +22,10 @@ from deltazoo.layers import (
     bounded_step,
     l2_normalize,
     make_layer,
-    rule,
 )
+from deltazoo.layers import rule as rule_functions
 from deltazoo.ops import delta_rule
-from deltazoo.spec import get_variant, list_variants
+from deltazoo.spec import get_rule, list_rules
 from deltazoo.swap.drop_in_layer import drop_in_class
 
 REPEATS = 16_384
@@ -93,16 +93,16 @@ def test_gradients_of_the_guard_are_finite_for_short_keys(length: float) -> None
 
 
 @pytest.mark.parametrize(
-    ("variant", "changes"),
+    ("rule", "changes"),
     [
         *((name, {"allow_neg_eigval": True}) for name in ("pgdn", "pkda", "gated_deltanet", "gated_deltanet2")),
         *((name, {"normalize_k": False}) for name in ("delta_net", "comba", "q_delta", "pgdn")),
     ],
     ids=str,
 )
-def test_gradients_through_the_guard_are_those_of_the_function(variant: str, changes: dict) -> None:
+def test_gradients_through_the_guard_are_those_of_the_function(rule: str, changes: dict) -> None:
     """With gates and keys for which it binds at many tokens, where a rule lets it: along a random direction."""
-    spec = replace(get_variant(variant), **changes)
+    spec = replace(get_rule(rule), **changes)
     layer = make_layer(spec, 16, 2, 8, expand_v=1, initializer_range=0.5, beta_bias=True).double()
     torch.nn.init.constant_(layer.b_proj.bias, 2.0)
     x, weight = torch.randn(2, 2, 9, 16, dtype=torch.float64)
@@ -123,9 +123,9 @@ def test_gradients_through_the_guard_are_those_of_the_function(variant: str, cha
 def test_a_key_repeated_at_the_bound_of_a_decaying_state_does_not_let_it_grow(log_decay: float, decay: str) -> None:
     """The chunk form rounds every chunk alike; just below a gain of 2 the state shrinks faster than that stretches."""
     T, K = 4096, 64
-    spec = replace(get_variant("neg_gated_deltanet"), decay=decay)
+    spec = replace(get_rule("neg_gated_deltanet"), decay=decay)
     k = torch.nn.functional.normalize(torch.randn(16, K), dim=-1).bfloat16().expand(1, T, 16, K)
-    beta = rule.effective_step(spec, torch.ones(1, T, 16), k, allow_neg_eigval=True)
+    beta = rule_functions.effective_step(spec, torch.ones(1, T, 16), k, allow_neg_eigval=True)
     decays = torch.full((1, T, 16) if decay == "scalar" else (1, T, 16, K), log_decay)
     start = k[:, 0, :, :, None].float()
     end = delta_rule(k, k, k[..., :1] * 0, beta, decays, initial_state=start, backend="chunkwise").final_state
@@ -135,13 +135,13 @@ def test_a_key_repeated_at_the_bound_of_a_decaying_state_does_not_let_it_grow(lo
 @pytest.mark.parametrize("name", ["delta_net", "efla", "longhorn"])
 @pytest.mark.parametrize("doubled", [False, True])
 def test_no_transition_expands(name: str, doubled: bool) -> None:
-    spec = get_variant(name)
+    spec = get_rule(name)
     k = torch.randn(1, 512, 1, 16).mul(torch.logspace(-3, 3, 512).view(1, 512, 1, 1)).bfloat16()
     if spec.normalize_k:
         k = l2_normalize(k)
     b = torch.rand(1, 512, 1)
     b[:, ::2] = 1
-    beta = rule.effective_step(spec, b, k, allow_neg_eigval=doubled)
+    beta = rule_functions.effective_step(spec, b, k, allow_neg_eigval=doubled)
     eigenvalue = 1 - beta.double() * k.double().square().sum(-1)
     rounding = 4 * torch.finfo(torch.float32).eps
     assert eigenvalue.max() <= 1
@@ -151,9 +151,11 @@ def test_no_transition_expands(name: str, doubled: bool) -> None:
 
 
 def test_eulers_step_on_raw_keys_is_guarded_too() -> None:
-    raw = replace(get_variant("delta_net"), name="raw_delta_net", normalize_k=False)
+    raw = replace(get_rule("delta_net"), name="raw_delta_net", normalize_k=False)
     k = torch.full((1, 1, 1, 4), 3.0)
-    assert rule.effective_step(raw, torch.ones(1, 1, 1), k, allow_neg_eigval=False).item() == pytest.approx(2 / 36)
+    assert rule_functions.effective_step(raw, torch.ones(1, 1, 1), k, allow_neg_eigval=False).item() == pytest.approx(
+        2 / 36
+    )
 
 
 def test_padding_tokens_neither_write_nor_erase_nor_decay() -> None:
@@ -193,16 +195,16 @@ ALWAYS_FAST = {
 """Rules whose erase gain never exceeds 1; tests/rules/test_safety.py shows it."""
 
 
-@pytest.mark.parametrize("variant", [name for name in list_variants() if get_variant(name).corrects])
-def test_layers_ask_for_fast_precision_where_no_gain_exceeds_one(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = record_precision(monkeypatch, rule)
-    for layer in (make_layer(variant, 16, 2, 8), drop_in_class(variant)(variant, 16, 2, 8)):
+@pytest.mark.parametrize("rule", [name for name in list_rules() if get_rule(name).corrects])
+def test_layers_ask_for_fast_precision_where_no_gain_exceeds_one(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = record_precision(monkeypatch, rule_functions)
+    for layer in (make_layer(rule, 16, 2, 8), drop_in_class(rule)(rule, 16, 2, 8)):
         asked.clear()
         layer(torch.randn(1, 3, 16))
-        assert set(asked) == {"fast" if variant in ALWAYS_FAST else None}
-        if variant not in ("comba", "comba_unit_erase", "q_delta"):  # their step sizes cannot be doubled
+        assert set(asked) == {"fast" if rule in ALWAYS_FAST else None}
+        if rule not in ("comba", "comba_unit_erase", "q_delta"):  # their step sizes cannot be doubled
             asked.clear()
-            type(layer)(variant, 16, 2, 8, allow_neg_eigval=True)(torch.randn(1, 3, 16))
+            type(layer)(rule, 16, 2, 8, allow_neg_eigval=True)(torch.randn(1, 3, 16))
             assert set(asked) == {None}
 
 
@@ -214,9 +216,9 @@ def test_a_layer_of_another_class_or_step_size_leaves_the_precision_to_the_opera
             inputs = super().rule_inputs(*arguments)
             return inputs._replace(k=2 * inputs.k)
 
-    asked = record_precision(monkeypatch, rule)
-    unknown = replace(get_variant("delta_net"), name="own", step_size=lambda b, k: 3 * b)
-    raw_keys = replace(get_variant("delta_net"), name="raw", normalize_k=False)
+    asked = record_precision(monkeypatch, rule_functions)
+    unknown = replace(get_rule("delta_net"), name="own", step_size=lambda b, k: 3 * b)
+    raw_keys = replace(get_rule("delta_net"), name="raw", normalize_k=False)
     LongerKeys("delta_net", 16, 2, 8)(torch.randn(1, 3, 16))
     for spec in (unknown, raw_keys):
         DeltaRuleAttention(spec, 16, 2, 8)(torch.randn(1, 3, 16))
@@ -231,10 +233,10 @@ def test_a_layer_of_another_class_or_step_size_leaves_the_precision_to_the_opera
     assert asked == [None]
 
 
-@pytest.mark.parametrize("variant", ["fg2_gdn", "gated_deltanet2", "qed"])
-def test_a_rule_with_gates_per_channel_takes_no_other_step_size(variant: str) -> None:
+@pytest.mark.parametrize("rule", ["fg2_gdn", "gated_deltanet2", "qed"])
+def test_a_rule_with_gates_per_channel_takes_no_other_step_size(rule: str) -> None:
     with pytest.raises(ValueError, match=r"step_size='exact' cannot act: leave it at 'euler'"):
-        make_layer(replace(get_variant(variant), step_size="exact"), 16, 2, 8)
+        make_layer(replace(get_rule(rule), step_size="exact"), 16, 2, 8)
 
 
 def constant_input_layer() -> DeltaRuleAttention:
@@ -249,7 +251,7 @@ def test_a_layer_fed_one_token_for_ever_stays_bounded_thanks_to_the_guard(
     guarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not guarded:
-        monkeypatch.setattr(rule, "bounded_step", lambda beta, k, **options: beta)
+        monkeypatch.setattr(rule_functions, "bounded_step", lambda beta, k, **options: beta)
     layer, states = constant_input_layer(), LayerStates()
     with torch.no_grad():
         layer(torch.randn(1, 1, 16, dtype=torch.bfloat16).expand(1, 4096, 16), past_key_values=states)
@@ -264,7 +266,7 @@ def test_step_sizes_gates_and_activations_are_functions_given_to_the_spec() -> N
     def steady(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
         return -torch.sigmoid(a) * A_log.exp()
 
-    named = get_variant("gated_deltanet")
+    named = get_rule("gated_deltanet")
     spec = replace(named, name="own", step_size=half, decay_gate=steady, gate_activation=torch.tanh)
     layer = DeltaRuleAttention(spec, 16, 2, 8, num_v_heads=4, expand_v=1, initializer_range=0.5).double()
     x, k = torch.randn(1, 5, 16, dtype=torch.float64), l2_normalize(torch.randn(1, 5, 2, 8, dtype=torch.float64))
@@ -286,23 +288,23 @@ def test_step_sizes_gates_and_activations_are_functions_given_to_the_spec() -> N
 )
 def test_a_misspelt_choice_raises_when_the_layer_is_made(choice: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DeltaRuleAttention(replace(get_variant("delta_net"), **choice), 16, 2, 8)
+        DeltaRuleAttention(replace(get_rule("delta_net"), **choice), 16, 2, 8)
 
 
 def test_an_unknown_step_size_is_guarded_against_expansion() -> None:
-    doubled = replace(get_variant("delta_net"), name="doubled", step_size=lambda b, k: 4 * b)
+    doubled = replace(get_rule("delta_net"), name="doubled", step_size=lambda b, k: 4 * b)
     k = l2_normalize(torch.randn(1, 6, 1, 8))
-    beta = rule.effective_step(doubled, torch.ones(1, 6, 1), k, allow_neg_eigval=False)
+    beta = rule_functions.effective_step(doubled, torch.ones(1, 6, 1), k, allow_neg_eigval=False)
     torch.testing.assert_close(beta * k.square().sum(-1), torch.full((1, 6, 1), 2.0))
 
 
 def test_the_bounded_gate_takes_the_place_of_the_softplus_gate_alone() -> None:
-    spec = replace(get_variant("gated_deltanet"), decay_gate=lambda a, A_log, dt_bias: -a.exp())
+    spec = replace(get_rule("gated_deltanet"), decay_gate=lambda a, A_log, dt_bias: -a.exp())
     with pytest.raises(ValueError, match="takes the place of the softplus gate"):
         DeltaRuleAttention(spec, 16, 2, 8, decay_lower_bound=-5.0)
 
 
 def test_a_step_size_of_another_shape_is_refused() -> None:
-    spec = replace(get_variant("delta_net"), name="per_channel", step_size=lambda b, k: k)
+    spec = replace(get_rule("delta_net"), name="per_channel", step_size=lambda b, k: k)
     with pytest.raises(ValueError, match=r"the step size of 'per_channel' must be .* \(1, 5, 2\), got \(1, 5, 2, 4\)"):
-        rule.effective_step(spec, torch.rand(1, 5, 2), torch.randn(1, 5, 2, 4), allow_neg_eigval=False)
+        rule_functions.effective_step(spec, torch.rand(1, 5, 2), torch.randn(1, 5, 2, 4), allow_neg_eigval=False)

@@ -6,24 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from few_variants import FEW_VARIANTS
+from few_rules import FEW_RULES
 from torch import Tensor
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
 from deltazoo.layers import DeltaRuleAttention, LayerStates, make_layer
 
 
-def layer_and_parameters(variant: str) -> tuple[DeltaRuleAttention, dict[str, Tensor]]:
-    layer = make_layer(variant, 12, 2, 4, layer_idx=0).double()
+def layer_and_parameters(rule: str) -> tuple[DeltaRuleAttention, dict[str, Tensor]]:
+    layer = make_layer(rule, 12, 2, 4, layer_idx=0).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return layer, {name: parameter.detach() for name, parameter in layer.named_parameters()}
 
 
 @pytest.mark.parametrize("batch", ["whole", "padded", "packed"])
-@pytest.mark.parametrize("variant", FEW_VARIANTS)
-def test_tangents_are_finite_differences_and_agree_with_gradients(variant: str, batch: str) -> None:
-    layer, parameters = layer_and_parameters(variant)
+@pytest.mark.parametrize("rule", FEW_RULES)
+def test_tangents_are_finite_differences_and_agree_with_gradients(rule: str, batch: str) -> None:
+    layer, parameters = layer_and_parameters(rule)
     x, kwargs = torch.randn(2, 21, 12, dtype=torch.float64), {}
     if batch == "padded":
         kwargs["attention_mask"] = (torch.rand(2, 21) < 0.7).long()

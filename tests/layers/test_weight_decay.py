@@ -13,7 +13,7 @@ from deltazoo.layers import layer_class, parameter_groups, parameters_without_de
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2, "head_dim": 16, "vocab_size": 40}
 
 
-@pytest.mark.parametrize("mixer", deltazoo.list_variants())
+@pytest.mark.parametrize("mixer", deltazoo.list_rules())
 def test_gates_norms_and_biases_do_not_decay(mixer: str) -> None:
     bias = mixer == "gated_deltanet"  # of the step size, the one that a mixer may have besides its own
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("delta_rule", mixer=mixer, beta_bias=bias, **SIZES))

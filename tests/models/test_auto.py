@@ -43,12 +43,12 @@ def test_every_configuration_is_registered():
     assert model_types() == list(CONFIGS) == list(_auto_registration.MODEL_TYPES)
 
 
-def test_a_variant_without_a_model_type_says_what_to_use():
-    message = r"'longhorn' is a variant .* use AutoConfig.for_model\('delta_rule', mixer='longhorn', ...\)"
+def test_a_rule_without_a_model_type_says_what_to_use():
+    message = r"'longhorn' is a rule .* use AutoConfig.for_model\('delta_rule', mixer='longhorn', ...\)"
     with pytest.raises(ValueError, match=message):
         AutoConfig.for_model("longhorn")
     assert AutoConfig.for_model("delta_rule", mixer="longhorn").mixer == "longhorn"
-    assert AutoConfig.for_model("kda").mixer == "kda"  # a variant with one
+    assert AutoConfig.for_model("kda").mixer == "kda"  # a rule with one
     assert "longhorn" not in CONFIG_MAPPING  # a type that others may use for their own models
     with pytest.raises(ValueError, match="Unrecognized model identifier: long_horn"):
         AutoConfig.for_model("long_horn")
@@ -78,9 +78,7 @@ def test_import_is_light():
 
 @pytest.mark.feature("Auto classes after import deltazoo")
 def test_import_without_transformers():
-    result = run(
-        "import sys; sys.modules['transformers'] = None; import deltazoo.layers; print(deltazoo.list_variants())"
-    )
+    result = run("import sys; sys.modules['transformers'] = None; import deltazoo.layers; print(deltazoo.list_rules())")
     assert "gated_deltanet" in result.stdout, result.stderr
 
 

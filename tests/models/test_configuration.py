@@ -526,7 +526,7 @@ def test_revisions():
     assert (loaded.mixer_revision, loaded.spec.output_gate) == (1, "low_rank")
     assert DeltaRuleConfig.from_dict(loaded.to_dict()).spec == loaded.spec
     assert DeltaRuleConfig(**SIZES, mixer="eda", mixer_revision=1).spec == loaded.spec
-    with pytest.raises(ValueError, match="variant 'eda' has the revisions 1 to 2, got 3"):
+    with pytest.raises(ValueError, match="rule 'eda' has the revisions 1 to 2, got 3"):
         DeltaRuleConfig(**SIZES, mixer="eda", mixer_revision=3)
 
 

@@ -26,7 +26,7 @@ from deltazoo.layers import (
 )
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.ops import delta_rule
-from deltazoo.spec import get_variant, register_variant
+from deltazoo.spec import get_rule, register_rule
 
 pytestmark = pytest.mark.usefixtures("trapezoid")
 EXACT: dict[str, float] = {"rtol": 0, "atol": 1e-12}
@@ -49,7 +49,7 @@ def outside_model(**keys: Any) -> DeltaRuleForCausalLM:
 
 def test_the_registry_gives_the_class_and_the_base_class_refuses() -> None:
     layer = outside_layer()
-    assert type(layer) is layer_class("trapezoid") is layer_class(get_variant("trapezoid"))
+    assert type(layer) is layer_class("trapezoid") is layer_class(get_rule("trapezoid"))
     assert type(layer).__module__ == "trapezoid"
     assert layer_class("kda") is DeltaRuleAttention
     with pytest.raises(ValueError, match="'trapezoid' is computed by TrapezoidAttention, got DeltaRuleAttention"):
@@ -181,7 +181,7 @@ def test_a_fresh_process_needs_the_module_and_says_so(tmp_path: Path, monkeypatc
 
 
 def test_a_rule_that_is_in_no_file_of_its_own_is_not_copied_beside_a_model(tmp_path: Path) -> None:
-    register_variant(replace(get_variant("delta_net"), name="in_a_test", hub_model_type=None))
+    register_rule(replace(get_rule("delta_net"), name="in_a_test", hub_model_type=None))
     model = DeltaRuleForCausalLM(DeltaRuleConfig(**SIZES, mixer="in_a_test"))
     with pytest.raises(ValueError, match="only a rule in a file of its own"):
         model.save_pretrained(tmp_path / "model", remote_code=True)

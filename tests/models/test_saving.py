@@ -54,7 +54,7 @@ def test_named_types_come_back_as_themselves(model_type, tmp_path):
     assert same_state(base, model.model)
 
 
-def test_weight_files_of_a_variant(tmp_path):
+def test_weight_files_of_a_rule(tmp_path):
     """`variant` is transformers' word for a suffix of the weight files; the configuration must not use it."""
     model = tiny_model("gated_deltanet")
     model.save_pretrained(tmp_path, variant="fp16")

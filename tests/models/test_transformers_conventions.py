@@ -18,14 +18,14 @@ from deltazoo import swap_attention
 from deltazoo.models import DeltaRuleForCausalLM
 
 
-def swapped(family: str = "llama", variant: str = "gated_deltanet") -> Any:
+def swapped(family: str = "llama", rule: str = "gated_deltanet") -> Any:
     model = tiny_original(family)
-    swap_attention(model, variant, [0, 2])
+    swap_attention(model, rule, [0, 2])
     return model
 
 
 def model_of(case: str) -> Any:
-    return swapped(variant=case.removeprefix("swapped_")) if case.startswith("swapped_") else tiny_model(case)
+    return swapped(rule=case.removeprefix("swapped_")) if case.startswith("swapped_") else tiny_model(case)
 
 
 def test_generation_is_a_direct_base_of_what_generates() -> None:

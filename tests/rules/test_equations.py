@@ -1,4 +1,4 @@
-"""Every variant against its equation, written out once more, token by token and head by head, from the papers."""
+"""Every rule against its equation, written out once more, token by token and head by head, from the papers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention, make_layer
-from deltazoo.spec import list_variants, registering_module
+from deltazoo.spec import list_rules, registering_module
 
 HIDDEN, HEADS, VALUE_HEADS, K = 12, 2, 4, 4
 GROUP = VALUE_HEADS // HEADS
@@ -67,7 +67,7 @@ def no_gate(weights: Weights, x: Tensor) -> Tensor:
     return torch.ones((), dtype=x.dtype)
 
 
-# Per variant: (erase, write) from gate b and squared key length l; key as it enters; decay; output gate.
+# Per rule: (erase, write) from gate b and squared key length l; key as it enters; decay; output gate.
 Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -91,7 +91,7 @@ def implicit(b: Tensor, l: Tensor) -> tuple[Tensor, Tensor]:
     return b / (1 + b * l), b / (1 + b * l)
 
 
-VARIANTS: dict[str, tuple[Rule | None, bool, Callable, Callable]] = {
+RULES: dict[str, tuple[Rule | None, bool, Callable, Callable]] = {
     "linear_attention": (None, False, no_decay, no_gate),
     "mamba2_style": (None, False, scalar_decay, full_silu_gate),
     "delta_net": (euler, True, no_decay, no_gate),
@@ -278,9 +278,9 @@ UPDATES: dict[str, tuple[Update, Callable]] = {
 the output gate."""
 
 
-def by_hand(variant: str, weights: Weights, x: Tensor, value_dim: int, neg_eigval: str = "both") -> Tensor:
+def by_hand(rule: str, weights: Weights, x: Tensor, value_dim: int, neg_eigval: str = "both") -> Tensor:
     """The layer's output for one sequence `[T, hidden]`."""
-    update, output_gate = UPDATES.get(variant) or (partial(one_step, variant, neg_eigval), VARIANTS[variant][3])
+    update, output_gate = UPDATES.get(rule) or (partial(one_step, rule, neg_eigval), RULES[rule][3])
     q, k, v = (convolved(weights, x, name) for name in "qkv")
     outputs = torch.zeros(len(x), VALUE_HEADS * value_dim, dtype=x.dtype)
     for head in range(VALUE_HEADS):
@@ -289,51 +289,49 @@ def by_hand(variant: str, weights: Weights, x: Tensor, value_dim: int, neg_eigva
         tokens = [Token(*of_token) for of_token in zip(x, q, k, v, strict=True)]
         for t, token in enumerate(tokens):
             S, read = update(weights, token._replace(so_far=tokens[: t + 1]), head, S)
-            o = read if variant == "lightning_attention" else read / K**0.5
+            o = read if rule == "lightning_attention" else read / K**0.5
             outputs[t, values] = o / (o.square().mean() + 1e-5).sqrt() * weights["o_norm.weight"]
     gated = torch.stack([o * output_gate(weights, x_t) for o, x_t in zip(outputs, x, strict=True)])
     return gated @ weights["o_proj.weight"].T
 
 
-def one_step(
-    variant: str, neg_eigval: str, weights: Weights, token: Token, head: int, S: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The rules of `VARIANTS`."""
-    rule, unit_keys, decay, _ = VARIANTS[variant]
+def one_step(rule: str, neg_eigval: str, weights: Weights, token: Token, head: int, S: Tensor) -> tuple[Tensor, Tensor]:
+    """The rules of `RULES`."""
+    step, unit_keys, decay, _ = RULES[rule]
     q, k = token.query(head), token.key(head)
-    q, k = unit(q) if rule else q, unit(k) if unit_keys else k
+    q, k = unit(q) if step else q, unit(k) if unit_keys else k
     erase, write = torch.zeros(()), torch.ones(())
-    if rule:
-        erase, write = rule(gate(weights, token.x, head), k @ k)
+    if step:
+        erase, write = step(gate(weights, token.x, head), k @ k)
         write = write / 2 if neg_eigval == "erase" else write
     transition = (torch.eye(K, dtype=S.dtype) - erase * torch.outer(k, k)) @ decay(weights, token.x, head)
     S = transition @ S + write * torch.outer(k, token.value(head, S.shape[1]))
     return S, S.T @ q
 
 
-def test_every_variant_is_written_out() -> None:
-    assert {*VARIANTS, *UPDATES} == {name for name in list_variants() if registering_module(name) is None}
+def test_every_rule_is_written_out() -> None:
+    assert {*RULES, *UPDATES} == {name for name in list_rules() if registering_module(name) is None}
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *UPDATES])
+@pytest.mark.parametrize("rule", [*RULES, *UPDATES])
 @pytest.mark.parametrize("expand_v", [1, 1.5])
-def test_the_layer_computes_the_papers_equation(variant: str, expand_v: float) -> None:
+def test_the_layer_computes_the_papers_equation(rule: str, expand_v: float) -> None:
     layer = make_layer(
-        variant, HIDDEN, HEADS, K, num_v_heads=VALUE_HEADS, expand_v=expand_v, initializer_range=0.5
+        rule, HIDDEN, HEADS, K, num_v_heads=VALUE_HEADS, expand_v=expand_v, initializer_range=0.5
     ).double()
     torch.nn.init.uniform_(layer.o_norm.weight, 0.5, 2)
     x = torch.randn(2, TOKENS, HIDDEN, dtype=torch.float64)
     with torch.no_grad():
-        expected = torch.stack([by_hand(variant, layer.state_dict(), row, int(K * expand_v)) for row in x])
+        expected = torch.stack([by_hand(rule, layer.state_dict(), row, int(K * expand_v)) for row in x])
         torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("variant", ["neg_delta_net", "neg_gated_deltanet"])
-def test_erasing_alone_can_be_doubled(variant: str) -> None:
+@pytest.mark.parametrize("rule", ["neg_delta_net", "neg_gated_deltanet"])
+def test_erasing_alone_can_be_doubled(rule: str) -> None:
     layer = DeltaRuleAttention(
-        variant, HIDDEN, HEADS, K, num_v_heads=VALUE_HEADS, expand_v=1, neg_eigval="erase", initializer_range=0.5
+        rule, HIDDEN, HEADS, K, num_v_heads=VALUE_HEADS, expand_v=1, neg_eigval="erase", initializer_range=0.5
     ).double()
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64)
     with torch.no_grad():
-        expected = by_hand(variant, layer.state_dict(), x, K, neg_eigval="erase")
+        expected = by_hand(rule, layer.state_dict(), x, K, neg_eigval="erase")
         torch.testing.assert_close(layer(x[None])[0], expected, rtol=0, atol=1e-12)

@@ -16,16 +16,16 @@ from torch import Tensor
 from deltazoo.layers import DeltaRuleAttention, LayerStates, RuleInputs, make_layer
 from deltazoo.layers.rule import run_rule
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.spec import DeltaRuleSpec, get_variant, list_variants
 from deltazoo.rules import comba_layer, preconditioned_layer, q_delta_layer, qed_layer
+from deltazoo.spec import RuleSpec, get_rule, list_rules
 
 HIDDEN, HEADS, K = 12, 2, 8
-RULES = [name for name in list_variants() if get_variant(name).erase_key == "separate"]
+RULES = [name for name in list_rules() if get_rule(name).erase_key == "separate"]
 
 
-def make(variant: str | DeltaRuleSpec, **options: Any) -> DeltaRuleAttention:
+def make(rule: str | RuleSpec, **options: Any) -> DeltaRuleAttention:
     options = {"expand_v": 1, "initializer_range": 0.5, "layer_idx": 0, **options}
-    return make_layer(variant, HIDDEN, HEADS, K, **options).double()
+    return make_layer(rule, HIDDEN, HEADS, K, **options).double()
 
 
 def tokens(number: int = 21) -> Tensor:
@@ -35,7 +35,7 @@ def tokens(number: int = 21) -> Tensor:
     return x
 
 
-def pair(rule: str, parent: str | DeltaRuleSpec, **options: object) -> tuple[DeltaRuleAttention, DeltaRuleAttention]:
+def pair(rule: str, parent: str | RuleSpec, **options: object) -> tuple[DeltaRuleAttention, DeltaRuleAttention]:
     """Layers of a rule and of the one it extends, with the same weights where both have them in the same shape."""
     layer, simpler = make(rule, **options), make(parent, **options)
     mine, shared = layer.state_dict(), simpler.state_dict()
@@ -90,7 +90,7 @@ def test_without_a_squash_the_preconditioned_rules_are_their_parents(
     rule: str, parent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preconditioned_layer, "SQUASH", 1.0)
-    like_parent = replace(get_variant(parent), output_gate=get_variant(rule).output_gate)
+    like_parent = replace(get_rule(parent), output_gate=get_rule(rule).output_gate)
     assert_equal_layers(*pair(rule, like_parent), tokens())
 
 
@@ -101,14 +101,14 @@ def inputs(layer: DeltaRuleAttention, x: Tensor) -> RuleInputs:
 
 @pytest.mark.parametrize("gates", [-1e4, 1e4], ids=["gates shut", "gates open"])
 @pytest.mark.parametrize("query", [-1.0, 1.0, 0.0], ids=["query opposite", "query equal", "query orthogonal"])
-@pytest.mark.parametrize("variant", RULES)
-def test_the_chunk_form_on_hard_inputs(variant: str, query: float, gates: float) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_the_chunk_form_on_hard_inputs(rule: str, query: float, gates: float) -> None:
     """Outputs and gradients against the loop over tokens, which half of the time are one token repeated.
 
     Gates of step and erase key are all the way open or shut, so that erase keys are zero, or point anywhere.
     """
     options = {"use_short_conv": False, "activation": "identity"}
-    layers = [make(variant, backend=backend, **options) for backend in ("chunkwise", "reference")]
+    layers = [make(rule, backend=backend, **options) for backend in ("chunkwise", "reference")]
     with torch.no_grad():
         layer = layers[0]
         turned = layer.k_proj.weight.view(-1, 2, HIDDEN).flip(1) * torch.tensor([1.0, -1.0]).view(2, 1)
@@ -157,9 +157,9 @@ TWO = torch.full((HEADS,), 2.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("variant", MADE_KEYS)
-def test_keys_in_16_bits_are_rounded_once(variant: str, dtype: torch.dtype) -> None:
-    function, arguments = MADE_KEYS[variant]
+@pytest.mark.parametrize("rule", MADE_KEYS)
+def test_keys_in_16_bits_are_rounded_once(rule: str, dtype: torch.dtype) -> None:
+    function, arguments = MADE_KEYS[rule]
     rounded = [x.to(dtype) for x in arguments]
     exact, found = function(*(x.double() for x in rounded)), function(*rounded)
     for wide, narrow in zip(*(x if isinstance(x, tuple) else (x,) for x in (exact, found)), strict=True):
@@ -185,28 +185,28 @@ def test_two_tokens_of_a_gated_deltanet2_layer_grow_together() -> None:
     assert torch.linalg.matrix_norm(state, 2).item() ** (1 / pairs) == pytest.approx(1.230, rel=0.02)
 
 
-@pytest.mark.parametrize("variant", ["q_delta", "comba", "comba_unit_erase"])
-def test_a_doubled_step_is_refused_where_the_state_could_grow(variant: str) -> None:
-    with pytest.raises(ValueError, match=f"variant '{variant}' takes no allow_neg_eigval=True"):
-        make(variant, allow_neg_eigval=True)
+@pytest.mark.parametrize("rule", ["q_delta", "comba", "comba_unit_erase"])
+def test_a_doubled_step_is_refused_where_the_state_could_grow(rule: str) -> None:
+    with pytest.raises(ValueError, match=f"rule '{rule}' takes no allow_neg_eigval=True"):
+        make(rule, allow_neg_eigval=True)
 
 
-@pytest.mark.parametrize("variant", ["gated_deltanet2", "qed"])
-def test_a_doubled_erase_gate_leaves_the_write_alone(variant: str) -> None:
-    plain, doubled, x = make(variant), make(variant, allow_neg_eigval=True), tokens()
+@pytest.mark.parametrize("rule", ["gated_deltanet2", "qed"])
+def test_a_doubled_erase_gate_leaves_the_write_alone(rule: str) -> None:
+    plain, doubled, x = make(rule), make(rule, allow_neg_eigval=True), tokens()
     doubled.load_state_dict(plain.state_dict())
     once, twice = inputs(plain, x), inputs(doubled, x)
     assert once.erase_key is not None and twice.erase_key is not None
     torch.testing.assert_close(twice.erase_key, 2 * once.erase_key)
     assert torch.equal(once.v, twice.v)
     with pytest.raises(ValueError, match="neg_eigval='erase' cannot act"):
-        make(variant, allow_neg_eigval=True, neg_eigval="erase")
+        make(rule, allow_neg_eigval=True, neg_eigval="erase")
 
 
-@pytest.mark.parametrize("variant", ["pgdn", "pkda"])
-def test_the_doubled_step_of_a_preconditioned_rule_is_bounded(variant: str) -> None:
+@pytest.mark.parametrize("rule", ["pgdn", "pkda"])
+def test_the_doubled_step_of_a_preconditioned_rule_is_bounded(rule: str) -> None:
     """Where the moment is small the write key is 1.5 times the key, so a step of 2 would have an eigenvalue of -2."""
-    layer, x = make(variant, allow_neg_eigval=True), tokens()
+    layer, x = make(rule, allow_neg_eigval=True), tokens()
     with torch.no_grad():
         layer.b_proj.weight[:, 0] = 1e4
         layer.get_parameter("log_atk_scale").fill_(30.0)
@@ -219,9 +219,9 @@ def test_the_doubled_step_of_a_preconditioned_rule_is_bounded(variant: str) -> N
     torch.testing.assert_close(beta * gain, torch.full_like(gain, 2 * (1 - 2**-13)))
 
 
-@pytest.mark.parametrize("variant", ["kda", "gated_deltanet2", "pgdn", "pkda"])
-def test_the_size_of_a_state_is_what_a_cache_holds(variant: str) -> None:
-    layer, states = make(variant, num_v_heads=4).bfloat16(), LayerStates()
+@pytest.mark.parametrize("rule", ["kda", "gated_deltanet2", "pgdn", "pkda"])
+def test_the_size_of_a_state_is_what_a_cache_holds(rule: str) -> None:
+    layer, states = make(rule, num_v_heads=4).bfloat16(), LayerStates()
     layer(tokens(5).bfloat16(), past_key_values=states)
     held = sum(x[0].numel() * x.element_size() for x in states.states[0] if x is not None)
     assert layer.state_bytes(torch.bfloat16) == held

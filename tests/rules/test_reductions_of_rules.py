@@ -18,15 +18,15 @@ from deltazoo.layers.sequences import WHOLE_ROWS
 from deltazoo.layers.state import StateAccess
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.ops import linear_attention
-from deltazoo.spec import DeltaRuleSpec, get_variant
+from deltazoo.spec import RuleSpec, get_rule
 
 HIDDEN, HEADS, K, VALUE_HEADS = 12, 2, 8, 4
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
-def make(variant: str | DeltaRuleSpec, **options: Any) -> DeltaRuleAttention:
+def make(rule: str | RuleSpec, **options: Any) -> DeltaRuleAttention:
     options = {"num_v_heads": VALUE_HEADS, "expand_v": 1, "initializer_range": 0.5, **options}
-    return make_layer(variant, HIDDEN, HEADS, K, **options).double()
+    return make_layer(rule, HIDDEN, HEADS, K, **options).double()
 
 
 def tokens() -> Tensor:
@@ -64,9 +64,9 @@ def test_kaczmarz_is_gated_deltanet_on_unit_keys_with_values_divided_by_the_keys
     )
 
 
-@pytest.mark.parametrize("variant", ["efla", "longhorn"])
-def test_without_its_decay_a_gated_rule_is_the_rule(variant: str) -> None:
-    gated, plain, x = make(f"gated_{variant}", use_short_conv=False), make(variant, use_short_conv=False), tokens()
+@pytest.mark.parametrize("rule", ["efla", "longhorn"])
+def test_without_its_decay_a_gated_rule_is_the_rule(rule: str) -> None:
+    gated, plain, x = make(f"gated_{rule}", use_short_conv=False), make(rule, use_short_conv=False), tokens()
     plain.load_state_dict(gated.state_dict(), strict=False)
     found = inputs(gated, x)
     assert found.log_decay is not None and (found.log_decay < 0).all()
@@ -95,7 +95,7 @@ def test_gated_deltaproduct_that_erases_and_writes_under_one_key_takes_one_full_
 def test_erase_then_delta_with_a_closed_erase_gate_is_kda() -> None:
     eda, x = make("eda", beta_bias=True), tokens()
     torch.nn.init.constant_(eda.erase_b_proj.bias, -1e4)
-    kda = make(replace(get_variant("kda"), output_gate="full"), beta_bias=True)
+    kda = make(replace(get_rule("kda"), output_gate="full"), beta_bias=True)
     kda.f_proj, kda.decay_gate = eda.f_proj, eda.decay_gate
     kda.load_state_dict(eda.state_dict(), strict=False)
     torch.testing.assert_close(eda(x), kda(x), **EXACT)
@@ -110,9 +110,9 @@ def test_erase_then_delta_writes_nothing_under_its_erase_address() -> None:
 
 def test_bounded_decays_of_erase_then_delta_attention_start_as_those_of_kda() -> None:
     """The saturating gate changes a decay in second order alone, and never passes its bound."""
-    saturating = get_variant("eda")
+    saturating = get_rule("eda")
     layer = make("eda")
-    softplus = DeltaRuleAttention(replace(get_variant("kda"), name="unregistered"), HIDDEN, HEADS, K).decay_gate
+    softplus = DeltaRuleAttention(replace(get_rule("kda"), name="unregistered"), HIDDEN, HEADS, K).decay_gate
     a = torch.randn(1, 3, VALUE_HEADS, K, dtype=torch.float64)
     free, bounded = (gate(a, layer.A_log, layer.dt_bias) for gate in (softplus, layer.decay_gate))
     assert saturating.decay_gate == "saturating"
@@ -183,7 +183,7 @@ def test_heads_of_lightning_attention_beyond_a_power_of_two_have_the_rates_of_al
     layer = make_layer("lightning_attention", HIDDEN, 6, K)
     rates = 0.5 ** torch.tensor([2, 4, 6, 8, 1, 3], dtype=torch.float64)
     torch.testing.assert_close(-layer.log_decay(tokens())[0, 0], rates * (1 + 1e-5), **EXACT)
-    earlier = make_layer(get_variant("lightning_attention", revision=1), HIDDEN, 6, K)
+    earlier = make_layer(get_rule("lightning_attention", revision=1), HIDDEN, 6, K)
     rates = 0.5 ** (torch.arange(1, 7, dtype=torch.float64) * 8 / 6)
     torch.testing.assert_close(-earlier.log_decay(tokens())[0, 0], rates * (1 + 1e-5), **EXACT)
 
@@ -207,7 +207,7 @@ def test_a_model_tells_lightning_attention_how_deep_it_is() -> None:
     assert [(layer.attn.layer_idx, layer.attn.num_layers) for layer in model.model.layers] == [(0, 3), (1, 3), (2, 3)]
 
 
-@pytest.mark.parametrize("variant", ["gla", "lightning_attention"])
-def test_a_decay_of_its_own_takes_no_bound(variant: str) -> None:
+@pytest.mark.parametrize("rule", ["gla", "lightning_attention"])
+def test_a_decay_of_its_own_takes_no_bound(rule: str) -> None:
     with pytest.raises(ValueError, match="has a decay of its own, so decay_lower_bound=-5.0 cannot act"):
-        make(variant, decay_lower_bound=-5.0)
+        make(rule, decay_lower_bound=-5.0)

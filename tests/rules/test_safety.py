@@ -14,10 +14,11 @@ from helpers import record_precision
 from torch import Tensor
 from transitions import factors_and_writes, steps
 
-from deltazoo.layers import DeltaRuleAttention, LayerStates, MixerState, RuleInputs, make_layer, rule
+from deltazoo.layers import DeltaRuleAttention, LayerStates, MixerState, RuleInputs, make_layer
+from deltazoo.layers import rule as rule_functions
 from deltazoo.ops import delta_rule
-from deltazoo.spec import NONEXPANSIVE_MEANING, get_variant, list_variants
 from deltazoo.rules.comba_layer import Comba
+from deltazoo.spec import NONEXPANSIVE_MEANING, get_rule, list_rules
 
 HIDDEN, HEADS = 16, 2
 SCALES = (0.1, 1.0, 10.0, 1000.0)
@@ -26,9 +27,9 @@ ROUNDING = 1e-5
 REPEATS = 2**14
 
 
-def make(variant: str, head_dim: int, dtype: torch.dtype = torch.float32, **options: Any) -> DeltaRuleAttention:
+def make(rule: str, head_dim: int, dtype: torch.dtype = torch.float32, **options: Any) -> DeltaRuleAttention:
     """With noise on all parameters, so that those that start at zero act too."""
-    layer = make_layer(variant, HIDDEN, HEADS, head_dim, initializer_range=0.5, layer_idx=0, **options)
+    layer = make_layer(rule, HIDDEN, HEADS, head_dim, initializer_range=0.5, layer_idx=0, **options)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.5 * torch.randn_like(parameter))
@@ -60,13 +61,13 @@ def spectral_radius(matrices: Tensor) -> Tensor:
     return torch.linalg.eigvals(matrices.where(matrices.abs() > 1e-30, 0)).abs().amax(-1)
 
 
-def sampled_factors(variant: str) -> Tensor:
+def sampled_factors(rule: str) -> Tensor:
     """Factors `[N, K, K]` of random tokens, from small gates to saturated ones, with doubled steps where allowed."""
     found = []
     for options in ({}, {"allow_neg_eigval": True}):
         for dtype in (torch.float32, torch.bfloat16):
             try:
-                layer = make(variant, 4, dtype, **options)
+                layer = make(rule, 4, dtype, **options)
             except ValueError:
                 assert options  # the rule takes no doubled step
                 continue
@@ -75,16 +76,16 @@ def sampled_factors(variant: str) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("variant", list_variants())
-def test_the_declared_class_is_that_of_sampled_factors(variant: str) -> None:
+@pytest.mark.parametrize("rule", list_rules())
+def test_the_declared_class_is_that_of_sampled_factors(rule: str) -> None:
     """ "yes": no factor is longer than 1. "conditional": some are, but no eigenvalue. "no": some eigenvalue is."""
-    factors = sampled_factors(variant)
+    factors = sampled_factors(rule)
     norms = norm(factors)
     assert norms.max() > 0.5
     longer = factors[norms > 1 + ROUNDING]
     eigenvalue = spectral_radius(longer).max().item() if len(longer) else 1.0
     found = "yes" if not len(longer) else "conditional" if eigenvalue <= 1 + ROUNDING else "no"
-    declared = get_variant(variant).nonexpansive_class
+    declared = get_rule(rule).nonexpansive_class
     assert declared == found, f"norm up to {norms.max():.6g}, eigenvalues up to {eigenvalue:.6g}"
 
 
@@ -115,15 +116,15 @@ def bound(layer: DeltaRuleAttention, inputs: RuleInputs, *, decays: bool) -> Ten
 
 
 @pytest.mark.parametrize(
-    ("variant", "decay"),
+    ("rule", "decay"),
     [
-        *((name, "kept open") for name in list_variants()),
-        *((name, "as it starts") for name in list_variants() if get_variant(name).decay != "none"),
+        *((name, "kept open") for name in list_rules()),
+        *((name, "as it starts") for name in list_rules() if get_rule(name).decay != "none"),
     ],
 )
-def test_one_token_16k_times(variant: str, decay: str) -> None:
+def test_one_token_16k_times(rule: str, decay: str) -> None:
     """The state is that of the closed form, and what was in it at the start has grown no more than the class allows."""
-    layer = make_layer(variant, HIDDEN, 1, 8, initializer_range=0.5, use_short_conv=False, layer_idx=0)
+    layer = make_layer(rule, HIDDEN, 1, 8, initializer_range=0.5, use_short_conv=False, layer_idx=0)
     if decay == "kept open":
         compute: Callable[[Tensor], Tensor | None] = layer.log_decay
         layer.log_decay = lambda x: None if (g := compute(x)) is None else torch.zeros_like(g)  # type: ignore[method-assign]
@@ -186,13 +187,13 @@ def test_two_tokens_of_a_separate_erase_key_can_grow_together() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("variant", [name for name in list_variants() if get_variant(name).corrects])
+@pytest.mark.parametrize("rule", [name for name in list_rules() if get_rule(name).corrects])
 def test_the_gain_of_a_layer_that_asks_for_fast_precision_stays_below_the_threshold(
-    variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    rule: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of keys as rounded; where tokens erase under keys of their own, of any two tokens, as the operator counts it."""
     threshold = pytest.importorskip("deltazoo.ops.triton.chunk.inverse", reason="needs Triton").MAX_FAST_GAIN
-    layer = make(variant, 64, dtype)  # unit keys of few channels are longer once rounded
+    layer = make(rule, 64, dtype)  # unit keys of few channels are longer once rounded
     if isinstance(layer, Comba):  # the feedback all the way open
         torch.nn.init.constant_(layer.decay, 10.0)
     inputs = run(layer, torch.cat([scale * torch.randn(4, 64, HIDDEN) for scale in SCALES]).to(dtype))
@@ -201,7 +202,7 @@ def test_the_gain_of_a_layer_that_asks_for_fast_precision_stays_below_the_thresh
         of_two = torch.einsum("bth,bthd,bshd->bhts", beta, e, k).abs().tril()
         largest = max(largest, (of_two if inputs.erase_key is not None else of_two.diagonal(0, -2, -1)).max().item())
     assert largest > 0.9
-    asked = record_precision(monkeypatch, rule)
+    asked = record_precision(monkeypatch, rule_functions)
     layer(torch.randn(1, 3, HIDDEN, dtype=dtype))
     if "fast" in asked:
         assert largest <= threshold.value

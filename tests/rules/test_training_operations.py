@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from deltazoo.layers import LayerStates, Sequences, describe_sequences, make_layer  # noqa: E402
 from deltazoo.layers.sequences import WHOLE_ROWS  # noqa: E402
 from deltazoo.layers.state import StateAccess  # noqa: E402
-from deltazoo.spec import get_variant, list_variants  # noqa: E402
+from deltazoo.spec import get_rule, list_rules  # noqa: E402
 from deltazoo.swap.drop_in_layer import drop_in_class  # noqa: E402
 
 PRODUCTS = {"mm", "addmm"}
@@ -52,37 +52,37 @@ class LargeOperations(TorchDispatchMode):
         return results
 
 
-@pytest.mark.parametrize("variant", list_variants())
-def test_nothing_of_the_inputs_size_is_plain(variant: str) -> None:
+@pytest.mark.parametrize("rule", list_rules())
+def test_nothing_of_the_inputs_size_is_plain(rule: str) -> None:
     B, T, H, K = 2, 64, 2, 32
-    layer = make_layer(variant, H * K, H, K, expand_v=1, fused_kernels=True, layer_idx=0).to("meta", torch.bfloat16)
+    layer = make_layer(rule, H * K, H, K, expand_v=1, fused_kernels=True, layer_idx=0).to("meta", torch.bfloat16)
     x = torch.empty(B, T, H * K, device="meta", dtype=torch.bfloat16, requires_grad=True)
     with LargeOperations(x.numel() // 2) as forward:
         y = layer(x)
     with LargeOperations(x.numel() // 2) as backward:
         y.backward(torch.empty_like(y))
     assert layer.q_proj.weight.grad is not None
-    left_forward, left_backward = LEFT.get(variant, (set(), set()))
+    left_forward, left_backward = LEFT.get(rule, (set(), set()))
     assert forward.names - PRODUCTS - MEMORY == left_forward
     assert backward.names - PRODUCTS - MEMORY - SUMS == left_backward
     assert forward.names & PRODUCTS and backward.names & PRODUCTS
 
 
-@pytest.mark.parametrize("variant", list_variants())
-def test_nothing_is_plain_in_a_swapped_layer(variant: str) -> None:
+@pytest.mark.parametrize("rule", list_rules())
+def test_nothing_is_plain_in_a_swapped_layer(rule: str) -> None:
     """As `swap_attention` makes it: no SiLU, biases of gates, queries and keys turned before they are normalised."""
     B, T, H, K = 2, 64, 2, 32
-    spec = get_variant(variant)
+    spec = get_rule(rule)
     biases = {"gate_bias": spec.output_gate == "full", "beta_bias": spec.corrects}
     options = {"activation": "identity", "expand_v": 1, "fused_kernels": True, "layer_idx": 0, "num_layers": 4}
-    layer = drop_in_class(variant)(variant, H * K, H, K, **biases, **options).to("meta", torch.bfloat16)
+    layer = drop_in_class(rule)(rule, H * K, H, K, **biases, **options).to("meta", torch.bfloat16)
     x = torch.empty(B, T, H * K, device="meta", dtype=torch.bfloat16, requires_grad=True)
     angles = torch.empty(1, T, K, device="meta", dtype=torch.bfloat16)
     with LargeOperations(x.numel() // 2) as forward:
         y = layer(x, rotary=(angles, angles))
     with LargeOperations(x.numel() // 2) as backward:
         y.backward(torch.empty_like(y))
-    left_forward, left_backward = LEFT.get(variant, (set(), set()))
+    left_forward, left_backward = LEFT.get(rule, (set(), set()))
     assert forward.names - PRODUCTS - MEMORY == left_forward
     assert backward.names - PRODUCTS - MEMORY - SUMS == left_backward
 

@@ -1,4 +1,4 @@
-"""A swapped model runs, decodes and reloads, for every family, several choices of layers and several variants."""
+"""A swapped model runs, decodes and reloads, for every family, several choices of layers and several rules."""
 
 import copy
 
@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 import deltazoo
 from deltazoo.swap import FAMILIES, swapped_layers
 
-VARIANTS = ["delta_net", "gated_deltanet", "kda", "efla"]
+RULES = ["delta_net", "gated_deltanet", "kda", "efla"]
 
 
-def swapped(family, variant="gated_deltanet", layers="all", **options):
+def swapped(family, rule="gated_deltanet", layers="all", **options):
     model = tiny_original(family)
-    deltazoo.swap_attention(model, variant, layers, **options)
+    deltazoo.swap_attention(model, rule, layers, **options)
     return model
 
 
@@ -36,11 +36,11 @@ def test_every_family_of_the_table_is_tested():
 
 @pytest.mark.parametrize("family", OWN)
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_runs_decodes_and_reloads(family, choice, variant, tmp_path):
+@pytest.mark.parametrize("rule", RULES)
+def test_runs_decodes_and_reloads(family, choice, rule, tmp_path):
     original, ids = tiny_original(family), tokens(2, 7)
     model = copy.deepcopy(original)
-    report = deltazoo.swap_attention(model, variant, CHOICES[choice])
+    report = deltazoo.swap_attention(model, rule, CHOICES[choice])
     assert len(swapped_layers(model)) == len(report.layers) == {"one": 1, "half": 2, "all": NUM_LAYERS}[choice]
 
     with torch.no_grad():

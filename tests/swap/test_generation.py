@@ -12,9 +12,9 @@ FEW = ["llama", "gemma3_text", "gpt_neox"]
 """One mask for all layers, masks by layer type with windows, another name for the cache."""
 
 
-def swapped(family, layers="1:1", variant="gated_deltanet"):
+def swapped(family, layers="1:1", rule="gated_deltanet"):
     model = precise(family, tiny_original(family))
-    deltazoo.swap_attention(model, variant, layers)
+    deltazoo.swap_attention(model, rule, layers)
     return model
 
 

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 
 import deltazoo
 from deltazoo.layers import DeltaRuleAttention, layer_class, parameters_without_decay
-from deltazoo.spec import DeltaRuleSpec, get_variant, register_variant
+from deltazoo.spec import RuleSpec, get_rule, register_rule
 from deltazoo.swap import swapped_layers
+from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.conversion import convert
 from deltazoo.training.conversion_config import ConversionConfig
-from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.tokenizer import build_tokenizer
 from deltazoo.training.yaml_config import from_mapping
 
@@ -93,9 +93,9 @@ def test_the_start_solves_for_any_step_size_and_decay_gate() -> None:
     def linear_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
         return -A_log.exp() * torch.relu(a + dt_bias + 1)
 
-    spec = get_variant("trapezoid")
-    changed = DeltaRuleSpec(**{**vars(spec), "name": "linear_decay", "decay_gate": linear_decay, "normalize_k": True})
-    register_variant(changed)
+    spec = get_rule("trapezoid")
+    changed = RuleSpec(**{**vars(spec), "name": "linear_decay", "decay_gate": linear_decay, "normalize_k": True})
+    register_rule(changed)
     model = tiny_original("llama")
     deltazoo.swap_attention(model, "linear_decay")
     delta = swapped_layers(model)[0].delta

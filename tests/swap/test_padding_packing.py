@@ -10,9 +10,9 @@ import deltazoo
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
-def swapped(family, layers="1:1", variant="gated_deltanet"):
+def swapped(family, layers="1:1", rule="gated_deltanet"):
     model = precise(family, tiny_original(family))
-    deltazoo.swap_attention(model, variant, layers)
+    deltazoo.swap_attention(model, rule, layers)
     return model
 
 
@@ -54,7 +54,7 @@ def test_padded_prefill_then_steps(family):
 @pytest.mark.parametrize("family", OWN)
 def test_without_position_ids_positions_follow_the_mask(family):
     """A rotation and a decay per channel do not commute, so padding must not shift positions."""
-    model, ids = swapped(family, variant="kda"), tokens(12)
+    model, ids = swapped(family, rule="kda"), tokens(12)
     row, mask, _ = left_padded(ids, 6)
     with torch.no_grad():
         prompt = model(row[:, :15], attention_mask=mask[:, :15], use_cache=True)

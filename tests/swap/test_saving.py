@@ -49,9 +49,9 @@ except ValueError as error:
 """
 
 
-def swapped(family, layers="1:1", variant="gated_deltanet", auto_class=AutoModelForCausalLM):
+def swapped(family, layers="1:1", rule="gated_deltanet", auto_class=AutoModelForCausalLM):
     model = tiny_original(family, auto_class)
-    deltazoo.swap_attention(model, variant, layers)
+    deltazoo.swap_attention(model, rule, layers)
     return model
 
 
@@ -100,7 +100,7 @@ def test_the_configuration_records_every_layer(tmp_path):
     assert saved["model_type"] == "deltazoo_llama" and saved["architectures"] == ["DeltazooLlamaForCausalLM"]
     assert set(saved["delta_layers"]) == {"1", "3"}
     recorded = saved["delta_layers"]["3"]
-    assert recorded["variant"] == "kda" and recorded["num_heads"] == 4 and recorded["head_dim"] == 8
+    assert recorded["rule"] == "kda" and recorded["num_heads"] == 4 and recorded["head_dim"] == 8
     assert recorded["conv_size"] == 3 and recorded["allow_neg_eigval"] and not recorded["rope"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.config.to_dict() == AutoConfig.from_pretrained(tmp_path).to_dict() | {
@@ -187,7 +187,7 @@ def test_a_configuration_without_layers_is_refused():
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_decay_gates_stay_float32(family, tmp_path):
-    model = swapped(family, variant="kda").to(torch.bfloat16)
+    model = swapped(family, rule="kda").to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     for m in (model, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)):
         for layer in swapped_layers(m).values():

@@ -196,14 +196,14 @@ class TestRefusedAndUntouched:
         ("arguments", "message", "error"),
         [
             ({"layers": [NUM_LAYERS]}, "numbered 0 to 3, got 4", ValueError),
-            ({"variant": "gated_delta_net"}, "did you mean 'gated_deltanet'", ValueError),
+            ({"rule": "gated_delta_net"}, "did you mean 'gated_deltanet'", ValueError),
             ({"init": "zeros"}, 'init must be "transfer" or "random"', ValueError),
             ({"convsize": 3}, "unknown option 'convsize'; did you mean 'conv_size'", TypeError),
             ({"rop": True}, r"'rop'; did you mean 'rope'\? known: layers, init, rope, qk_norm", TypeError),
             ({"use_short_conv": False, "conv_size": 7}, "conv_size=7 acts only with", ValueError),
             ({"num_heads": 2}, "num_heads is decided by the weights", ValueError),
             ({"decay_lower_bound": 1.0}, "must be negative", ValueError),
-            ({"variant": "delta_net", "decay_lower_bound": -1.0}, "has no decay", ValueError),
+            ({"rule": "delta_net", "decay_lower_bound": -1.0}, "has no decay", ValueError),
             ({"grouped": True, "init": "random", "num_v_heads": 8}, "choose one", ValueError),
             ({"backend": "chunk"}, "did you mean 'chunkwise'", ValueError),
             ({"fused_kernels": "no"}, "fused_kernels must be True, False or None, got 'no'", ValueError),
@@ -216,8 +216,8 @@ class TestRefusedAndUntouched:
     )
     @pytest.mark.parametrize("dry_run", [False, True])
     def test_arguments(self, arguments, message, error, dry_run):
-        arguments = {"variant": "gated_deltanet", "dry_run": dry_run, **arguments}
-        assert_untouched(tiny_original("llama"), message, arguments.pop("variant"), error=error, **arguments)
+        arguments = {"rule": "gated_deltanet", "dry_run": dry_run, **arguments}
+        assert_untouched(tiny_original("llama"), message, arguments.pop("rule"), error=error, **arguments)
 
 
 @pytest.mark.parametrize(("family", "has_experts"), [("mixtral", True), ("llama", False)])

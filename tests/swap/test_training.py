@@ -10,9 +10,9 @@ from deltazoo.layers import parameters_without_decay
 from deltazoo.swap import swapped_layers
 
 
-def swapped(family, layers="1:1", variant="gated_deltanet", **options):
+def swapped(family, layers="1:1", rule="gated_deltanet", **options):
     model = tiny_original(family)
-    deltazoo.swap_attention(model, variant, layers, **options)
+    deltazoo.swap_attention(model, rule, layers, **options)
     return model.train()
 
 
@@ -22,10 +22,10 @@ def gradients(model, ids, **kwargs):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("variant", deltazoo.list_variants())
-def test_every_new_parameter_learns_at_once(variant):
+@pytest.mark.parametrize("rule", deltazoo.list_rules())
+def test_every_new_parameter_learns_at_once(rule):
     """Every parameter gets a gradient, although gates start nearly constant and their matrices nearly zero."""
-    model = swapped("qwen3", [1], variant, keep_teacher=True)
+    model = swapped("qwen3", [1], rule, keep_teacher=True)
     model.config._attn_implementation = "eager"
     found = gradients(model, tokens(2, 20))
     for name, _ in model.named_parameters():
@@ -101,11 +101,11 @@ def test_lora(family, tmp_path):
         assert torch.equal(peft.PeftModel.from_pretrained(fresh, tmp_path)(ids).logits, expected)
 
 
-@pytest.mark.parametrize("variant", ["gated_deltanet", "kda"])
-def test_dora(variant):
+@pytest.mark.parametrize("rule", ["gated_deltanet", "kda"])
+def test_dora(rule):
     """It divides by the length of each row of a weight: rows of zeros at the start would give NaN."""
     peft = pytest.importorskip("peft")
-    model, ids = swapped("llama", [0, 2], variant), tokens(2, 6)
+    model, ids = swapped("llama", [0, 2], rule), tokens(2, 6)
     with torch.no_grad():
         expected = model(ids).logits
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", use_dora=True)).train()

@@ -111,10 +111,10 @@ def test_unswap_needs_a_teacher():
     assert list(swapped_layers(model)) == [1, 2]
 
 
-@pytest.mark.parametrize("variant", deltazoo.list_variants())
-def test_gates_start_as_documented(variant):
+@pytest.mark.parametrize("rule", deltazoo.list_rules())
+def test_gates_start_as_documented(rule):
     model = tiny_original("qwen3").double()
-    deltazoo.swap_attention(model, variant, [0])
+    deltazoo.swap_attention(model, rule, [0])
     delta = swapped_layers(model)[0].delta
     x = torch.randn(2, 50, 32, dtype=torch.float64)
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_gates_start_as_documented(variant):
             gain = inputs.beta * (inputs.k * erase_key).sum(-1)
             last_step = gain[..., -delta.num_v_heads :].mean().item()
             assert last_step == pytest.approx(1.0 if delta.allow_neg_eigval else 0.5, abs=0.05)
-        if delta.spec.decay != "none" and variant != "lightning_attention":  # which has a fixed decay
+        if delta.spec.decay != "none" and rule != "lightning_attention":  # which has a fixed decay
             time = -1 / inputs.log_decay
             assert time.min().item() == pytest.approx(8, rel=1e-3)
             assert time.max().item() == pytest.approx(4096, rel=1e-3)
@@ -195,9 +195,9 @@ def test_outputs_start_about_as_long_as_the_originals():
     """Before any training, on random tokens: the reasoning about lengths holds within a factor of three."""
     model, ids = tiny_original("llama"), tokens(4, 40)
     x, rotary, expected, _ = captured_attention(model, 1, ids)
-    for variant in ("delta_net", "gated_deltanet", "kda", "efla"):
+    for rule in ("delta_net", "gated_deltanet", "kda", "efla"):
         swapped = copy.deepcopy(model)
-        deltazoo.swap_attention(swapped, variant, [1])
+        deltazoo.swap_attention(swapped, rule, [1])
         with torch.no_grad():
             actual, _ = swapped_layers(swapped)[1](x, position_embeddings=rotary)
         assert 1 / 3 < actual.std().item() / expected.std().item() < 3
@@ -221,10 +221,10 @@ def test_erase_then_delta_attention_starts_near_kda():
     assert gate.min() > 0 and gate.max() < 0.02
 
 
-@pytest.mark.parametrize(("variant", "name"), [("gated_deltanet2", "w_proj"), ("q_delta", "lamb_proj")])
-def test_what_a_rule_adds_starts_the_same_for_all_tokens(variant, name):
+@pytest.mark.parametrize(("rule", "name"), [("gated_deltanet2", "w_proj"), ("q_delta", "lamb_proj")])
+def test_what_a_rule_adds_starts_the_same_for_all_tokens(rule, name):
     model = tiny_original("llama")
-    deltazoo.swap_attention(model, variant, [0])
+    deltazoo.swap_attention(model, rule, [0])
     made = getattr(swapped_layers(model)[0].delta, name)(torch.randn(1, 50, 32))
     assert made.abs().max() < 1e-2
 

@@ -26,12 +26,12 @@ from transformers import (
 import deltazoo.training.conversion as conversion
 from deltazoo.swap import swap_attention, swapped_layers
 from deltazoo.training import conversion_plots
+from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.conversion import ConversionResult, ConversionText, convert, run_stage
 from deltazoo.training.conversion_config import ConversionConfig, FineTuningConfig
 from deltazoo.training.conversion_plots import draw_conversion
-from deltazoo.training.stage_trainers import choose_trained_parameters, divergence, original_of, teacher_forced
-from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.packed_rows import collate_side_by_side
+from deltazoo.training.stage_trainers import choose_trained_parameters, divergence, original_of, teacher_forced
 from deltazoo.training.tokenizer import build_tokenizer
 from deltazoo.training.trainer import PackedTrainer
 from deltazoo.training.yaml_config import from_mapping
@@ -67,10 +67,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def fresh(home: Path, variant: str = "gated_deltanet", **options: Any) -> tuple[Any, Any]:
+def fresh(home: Path, rule: str = "gated_deltanet", **options: Any) -> tuple[Any, Any]:
     """The trained Llama with all its layers swapped, and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(home / "teacher" / "model")
-    swap_attention(model, variant, keep_teacher=True, **options)
+    swap_attention(model, rule, keep_teacher=True, **options)
     return model, AutoTokenizer.from_pretrained(home / "teacher" / "model")
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from deltazoo.training import load_config
+from deltazoo.training.config import save_config
 from deltazoo.training.conversion_config import (
     AlignmentConfig,
     ConversionConfig,
@@ -16,8 +18,6 @@ from deltazoo.training.conversion_config import (
     FineTuningConfig,
     load_conversion,
 )
-from deltazoo.training import load_config
-from deltazoo.training.config import save_config
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("swap_*.yaml"))
 STAGE = {"steps": 4, "row_length": 16, "rows_per_batch": 2, "learning_rate": 1e-3}

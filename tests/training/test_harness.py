@@ -21,9 +21,9 @@ from tiny_families import tiny_original
 from transformers import AutoModelForCausalLM
 
 import deltazoo
-from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.cli import main
 from deltazoo.cli.rule_files import load_rule_file
+from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.tokenizer import build_tokenizer
 

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import deltazoo
 import deltazoo.models  # noqa: F401
-from deltazoo.training.conversion_config import STAGES, load_conversion
-from deltazoo.training.presets import is_for_gpus
 from deltazoo.training import TokenizerConfig, load_config
+from deltazoo.training.conversion_config import STAGES, load_conversion
 from deltazoo.training.model import build_model
+from deltazoo.training.presets import is_for_gpus
 from deltazoo.training.tokenizer import build_tokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
@@ -34,9 +34,9 @@ def keys(values: dict[str, Any]) -> list[str]:
     return [name for key, value in values.items() for name in [key, *(keys(value) if isinstance(value, dict) else [])]]
 
 
-def test_every_variant_has_a_preset() -> None:
+def test_every_rule_has_a_preset() -> None:
     names = {path.stem for path in FILES} - OTHERS
-    rules = [*deltazoo.list_variants(), "neg_kda", *(f"{rule}_hybrid" for rule in IN_PRODUCTION)]
+    rules = [*deltazoo.list_rules(), "neg_kda", *(f"{rule}_hybrid" for rule in IN_PRODUCTION)]
     assert {f"{rule}_340m" for rule in rules} <= names <= {f"{rule}_{size}" for rule in rules for size in SIZES}
 
 
@@ -85,24 +85,24 @@ def test_a_preset_of_a_native_architecture_is_a_model_of_its_size(name: str) -> 
 def test_a_preset_is_the_model_of_its_name(path: Path) -> None:
     config = load_config(path)
     section = dict(config.model)
-    spec = deltazoo.get_variant(section.pop("mixer"))
+    spec = deltazoo.get_rule(section.pop("mixer"))
     model_type = spec.hub_model_type or "delta_rule"
     named = {} if spec.hub_model_type else {"mixer": spec.name}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(model_type, vocab_size=config.tokenizer.vocab_size or 32_000, **named, **section)
         )
-    variant, _, size = path.stem.rpartition("_")
+    rule, _, size = path.stem.rpartition("_")
     if size in SIZES:
         smallest, largest = SIZES[size]
-        rule = variant.removesuffix("_hybrid")
+        hybrid, rule = rule.endswith("_hybrid"), rule.removesuffix("_hybrid")
         if rule == "neg_kda":
             assert spec.name == "kda" and model.config.allow_neg_eigval
         else:
             assert spec.name == rule and model.config.allow_neg_eigval == spec.allow_neg_eigval
         softmax = [number for number, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
         first = 0 if rule == "neg_kda" else 3
-        assert softmax == (list(range(first, len(model.config.layer_types), 4)) if rule != variant else [])
+        assert softmax == (list(range(first, len(model.config.layer_types), 4)) if hybrid else [])
         assert smallest < model.num_parameters() < largest
         tokens = config.training.rows_of_a_step * config.training.row_length
         assert tokens in (2**19, 2**21), "half a million or two million tokens per step"

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import deltazoo.models  # noqa: F401
-from deltazoo.training.score import packs_documents, score_documents
 from deltazoo.training.config import TokenizerConfig
+from deltazoo.training.score import packs_documents, score_documents
 from deltazoo.training.text import Document
 from deltazoo.training.tokenizer import build_tokenizer
 

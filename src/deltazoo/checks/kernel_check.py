@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.ops import delta_rule, delta_rule_step
-from deltazoo.checks.errors import plain_torch, relative_error
 from benchmarks.result_files import one_line
+from deltazoo.checks.errors import plain_torch, relative_error
+from deltazoo.ops import delta_rule, delta_rule_step
 
 __all__ = ["DTYPES", "Case", "Verdict", "case_inputs", "case_results", "cases", "check_case", "run_selfcheck"]
 

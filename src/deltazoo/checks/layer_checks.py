@@ -1,6 +1,6 @@
 """Checks of a single layer, in float64, where two ways to compute one quantity differ by rounding alone.
 
-Each check takes the name of a variant and returns what is wrong with it in a sentence or two, or None.
+Each check takes the name of a rule and returns what is wrong with it in a sentence or two, or None.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from deltazoo.layers import DeltaRuleAttention, LayerStates, RuleInputs, make_layer, rule
+from deltazoo.layers import DeltaRuleAttention, LayerStates, RuleInputs, make_layer
+from deltazoo.layers import rule as rule_functions
 
 __all__ = [
     "clipped_step_sizes",
@@ -32,10 +33,10 @@ TOKENS = 70  # a chunk of 64 and the beginning of another
 TOLERANCE = 1e-9
 
 
-def make(variant: str, dtype: torch.dtype = torch.float64, **options: Any) -> DeltaRuleAttention:
+def make(rule: str, dtype: torch.dtype = torch.float64, **options: Any) -> DeltaRuleAttention:
     """A layer with noise added to its parameters, so that those initialised to zero have an effect too."""
     layer = make_layer(
-        variant, HIDDEN, HEADS, HEAD_DIM, num_v_heads=VALUE_HEADS, initializer_range=0.5, layer_idx=0, **options
+        rule, HIDDEN, HEADS, HEAD_DIM, num_v_heads=VALUE_HEADS, initializer_range=0.5, layer_idx=0, **options
     )
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -58,9 +59,9 @@ def difference(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) ->
     return f"first at token {token} of row {row}, by up to {largest:.1e}, where rounding explains {tolerance:.0e}"
 
 
-def parameters_are_filled_and_act(variant: str) -> str | None:
+def parameters_are_filled_and_act(rule: str) -> str | None:
     """`initializers` fill every parameter, outputs and gradients are finite, and every parameter has a gradient."""
-    layer = make_layer(variant, HIDDEN, HEADS, HEAD_DIM, num_v_heads=VALUE_HEADS)
+    layer = make_layer(rule, HIDDEN, HEADS, HEAD_DIM, num_v_heads=VALUE_HEADS)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.fill_(float("nan"))
@@ -69,7 +70,7 @@ def parameters_are_filled_and_act(variant: str) -> str | None:
         if not parameter.isfinite().all():
             return f"initializers() leaves values of {name!r} unfilled"
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        layer, x = make(variant, dtype), tokens(dtype=dtype).requires_grad_()
+        layer, x = make(rule, dtype), tokens(dtype=dtype).requires_grad_()
         y = layer(x)
         if y.shape != x.shape or y.dtype != dtype:
             return f"the layer makes {tuple(y.shape)} {y.dtype} out of {tuple(x.shape)} {x.dtype}"
@@ -84,9 +85,9 @@ def parameters_are_filled_and_act(variant: str) -> str | None:
     return None
 
 
-def same_twice(variant: str) -> str | None:
+def same_twice(rule: str) -> str | None:
     """The same layer on the same input, twice."""
-    layer, x = make(variant), tokens()
+    layer, x = make(rule), tokens()
     with torch.no_grad():
         if found := difference(layer(x).nan_to_num(), layer(x).nan_to_num()):
             return (
@@ -96,9 +97,9 @@ def same_twice(variant: str) -> str | None:
     return None
 
 
-def sees_no_future(variant: str) -> str | None:
+def sees_no_future(rule: str) -> str | None:
     """Outputs of earlier tokens do not change with later tokens."""
-    layer, x = make(variant), tokens()
+    layer, x = make(rule), tokens()
     with torch.no_grad():
         before = layer(x)
         for cut in (1, 33, 64, 69):
@@ -112,12 +113,12 @@ def sees_no_future(variant: str) -> str | None:
     return None
 
 
-def state_does_not_expand(variant: str) -> str | None:
+def state_does_not_expand(rule: str) -> str | None:
     """`0 <= beta e.k <= 2` and `log_decay <= 0`, for inputs of several sizes, in float32 and bfloat16."""
     for options in ({}, {"allow_neg_eigval": True}):
         for dtype in (torch.float32, torch.bfloat16):
             try:
-                layer = make(variant, dtype, **options)
+                layer = make(rule, dtype, **options)
             except ValueError:
                 if not options:
                     raise
@@ -170,7 +171,7 @@ def _expansion(inputs: RuleInputs) -> str | None:
     return None
 
 
-def clipped_step_sizes(variant: str) -> str | None:
+def clipped_step_sizes(rule: str) -> str | None:
     """How often the layer clips the step size to 2 / (e . k); None if never by more than a rounding error."""
     ratios: list[Tensor] = []
 
@@ -179,8 +180,8 @@ def clipped_step_sizes(variant: str) -> str | None:
         ratios.append((beta / bounded).flatten())
         return bounded
 
-    layer = make(variant, torch.float32)
-    with torch.no_grad(), patch.object(rule, "clip_step", record):
+    layer = make(rule, torch.float32)
+    with torch.no_grad(), patch.object(rule_functions, "clip_step", record):
         layer(tokens(256, dtype=torch.float32))
     ratio = torch.cat(ratios) if ratios else torch.ones(1)
     clipped = ratio > 1.01
@@ -192,9 +193,9 @@ def clipped_step_sizes(variant: str) -> str | None:
     )
 
 
-def same_in_chunks_as_by_definition(variant: str) -> str | None:
+def same_in_chunks_as_by_definition(rule: str) -> str | None:
     """Compare outputs and gradients of the chunk form with those of the loop over tokens."""
-    chunked, looped = make(variant, backend="chunkwise"), make(variant, backend="reference")
+    chunked, looped = make(rule, backend="chunkwise"), make(rule, backend="reference")
     looped.load_state_dict(chunked.state_dict())
     results = []
     for layer in (chunked, looped):
@@ -212,9 +213,9 @@ def same_in_chunks_as_by_definition(variant: str) -> str | None:
     return None
 
 
-def same_gradients_as_finite_differences(variant: str) -> str | None:
+def same_gradients_as_finite_differences(rule: str) -> str | None:
     """Compare the derivatives along random directions, of the input and every parameter, with finite differences."""
-    layer, x = make(variant), tokens(9).requires_grad_()
+    layer, x = make(rule), tokens(9).requires_grad_()
     weight = torch.randn(2, 9, HIDDEN, dtype=torch.float64)
     tensors = {"the input": x, **{repr(name): p for name, p in layer.named_parameters()}}
     gradients = torch.autograd.grad((layer(x) * weight).sum(), list(tensors.values()))
@@ -235,9 +236,9 @@ def same_gradients_as_finite_differences(variant: str) -> str | None:
     return None
 
 
-def same_decoded(variant: str) -> str | None:
+def same_decoded(rule: str) -> str | None:
     """Compare pieces of several sizes, with the state carried between them, with all tokens at once."""
-    layer, x = make(variant), tokens()
+    layer, x = make(rule), tokens()
     with torch.no_grad():
         whole = layer(x)
         for sizes in ([1] * TOKENS, [3, 66, 1], [64, 6]):
@@ -252,7 +253,7 @@ def same_decoded(variant: str) -> str | None:
     return None
 
 
-def same_padded(variant: str) -> str | None:
+def same_padded(rule: str) -> str | None:
     """Compare rows with padding on the left, on the right and inside with the same rows alone."""
     mask = torch.ones(3, 20, dtype=torch.bool)
     mask[0, :7] = mask[1, 15:] = mask[2, 5:9] = False
@@ -266,10 +267,10 @@ def same_padded(variant: str) -> str | None:
             y[row, real] = layer(x[row : row + 1, real])[0]
         return y
 
-    return _same(variant, tokens(20, rows=3), run, alone, "a padded row differs from the same row without padding")
+    return _same(rule, tokens(20, rows=3), run, alone, "a padded row differs from the same row without padding")
 
 
-def same_packed(variant: str) -> str | None:
+def same_packed(rule: str) -> str | None:
     """Compare sequences packed into one row with the same sequences alone."""
     bounds = torch.tensor([0, 3, 4, 50, TOKENS])
 
@@ -279,17 +280,17 @@ def same_packed(variant: str) -> str | None:
     def alone(layer: DeltaRuleAttention, x: Tensor) -> Tensor:
         return torch.cat([layer(part) for part in x.split(bounds.diff().tolist(), dim=1)], dim=1)
 
-    return _same(variant, tokens(rows=1), run, alone, "packed sequences differ from the same sequences alone")
+    return _same(rule, tokens(rows=1), run, alone, "packed sequences differ from the same sequences alone")
 
 
 def _same(
-    variant: str,
+    rule: str,
     x: Tensor,
     run: Callable[[DeltaRuleAttention, Tensor], Tensor],
     alone: Callable[[DeltaRuleAttention, Tensor], Tensor],
     what: str,
 ) -> str | None:
-    layer = make(variant)
+    layer = make(rule)
     with torch.no_grad():
         found = difference(run(layer, x), alone(layer, x))
     return f"{what}, {found}: a token's inputs depend on other tokens" if found else None

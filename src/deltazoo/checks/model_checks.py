@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from deltazoo.checks.layer_checks import difference
 from deltazoo.generation.cache_argument import CACHE
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.swap import swap_attention
-from deltazoo.checks.layer_checks import difference
 from deltazoo.training.console import no_transformers_bars
 
 __all__ = ["same_after_reload", "same_generated", "swaps"]
@@ -20,8 +20,8 @@ _PURE: dict[str, Any] = {"num_hidden_layers": 2, "num_heads": 2, "head_dim": 16}
 _HYBRID = {**_PURE, "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4}
 
 
-def _model(variant: str, **keys: Any) -> DeltaRuleForCausalLM:
-    return _perturbed(DeltaRuleForCausalLM(DeltaRuleConfig(mixer=variant, **_SIZES, **keys)))
+def _model(rule: str, **keys: Any) -> DeltaRuleForCausalLM:
+    return _perturbed(DeltaRuleForCausalLM(DeltaRuleConfig(mixer=rule, **_SIZES, **keys)))
 
 
 def _perturbed(model: Any) -> Any:
@@ -36,10 +36,10 @@ def _ids() -> Tensor:
     return torch.randint(1, 61, (2, 12))
 
 
-def same_generated(variant: str) -> str | None:
+def same_generated(rule: str) -> str | None:
     """Compare logits of tokens fed one by one through a cache with a pass over all, in a pure and a hybrid model."""
     for kind, keys in (("", _PURE), ("hybrid ", _HYBRID)):
-        model, ids = _model(variant, **keys), _ids()
+        model, ids = _model(rule, **keys), _ids()
         with torch.no_grad():
             if found := difference(_with_cache(model, ids), model(ids).logits):
                 return f"a {kind}model's logits with a cache differ from those without, {found}"
@@ -56,10 +56,10 @@ def _with_cache(model: Any, ids: Tensor) -> Tensor:
     return torch.cat(logits, dim=1)
 
 
-def same_after_reload(variant: str) -> str | None:
+def same_after_reload(rule: str) -> str | None:
     """Compare logits before and after `save_pretrained` and `from_pretrained`, for a pure and a hybrid model."""
     for keys in (_PURE, _HYBRID):
-        if problem := _through_a_checkpoint(_model(variant, **keys)):
+        if problem := _through_a_checkpoint(_model(rule, **keys)):
             return problem
     return None
 
@@ -78,11 +78,11 @@ def _through_a_checkpoint(model: Any) -> str | None:
     )
 
 
-def swaps(variant: str) -> str | None:
+def swaps(rule: str) -> str | None:
     """`swap_attention` in a Llama: finite logits, equal with a cache and after reloading."""
     config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **_SIZES)
     model: Any = LlamaForCausalLM(config)
-    swap_attention(model, variant, [0])
+    swap_attention(model, rule, [0])
     model, ids = _perturbed(model), _ids()
     with torch.no_grad():
         logits = model(ids).logits

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.spec import get_variant, registering_module
 from deltazoo.checks.layer_checks import (
     clipped_step_sizes,
     make,
@@ -23,6 +22,7 @@ from deltazoo.checks.layer_checks import (
     state_does_not_expand,
 )
 from deltazoo.checks.model_checks import same_after_reload, same_generated, swaps
+from deltazoo.spec import get_rule, registering_module
 
 __all__ = ["CHECKS", "Finding", "check_rule"]
 
@@ -42,7 +42,7 @@ CHECKS: dict[str, Callable[[str], str | None]] = {
     "reloaded = saved": same_after_reload,
     "swapped into a Llama": swaps,
 }
-"""The checks, in order: title -> function from a variant's name to what is wrong with it, None if nothing."""
+"""The checks, in order: title -> function from a rule's name to what is wrong with it, None if nothing."""
 
 _REMARKS = {"the state does not expand": clipped_step_sizes}
 
@@ -59,42 +59,42 @@ class Finding(NamedTuple):
     """An exception that the check raised, where an earlier check has not raised it in the same place."""
 
 
-def check_rule(variant: str) -> Iterator[Finding]:
-    """Check a registered variant; findings come as they are made.
+def check_rule(rule: str) -> Iterator[Finding]:
+    """Check a registered rule; findings come as they are made.
 
     A rule whose layers cannot be made gets no check; one whose results differ from call to call gets no further one.
 
     Args:
-        variant: its name.
+        rule: its name.
 
     Raises:
-        ValueError: no such variant.
+        ValueError: no such rule.
     """
-    get_variant(variant)
+    get_rule(rule)
     seen: set[Any] = set()
     try:
-        make(variant)
+        make(rule)
     except Exception as error:  # a rule under test may raise anything
-        yield _raised("a layer can be made", variant, error, seen)
+        yield _raised("a layer can be made", rule, error, seen)
         return
     for title, check in CHECKS.items():
         torch.manual_seed(0)
         remark = None
         try:
-            problem = check(variant)
+            problem = check(rule)
             if problem is None and title in _REMARKS:
-                remark = _REMARKS[title](variant)
+                remark = _REMARKS[title](rule)
         except Exception as error:
-            yield _raised(title, variant, error, seen)
+            yield _raised(title, rule, error, seen)
             continue
         yield Finding(title, problem, remark)
         if title == _REPEATABLE and problem is not None:
             return
 
 
-def _raised(title: str, variant: str, error: Exception, seen: set[Any]) -> Finding:
+def _raised(title: str, rule: str, error: Exception, seen: set[Any]) -> Finding:
     """What a check raised: where in the rule's file, and with what shapes; in a few words if it is in `seen`."""
-    module = registering_module(variant) or "deltazoo.rules"
+    module = registering_module(rule) or "deltazoo.rules"
     calls = [call for call in traceback.walk_tb(error.__traceback__) if _is_of(module, call[0])]
     place = (type(error), calls[-1][1] if calls else str(error))
     if place in seen:

@@ -22,10 +22,10 @@ def load_rule_file(path: str | Path) -> list[str]:
         path: of the file.
 
     Returns:
-        The names of the variants that it registered.
+        The names of the rules that it registered.
 
     Raises:
-        ValueError: no such file, a name that another module has, or an error in the file, with its line. Variants that
+        ValueError: no such file, a name that another module has, or an error in the file, with its line. Rules that
             the file registered before the error are forgotten.
     """
     path = Path(path).expanduser().resolve()
@@ -65,7 +65,7 @@ def _importable_elsewhere(name: str, path: Path) -> bool:
 
 
 def _registered_by(module: str) -> list[str]:
-    return [name for name in spec.list_variants() if spec.registering_module(name) == module]
+    return [name for name in spec.list_rules() if spec.registering_module(name) == module]
 
 
 def _load_all(paths: list[Path] | None) -> list[Path]:

@@ -40,7 +40,7 @@ def facts_table(facts: dict[str, str]) -> Table:
 
 def ranking_table(ranking: "Ranking") -> Table:
     """The layers, the smallest rise in loss first."""
-    table = Table(title=f"one layer swapped for {ranking.variant} after transfer, {ranking.tokens:,} tokens")
+    table = Table(title=f"one layer swapped for {ranking.rule} after transfer, {ranking.tokens:,} tokens")
     for heading in ("layer", "loss, nats per token", "rise"):
         table.add_column(heading, justify="right")
     for score in ranking.ordered:

@@ -6,8 +6,8 @@ from deltazoo._lazy import lazy_names
 
 if TYPE_CHECKING:
     from deltazoo.compat import fla
-    from deltazoo.compat.transformers import accelerate, restore
     from deltazoo.compat.fla_checkpoints import load_fla_checkpoint
+    from deltazoo.compat.transformers import accelerate, restore
 
 __all__ = ["accelerate", "fla", "load_fla_checkpoint", "restore"]
 

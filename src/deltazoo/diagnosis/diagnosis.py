@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltazoo.generation.nan_origin import watch_for_nan
-from deltazoo.layers.backend_report import describe_update
 from deltazoo.diagnosis.rule_calls import RuleCall, delta_rule_layers, recorded_calls
 from deltazoo.diagnosis.rule_figures import CHUNK, Figures, Quantiles, measure
+from deltazoo.generation.nan_origin import watch_for_nan
+from deltazoo.layers.backend_report import describe_update
 from deltazoo.models.evaluation_mode import evaluation_mode
 
 __all__ = ["Diagnosis", "LayerDiagnosis", "diagnose"]
@@ -34,7 +34,7 @@ class LayerDiagnosis:
 
     name: str
     """Path inside the model."""
-    variant: str
+    rule: str
     update: str
     """What the operator does per token: decay, erase and steps, in words."""
     heads: tuple[Figures, ...]
@@ -68,7 +68,7 @@ class Diagnosis:
         """
         gates = list(dict.fromkeys(gate for layer in self.layers for head in layer.heads for gate in head.gates))
         return [
-            {"layer": layer.name, "variant": layer.variant, "head": number, **_flat(head, gates)}
+            {"layer": layer.name, "rule": layer.rule, "head": number, **_flat(head, gates)}
             for layer in self.layers
             for number, head in enumerate(layer.heads)
         ]
@@ -229,7 +229,7 @@ def _row(layer: LayerDiagnosis) -> tuple[str, ...]:
     heads = layer.heads
     return (
         layer.name,
-        layer.variant,
+        layer.rule,
         _number(_largest(head.gain.median if head.gain else None for head in heads)),
         _number(_largest(head.gain.max if head.gain else None for head in heads)),
         _share(_largest(head.gain_above_one for head in heads)),

@@ -13,8 +13,8 @@ from deltazoo.layers.backend_report import replaced_methods
 from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.layers.sequences import WHOLE_ROWS, SharedSequences
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.spec import DeltaRuleSpec, get_variant
 from deltazoo.rules.channel_gates import ChannelGates
+from deltazoo.spec import RuleSpec, get_rule
 
 __all__ = ["Gate", "RuleCall", "delta_rule_layers", "recorded_calls"]
 
@@ -35,7 +35,7 @@ class Gate(NamedTuple):
 class RuleCall(NamedTuple):
     """One call of the operator by a layer."""
 
-    spec: DeltaRuleSpec
+    spec: RuleSpec
     num_micro_steps: int
     inputs: RuleInputs
     """As the layer passes them: tokens of padded rows moved to the front, micro-steps side by side in the heads."""
@@ -114,7 +114,7 @@ def _recorded(name: str, layer: Any, receive: Callable[[str, RuleCall], None]) -
             for gate_name, projection, heads in _gate_maps(layer):
                 hooks.callback(projection.register_forward_hook(_keep_map(gates, gate_name, heads)).remove)
         else:
-            spec = get_variant(layer.arrangement.variant)
+            spec = get_rule(layer.arrangement.rule)
             activation = getattr(layer.get_submodule(layer.arrangement.norm), "activation", "silu")
 
             def keep_gate(_: Any, output: Tensor, gate: Tensor) -> None:

@@ -9,9 +9,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from deltazoo.diagnosis.rule_calls import RuleCall
 from deltazoo.layers import PackedSequences, RightPaddedSequences, RuleInputs, run_rule
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.diagnosis.rule_calls import RuleCall
 
 __all__ = ["CHUNK", "NEAR_EXPANSION", "Figures", "GateShares", "Quantiles", "measure"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from deltazoo.layers import DeltaRuleAttention, layer_class, make_layer
-from deltazoo.spec import DeltaRuleSpec
+from deltazoo.spec import RuleSpec
 
 __all__ = ["FSDP_PLAN", "PIPELINE_PLAN", "tensor_parallel_plan"]
 
@@ -32,7 +32,7 @@ Models of half precision add their gates (`deltazoo.models.delta_layers.declare_
 _STYLES = {"heads": "colwise", "whole": "delta_rule_shared_norm"}
 
 
-def tensor_parallel_plan(spec: DeltaRuleSpec | None, options: Mapping[str, Any]) -> dict[str, str]:
+def tensor_parallel_plan(spec: RuleSpec | None, options: Mapping[str, Any]) -> dict[str, str]:
     """Style per module of the base model: mixers of both kinds are divided by heads, MLPs by channels.
 
     Projections have the same names in softmax and in linear layers, so one entry holds for both.
@@ -63,7 +63,7 @@ def tensor_parallel_plan(spec: DeltaRuleSpec | None, options: Mapping[str, Any])
     return plan
 
 
-def _gates(spec: DeltaRuleSpec, options: Mapping[str, Any]) -> dict[str, str]:
+def _gates(spec: RuleSpec, options: Mapping[str, Any]) -> dict[str, str]:
     gates = {"o_norm": "delta_rule_shared_norm"}
     if spec.corrects:
         gates["b_proj"] = "colwise"

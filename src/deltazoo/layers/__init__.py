@@ -1,4 +1,4 @@
-"""The delta-rule attention that all variants share, the variants' layers by name, and what a model adds to them."""
+"""The delta-rule attention that all rules share, the rules' layers by name, and what a model adds to them."""
 
 from deltazoo.layers.backend_report import LayerReport, ModelReport, report
 from deltazoo.layers.batch_description import BatchDescription, describe_batch

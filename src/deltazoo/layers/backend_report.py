@@ -9,7 +9,7 @@ from torch import nn
 from deltazoo.layers.delta_attention import DeltaRuleAttention
 from deltazoo.ops import resolve_backend
 from deltazoo.ops.backends import describe_kernels
-from deltazoo.spec import DeltaRuleSpec
+from deltazoo.spec import RuleSpec
 
 __all__ = [
     "LayerReport",
@@ -25,7 +25,7 @@ __all__ = [
 class RuleDescription(NamedTuple):
     """How a layer calls the operator."""
 
-    spec: DeltaRuleSpec
+    spec: RuleSpec
     num_micro_steps: int
     packs: bool
     """Whether packed documents reach the operator as such; other layers make their first tokens forget the state."""
@@ -67,7 +67,7 @@ class LayerReport:
 
     name: str
     """Path inside the model."""
-    variant: str
+    rule: str
     update: str
     """What the operator does per token: decay, erase and steps, in words."""
     backend: str
@@ -92,8 +92,8 @@ class ModelReport:
     def _table(self) -> str:
         if not self.layers:
             return "no delta-rule layers"
-        rows = [("layer", "variant", "update", "backend", "reason")]
-        rows += [(layer.name, layer.variant, layer.update, layer.backend, layer.reason) for layer in self.layers]
+        rows = [("layer", "rule", "update", "backend", "reason")]
+        rows += [(layer.name, layer.rule, layer.update, layer.backend, layer.reason) for layer in self.layers]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
         return "\n".join(line.rstrip() for line in lines)
@@ -162,7 +162,7 @@ def replaced_methods(layer: nn.Module) -> list[str]:
     return sorted(replaced)
 
 
-def describe_update(spec: DeltaRuleSpec, num_micro_steps: int) -> str:
+def describe_update(spec: RuleSpec, num_micro_steps: int) -> str:
     """Decay, erase and number of steps of a rule, in a few words."""
     decay = {"none": "no decay", "scalar": "decay per head", "channel": "decay per channel"}[spec.decay]
     if not spec.corrects:

@@ -1,4 +1,4 @@
-"""The layer that all variants share: project, convolve, normalise, gates, rule, norm and output gate, project."""
+"""The layer that all rules share: project, convolve, normalise, gates, rule, norm and output gate, project."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -24,65 +24,65 @@ from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_softplus_decay
 from deltazoo.ops.named_choices import function_of
 from deltazoo.runtime import RuntimeOptions
-from deltazoo.spec import DeltaRuleSpec, get_variant, registered_layer
+from deltazoo.spec import RuleSpec, get_rule, registered_layer
 
 __all__ = ["DeltaRuleAttention", "layer_class", "make_layer"]
 
 
-def layer_class(variant: str | DeltaRuleSpec) -> "type[DeltaRuleAttention]":
-    """The class that computes a variant: the one registered with its name, or `DeltaRuleAttention`.
+def layer_class(rule: str | RuleSpec) -> "type[DeltaRuleAttention]":
+    """The class that computes a rule: the one registered with its name, or `DeltaRuleAttention`.
 
     Raises:
-        ValueError: no variant of that name; a spec need not be registered.
+        ValueError: no rule of that name; a spec need not be registered.
         TypeError: neither name nor spec.
     """
-    spec = get_variant(variant) if isinstance(variant, str) else variant
-    if not isinstance(spec, DeltaRuleSpec):
-        raise TypeError(f"variant must be a variant's name or a DeltaRuleSpec, got {variant!r}")
+    spec = get_rule(rule) if isinstance(rule, str) else rule
+    if not isinstance(spec, RuleSpec):
+        raise TypeError(f"rule must be a rule's name or a RuleSpec, got {rule!r}")
     return registered_layer(spec.name) or DeltaRuleAttention
 
 
 def make_layer(
-    variant: str | DeltaRuleSpec, hidden_size: int, num_heads: int, head_dim: int | None = None, **options: Any
+    rule: str | RuleSpec, hidden_size: int, num_heads: int, head_dim: int | None = None, **options: Any
 ) -> "DeltaRuleAttention":
-    """A layer of any variant, of the class registered with it.
+    """A layer of any rule, of the class registered with it.
 
     Arguments and errors as for `DeltaRuleAttention`; `options` are its keyword arguments.
     """
-    return layer_class(variant)(variant, hidden_size, num_heads, head_dim, **options)
+    return layer_class(rule)(rule, hidden_size, num_heads, head_dim, **options)
 
 
 class DeltaRuleAttention(Float32Parameters):
-    """A delta-rule linear attention layer of any variant: `y = layer(x)`, both `[B, T, hidden_size]`.
+    """A delta-rule linear attention layer of any rule: `y = layer(x)`, both `[B, T, hidden_size]`.
 
     Parameters are named as in the checkpoints on the Hub. Linear maps are called as modules, so adapters and
     quantised replacements act on them; only plain ones are computed together in training (`linear_maps`).
 
-    A variant that a spec alone cannot express is a subclass, registered with `register_variant`. It may override
+    A rule that a spec alone cannot express is a subclass, registered with `register_rule`. It may override
     `step_gate`, `log_decay`, `rule_inputs` or `with_auxiliary_state`, and may have further parameters. It makes them in
     `make_parameters`, fills them by `initializers`, and describes them in `float32_parameters`, `input_projections` and
     `tensor_parallel`. docs/new_rules.md has an example.
 
     Args:
-        variant: name of a registered variant, or a `DeltaRuleSpec` (`dataclasses.replace` changes one choice of one).
+        rule: name of a registered rule, or a `RuleSpec` (`dataclasses.replace` changes one choice of one).
         hidden_size: width of the input and output.
         num_heads: query and key heads.
         head_dim: channels per query and key head; `hidden_size / num_heads` unless given.
         num_v_heads: value heads, a multiple of `num_heads`, sharing key heads in groups; `num_heads` unless given.
-        expand_v: channels per value head over `head_dim`; the variant's own unless given.
+        expand_v: channels per value head over `head_dim`; the rule's own unless given.
         use_short_conv: short convolutions on q, k and v; without them the activation alone.
         conv_size: taps of the short convolutions.
         conv_initializer_range: standard deviation of their initial taps; unless given, they are uniform within
             1 / sqrt(conv_size).
         activation: of q, k and v, after the convolution: "silu" as in the papers, or "identity".
-        allow_neg_eigval: double the step size (arXiv:2411.12537); the variant's own unless given.
+        allow_neg_eigval: double the step size (arXiv:2411.12537); the rule's own unless given.
         neg_eigval: with `allow_neg_eigval`, what is doubled. "both": erase and write, as the paper's code and the Hub
             checkpoints do. "erase": the erase term alone, as the paper's equations read.
-        decay_lower_bound: replace the softplus gate by `lower_bound * sigmoid(...)`; the variant's own unless given.
+        decay_lower_bound: replace the softplus gate by `lower_bound * sigmoid(...)`; the rule's own unless given.
         beta_bias: a bias on `b_proj`, as in NVlabs' Gated DeltaNet.
         num_micro_steps: Householder steps per token, each with a key, a value and a step size of its own
             (DeltaProduct, arXiv:2502.10297). The state decays before the first and is read after the last; the
-            variant's own unless given.
+            rule's own unless given.
         norm_eps: epsilon of the output norm.
         initializer_range: standard deviation of the linear weights.
         layer_idx: the layer's number in `past_key_values`.
@@ -93,7 +93,7 @@ class DeltaRuleAttention(Float32Parameters):
 
     Raises:
         ValueError: options of the wrong type or that are not finite, sizes that do not fit together, options the
-            variant cannot act on, an unknown variant, or one whose registered layer is another class.
+            rule cannot act on, an unknown rule, or one whose registered layer is another class.
     """
 
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
@@ -125,7 +125,7 @@ class DeltaRuleAttention(Float32Parameters):
 
     def __init__(
         self,
-        variant: str | DeltaRuleSpec,
+        rule: str | RuleSpec,
         hidden_size: int,
         num_heads: int,
         head_dim: int | None = None,
@@ -150,11 +150,11 @@ class DeltaRuleAttention(Float32Parameters):
     ) -> None:
         check_types(locals())
         super().__init__()
-        self.spec = get_variant(variant) if isinstance(variant, str) else variant
+        self.spec = get_rule(rule) if isinstance(rule, str) else rule
         expected = layer_class(self.spec)
         if not isinstance(self, expected):
             raise ValueError(
-                f"variant {self.spec.name!r} is computed by {expected.__name__}, got {type(self).__name__}: use that "
+                f"rule {self.spec.name!r} is computed by {expected.__name__}, got {type(self).__name__}: use that "
                 "class, or deltazoo.layers.make_layer, which chooses it"
             )
         self.hidden_size = hidden_size
@@ -214,7 +214,7 @@ class DeltaRuleAttention(Float32Parameters):
             raise TypeError(
                 f"{cls.__name__} overrides apply_rule, the call of the operator, and checks, reports and diagnoses "
                 "would describe an operator that never ran. A rule of the operator's form is registered with "
-                "register_variant, and its class overrides step_gate, log_decay, rule_inputs or with_auxiliary_state; "
+                "register_rule, and its class overrides step_gate, log_decay, rule_inputs or with_auxiliary_state; "
                 "another recurrence is an nn.Module of its own, which keeps its state in a "
                 "deltazoo.layers.StateStore (docs/new_rules.md)"
             )
@@ -620,7 +620,7 @@ class DeltaRuleAttention(Float32Parameters):
                 child.set_fused(options.fused_kernels)
 
     def extra_repr(self) -> str:
-        """Variant and shape, for printing."""
+        """Rule and shape, for printing."""
         heads = f"{self.num_heads} heads of {self.head_k_dim}"
         values = f"{self.num_v_heads} value heads of {self.head_v_dim}"
         signs = f", negative eigenvalues on {self.neg_eigval}" if self.allow_neg_eigval else ""

@@ -86,18 +86,16 @@ def check_steps(layer: "DeltaRuleAttention", beta_bias: bool) -> None:
     if layer.neg_eigval == "erase" and not layer.allow_neg_eigval:
         raise ValueError("neg_eigval='erase' acts only with allow_neg_eigval=True")
     if layer.allow_neg_eigval and not spec.corrects:
-        raise ValueError(f"variant {name!r} has no correction term, so allow_neg_eigval=True cannot act")
+        raise ValueError(f"rule {name!r} has no correction term, so allow_neg_eigval=True cannot act")
     if layer.num_micro_steps > 1 and not spec.corrects:
-        raise ValueError(
-            f"variant {name!r} has no correction term, so num_micro_steps={layer.num_micro_steps} cannot act"
-        )
+        raise ValueError(f"rule {name!r} has no correction term, so num_micro_steps={layer.num_micro_steps} cannot act")
     if not layer.projects_micro_steps and layer.num_micro_steps != spec.num_micro_steps:
         raise ValueError(
-            f"variant {name!r} has num_micro_steps={spec.num_micro_steps}, which cannot be changed, got "
+            f"rule {name!r} has num_micro_steps={spec.num_micro_steps}, which cannot be changed, got "
             f"{layer.num_micro_steps}"
         )
     if beta_bias and not spec.corrects:
-        raise ValueError(f"variant {name!r} has no step size, so beta_bias=True cannot act")
+        raise ValueError(f"rule {name!r} has no step size, so beta_bias=True cannot act")
 
 
 def check_decay(layer: "DeltaRuleAttention", *, of_its_own: bool) -> None:
@@ -106,13 +104,13 @@ def check_decay(layer: "DeltaRuleAttention", *, of_its_own: bool) -> None:
     if bound is None:
         return
     if spec.decay == "none":
-        raise ValueError(f"variant {spec.name!r} has no decay, so decay_lower_bound={bound} cannot act")
+        raise ValueError(f"rule {spec.name!r} has no decay, so decay_lower_bound={bound} cannot act")
     if bound >= 0:
         raise ValueError(f"decay_lower_bound is a log-decay and must be negative, got {bound}")
     if of_its_own:
-        raise ValueError(f"variant {spec.name!r} has a decay of its own, so decay_lower_bound={bound} cannot act")
+        raise ValueError(f"rule {spec.name!r} has a decay of its own, so decay_lower_bound={bound} cannot act")
     if spec.decay_gate != "softplus":
         raise ValueError(
-            f"decay_lower_bound={bound} takes the place of the softplus gate, and variant {spec.name!r} has the decay "
+            f"decay_lower_bound={bound} takes the place of the softplus gate, and rule {spec.name!r} has the decay "
             f"gate {choice_name(spec.decay_gate)!r}"
         )

@@ -1,4 +1,4 @@
-"""The variants' layers under their own names: `GatedDeltaNet(hidden_size, num_heads)`."""
+"""The rules' layers under their own names: `GatedDeltaNet(hidden_size, num_heads)`."""
 
 from typing import ClassVar, TypedDict, Unpack
 
@@ -38,58 +38,58 @@ class LayerOptions(TypedDict, total=False):
 
 
 class _NamedLayer(DeltaRuleAttention):
-    variant: ClassVar[str]
+    rule: ClassVar[str]
 
     def __init__(
         self, hidden_size: int, num_heads: int, head_dim: int | None = None, **options: Unpack[LayerOptions]
     ) -> None:
-        super().__init__(self.variant, hidden_size, num_heads, head_dim, **options)
+        super().__init__(self.rule, hidden_size, num_heads, head_dim, **options)
 
     __init__.__qualname__ = "DeltaRuleAttention.__init__"  # in Python's message about a missing argument
 
 
 class DeltaNet(_NamedLayer):
-    """Variant `delta_net` (arXiv:2406.06484): write the error of what the state recalls under the key."""
+    """Rule `delta_net` (arXiv:2406.06484): write the error of what the state recalls under the key."""
 
-    variant = "delta_net"
+    rule = "delta_net"
     gain_at_most_one = True
 
 
 class NegativeEigenvalueDeltaNet(_NamedLayer):
-    """Variant `neg_delta_net` (arXiv:2411.12537): DeltaNet whose transition may also reflect, which tracks states."""
+    """Rule `neg_delta_net` (arXiv:2411.12537): DeltaNet whose transition may also reflect, which tracks states."""
 
-    variant = "neg_delta_net"
+    rule = "neg_delta_net"
 
 
 class GatedDeltaNet(_NamedLayer):
-    """Variant `gated_deltanet` (arXiv:2412.06464): DeltaNet that can also forget, one decay per head."""
+    """Rule `gated_deltanet` (arXiv:2412.06464): DeltaNet that can also forget, one decay per head."""
 
-    variant = "gated_deltanet"
+    rule = "gated_deltanet"
     gain_at_most_one = True
 
 
 class EFLA(_NamedLayer):
-    """Variant `efla` (arXiv:2512.12602): the delta rule's differential equation solved exactly, with raw keys."""
+    """Rule `efla` (arXiv:2512.12602): the delta rule's differential equation solved exactly, with raw keys."""
 
-    variant = "efla"
+    rule = "efla"
     gain_at_most_one = True
 
 
 class KimiDeltaAttention(_NamedLayer):
-    """Variant `kda` (arXiv:2510.26692): Gated DeltaNet with one decay per key channel."""
+    """Rule `kda` (arXiv:2510.26692): Gated DeltaNet with one decay per key channel."""
 
-    variant = "kda"
+    rule = "kda"
     gain_at_most_one = True
 
 
 class Longhorn(_NamedLayer):
-    """Variant `longhorn` (arXiv:2407.14207): the implicit step of online regression, with raw keys."""
+    """Rule `longhorn` (arXiv:2407.14207): the implicit step of online regression, with raw keys."""
 
-    variant = "longhorn"
+    rule = "longhorn"
     gain_at_most_one = True
 
 
 class LinearAttention(_NamedLayer):
-    """Variant `linear_attention` (arXiv:2006.16236): writes without erasing, the baseline."""
+    """Rule `linear_attention` (arXiv:2006.16236): writes without erasing, the baseline."""
 
-    variant = "linear_attention"
+    rule = "linear_attention"

@@ -20,7 +20,7 @@ from deltazoo.ops import (
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_erase_gain, fused_squared_norm
 from deltazoo.ops.named_choices import function_of
-from deltazoo.spec import DeltaRuleSpec
+from deltazoo.spec import RuleSpec
 
 __all__ = [
     "FUSED_STEP_SIZES",
@@ -169,8 +169,8 @@ def run_rule(
     return delta_rule(q, k, v, beta, log_decay, **correction, **rows, precision=precision)
 
 
-def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigval: bool, fused: bool = False) -> Tensor:
-    """Step size of a variant from its gate b in (0, 1).
+def effective_step(spec: RuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigval: bool, fused: bool = False) -> Tensor:
+    """Step size of a rule from its gate b in (0, 1).
 
     Args:
         spec: says which rule.
@@ -208,7 +208,7 @@ def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigva
     return beta
 
 
-def precision_for(spec: DeltaRuleSpec, *, allow_neg_eigval: bool) -> str | None:
+def precision_for(spec: RuleSpec, *, allow_neg_eigval: bool) -> str | None:
     """Precision of the operator for step sizes of `effective_step` and a layer whose keys are those of the spec.
 
     "fast" if the erase gain cannot exceed 1 but for the rounding of unit keys, which the operator's threshold allows
@@ -234,7 +234,7 @@ def bounded_step(
     A unit key rounded to bfloat16 has `|k|^2` up to 1.002. With beta = 2 its eigenvalue is then -1.004, and a token
     repeated 4,096 times grows the state about a millionfold. The bound is taken from the keys as rounded, in float32.
     With an erase key of its own a token repeated stays bounded, but a product of different tokens may grow
-    (`DeltaRuleSpec.nonexpansive`). Where `e . k` is not positive no step size keeps the eigenvalue at 1 or below, and
+    (`RuleSpec.nonexpansive`). Where `e . k` is not positive no step size keeps the eigenvalue at 1 or below, and
     beta stays.
 
     Args:

@@ -28,12 +28,12 @@ from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.auto_map import AutoMapConfig
 from deltazoo.models.fla_keys import translate_fla_config
 from deltazoo.models.lora_targets import offer_lora_targets
-from deltazoo.models.outside_rules import module_of_variant
+from deltazoo.models.outside_rules import module_of_rule
 from deltazoo.models.rotary_frequencies import rotary_frequencies, with_softmax_heads
 from deltazoo.models.runtime_keys import not_a_key, without_runtime_options
 from deltazoo.names import did_you_mean, one_slip_away, unknown
 from deltazoo.runtime import RUNTIME_OPTIONS
-from deltazoo.spec import DeltaRuleSpec, get_variant
+from deltazoo.spec import RuleSpec, get_rule
 
 __all__ = ["DeltaRuleConfig"]
 
@@ -72,11 +72,11 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     """Configuration of a causal language model whose token mixers are delta-rule layers, softmax layers, or both.
 
     Args:
-        mixer: name of the variant of the linear layers, one of `deltazoo.list_variants()`.
+        mixer: name of the rule of the linear layers, one of `deltazoo.list_rules()`.
         mixer_module: the module that registers `mixer`, if that does not come with deltazoo; filled in automatically.
             Loading a config.json does not import it: import it before, or pass its file to the command line with
             `--load`.
-        mixer_revision: number of the variant's revision, for rules that were corrected (docs/rules.md); default the
+        mixer_revision: number of the rule's revision, for rules that were corrected (docs/rules.md); default the
             newest. A saved configuration without it has the first.
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.
@@ -84,17 +84,17 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         num_heads: heads of queries and keys in the linear layers.
         num_v_heads: heads of values, a multiple of `num_heads`; default `num_heads`.
         head_dim: channels per query/key head; default `hidden_size // num_heads`.
-        expand_v: channels of a value head relative to `head_dim`; default as in the variant's paper.
+        expand_v: channels of a value head relative to `head_dim`; default as in the rule's paper.
         use_short_conv: short causal convolutions on queries, keys and values.
         conv_size: their kernel size.
         conv_initializer_range: standard deviation of their initial taps; default uniform within 1 / sqrt(conv_size).
-        use_gate: whether the linear layers gate their output; default as in the variant's paper.
-        allow_neg_eigval: step sizes up to 2, so that transition eigenvalues reach -1; default as in the variant.
+        use_gate: whether the linear layers gate their output; default as in the rule's paper.
+        allow_neg_eigval: step sizes up to 2, so that transition eigenvalues reach -1; default as in the rule.
         neg_eigval: `"both"` doubles the step size of erasing and writing, `"erase"` that of erasing alone.
-        decay_lower_bound: bounded decay gate instead of the softplus gate; default as in the variant.
+        decay_lower_bound: bounded decay gate instead of the softplus gate; default as in the rule.
         beta_bias: a bias on the step size's projection.
         num_micro_steps: keys, values and step sizes per token, applied one after another (DeltaProduct,
-            arXiv:2502.10297); default as in the variant.
+            arXiv:2502.10297); default as in the rule.
         intermediate_size: width of the SwiGLU MLP; default `hidden_ratio * hidden_size * 2/3`, rounded up to 256.
         hidden_ratio: see `intermediate_size`.
         norm_eps: epsilon of every RMSNorm.
@@ -169,7 +169,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         if self.transformers_version is not None:  # a saved configuration; older versions of deltazoo saved them
             extra = without_runtime_options(extra)
             self.mixer_revision = 1 if self.mixer_revision is None else self.mixer_revision
-        self.mixer_module = module_of_variant(self.mixer, self.mixer_module)
+        self.mixer_module = module_of_rule(self.mixer, self.mixer_module)
         extra = self._take_fla_keys(extra)
         idle = self._keys_of_others(extra)
         self._fill_defaults()
@@ -237,9 +237,9 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             raise AttributeError(f"base_model_tp_plan follows from the other keys and cannot be set, got {plan}")
 
     @property
-    def spec(self) -> DeltaRuleSpec:
+    def spec(self) -> RuleSpec:
         """The spec of the linear layers: that of `mixer`, with the output gate switched as `use_gate` says."""
-        spec = get_variant(self.mixer, self.mixer_revision)
+        spec = get_rule(self.mixer, self.mixer_revision)
         if self.use_gate == (spec.output_gate != "none"):
             return spec
         return replace(spec, output_gate="full" if self.use_gate else "none")
@@ -248,7 +248,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     def mixer_kwargs(self) -> dict[str, Any]:
         """The arguments of `deltazoo.layers.DeltaRuleAttention`, without the layer index."""
         return {
-            "variant": self.spec,
+            "rule": self.spec,
             "hidden_size": self.hidden_size,
             "num_heads": self.num_heads,
             "head_dim": self.head_dim,
@@ -268,7 +268,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Raise ValueError unless names are known and sizes fit together."""
-        get_variant(self.mixer)
+        get_rule(self.mixer)
         assert self.num_v_heads is not None and self.layer_types is not None  # filled by _fill_defaults
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "intermediate_size")
         for name in (*sizes, "num_micro_steps", "max_position_embeddings"):
@@ -367,7 +367,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             PreTrainedConfig.validate_rope(with_softmax_heads(self))
 
     def _fill_defaults(self) -> None:
-        spec = get_variant(self.mixer, self.mixer_revision)
+        spec = get_rule(self.mixer, self.mixer_revision)
         self.mixer_revision = spec.revision
         if self.num_v_heads is None:
             self.num_v_heads = self.num_heads

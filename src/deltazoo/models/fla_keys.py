@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deltazoo.spec import get_variant
+from deltazoo.spec import get_rule
 
 __all__ = ["add_fla_keys", "translate_fla_config"]
 
@@ -115,7 +115,7 @@ def _translate_forget_gate(values: dict[str, Any]) -> None:
     if values["mixer"] == "gated_deltaproduct" and not decays:
         values["mixer"] = "delta_net"
         values["use_gate"] = True if values.get("use_gate") is None else values["use_gate"]
-    if decays != (get_variant(values["mixer"]).decay != "none"):
+    if decays != (get_rule(values["mixer"]).decay != "none"):
         raise ValueError(f"use_forget_gate={decays} and mixer={values['mixer']!r} contradict each other")
 
 
@@ -132,7 +132,7 @@ def _check_gate_activation(values: dict[str, Any]) -> None:
     activation = values.pop("output_gate_activation", None)
     if activation is None:
         return
-    implemented = get_variant(values["mixer"]).gate_activation
+    implemented = get_rule(values["mixer"]).gate_activation
     if {"swish": "silu"}.get(activation, activation) != implemented:
         raise NotImplementedError(
             f"output_gate_activation={activation!r} is not implemented for {values['mixer']}, only {implemented!r}"
@@ -241,7 +241,7 @@ def add_fla_keys(values: dict[str, Any]) -> dict[str, Any]:
         values["use_output_gate"] = values["use_gate"]
     if values["model_type"] == "gated_deltaproduct":
         values["num_householder"] = values["num_micro_steps"]
-        values["use_forget_gate"] = get_variant(values["mixer"]).decay != "none"
+        values["use_forget_gate"] = get_rule(values["mixer"]).decay != "none"
     if values["model_type"] in ("kda", "precond_kda") and values["decay_lower_bound"] is not None:
         values["lower_bound"] = values["decay_lower_bound"]
         values["safe_gate"] = values["lower_bound"] >= -5  # the range in which its kernels rely on the bound

@@ -1,4 +1,4 @@
-"""The configurations of the established Hub types: `DeltaRuleConfig` with a fixed variant, one class per type."""
+"""The configurations of the established Hub types: `DeltaRuleConfig` with a fixed rule, one class per type."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,10 +25,10 @@ __all__ = [
 
 
 class _NamedConfig(DeltaRuleConfig):
-    """The configuration of a Hub type: one variant, and saved keys that fla-hub's classes load."""
+    """The configuration of a Hub type: one rule, and saved keys that fla-hub's classes load."""
 
     further_mixers: ClassVar[tuple[str, ...]] = ()
-    """Variants that other keys of this type stand for."""
+    """Rules that other keys of this type stand for."""
     parameter_names: ClassVar[Mapping[str, str]] = {}
     """Ends of parameters' names that differ in checkpoints of this type: theirs, and ours."""
 
@@ -47,7 +47,7 @@ class _NamedConfig(DeltaRuleConfig):
 
 @strict
 class DeltaNetConfig(_NamedConfig):
-    """DeltaNet (arXiv:2406.06484); with `allow_neg_eigval=True` its variant of arXiv:2411.12537."""
+    """DeltaNet (arXiv:2406.06484); with `allow_neg_eigval=True` its rule of arXiv:2411.12537."""
 
     model_type: ClassVar[str] = "delta_net"
     mixer: str = "delta_net"

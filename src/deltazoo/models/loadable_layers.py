@@ -26,14 +26,14 @@ def refuse_undescribed(layer: nn.Module, described: nn.Module, path: str) -> Non
         path: the layer's name in the model, for the message.
 
     Raises:
-        ValueError: another class, variant or option.
+        ValueError: another class, rule or option.
     """
     found, expected = _own_class(layer), _own_class(described)
     if found is not expected:
         raise ValueError(
             f"{path} is a {found.__module__}.{found.__qualname__}, and the configuration would load a "
             f"{expected.__qualname__} in its place, with other results. Register the layer class with a spec of its "
-            "own name (deltazoo.register_variant), and make the model of a configuration with that mixer"
+            "own name (deltazoo.register_rule), and make the model of a configuration with that mixer"
         )
     for name in _CHOICES:
         ours, theirs = getattr(layer, name, None), getattr(described, name, None)

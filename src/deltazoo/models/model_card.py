@@ -16,7 +16,7 @@ from deltazoo.layers import DeltaRuleAttention
 from deltazoo.models.auto_map import auto_class_name, has_remote_code
 from deltazoo.models.remote_code import INSTALL
 from deltazoo.models.softmax_attention import SoftmaxAttention
-from deltazoo.spec import DeltaRuleSpec
+from deltazoo.spec import RuleSpec
 
 __all__ = ["is_own_card", "make_model_card", "state_bytes", "write_model_card"]
 
@@ -79,7 +79,7 @@ def make_model_card(model: PreTrainedModel, name: str | None = None, tags: list[
     sections = [
         f"# {' and '.join(mixers)}, {_short(model.num_parameters())} parameters",
         f"A {words} of deltazoo, the model zoo for delta-rule linear attention.",
-        *([_variant_section(config.spec)] if config.mixer in mixers else []),
+        *([_rule_section(config.spec)] if config.mixer in mixers else []),
         _table(_sizes(model, mixers)),
         f"## Training data\n\n{config.training_data or 'Not recorded.'}",
         _loading_section(auto_class_name(head), name or "PATH", config.mixer_module, has_remote_code(config)),
@@ -112,7 +112,7 @@ def _mixers(model: PreTrainedModel) -> list[str]:
     return [kinds[layer_type] for layer_type in model.config.layer_types]
 
 
-def _variant_section(spec: DeltaRuleSpec) -> str:
+def _rule_section(spec: RuleSpec) -> str:
     number = re.search(r"\d{4}\.\d{5}", spec.paper)
     paper = f"[{spec.paper}](https://arxiv.org/abs/{number[0]})" if number else spec.paper
     return f"`{spec.name}`: {spec.summary}\n\n    {spec.equation}\n\nPaper: {paper}"

@@ -1,4 +1,4 @@
-"""The model of every variant and every mix of layers: a stack of blocks, each a token mixer and an MLP.
+"""The model of every rule and every mix of layers: a stack of blocks, each a token mixer and an MLP.
 
 The classes of the Hub types are subclasses without a body (`hub_classes`). State-dict keys are those of fla-hub
 checkpoints: `model.embeddings`, `model.layers.N.{attn_norm, attn, mlp_norm, mlp}`, `model.norm`, `lm_head`.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deltazoo.models.auto_map import CONFIGURATION_FILE, HEADS, MODELING_FILE, auto_map, class_name
 from deltazoo.models.hub_configs import config_class_of
-from deltazoo.models.outside_rules import source_of_variant
+from deltazoo.models.outside_rules import source_of_rule
 
 __all__ = ["INSTALL", "export_remote_code", "write_remote_code"]
 
@@ -54,7 +54,7 @@ def export_remote_code(path: str | Path) -> None:
     config_class = config_class_of(values.get("model_type"), path)
     config = config_class.__name__
     values["auto_map"] = auto_map(config)
-    write_remote_code(path, config, source_of_variant(config_class.from_dict(dict(values)).mixer))
+    write_remote_code(path, config, source_of_rule(config_class.from_dict(dict(values)).mixer))
     written.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -64,7 +64,7 @@ def write_remote_code(folder: Path, config: str, rule: Path | None = None) -> No
     Args:
         folder: of the checkpoint.
         config: name of the configuration class.
-        rule: the file that registers the variant, copied beside them; None: it comes with deltazoo.
+        rule: the file that registers the rule, copied beside them; None: it comes with deltazoo.
     """
     classes = [class_name(config, head) for head in HEADS]
     if rule is not None and rule.resolve() != (folder / rule.name).resolve():

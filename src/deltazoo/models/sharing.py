@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from deltazoo.models.auto_map import auto_map, has_remote_code
 from deltazoo.models.model_card import CARD, is_own_card, make_model_card, write_model_card
-from deltazoo.models.outside_rules import source_of_variant
+from deltazoo.models.outside_rules import source_of_rule
 from deltazoo.models.remote_code import write_remote_code
 
 __all__ = ["SharedModel"]
@@ -59,14 +59,14 @@ class SharedModel(PreTrainedModel):
         before = _modification_times(folder)
         remote_code = remote_code or has_remote_code(self.config)
         if remote_code:
-            source_of_variant(self.config.mixer)  # raises before anything is written
+            source_of_rule(self.config.mixer)  # raises before anything is written
             self.config.auto_map = auto_map(config)
         super().save_pretrained(save_directory, is_main_process, **kwargs)
         only_adapters = getattr(self, "_hf_peft_config_loaded", False)
         if not _writes(is_main_process) or only_adapters:
             return
         if remote_code:
-            write_remote_code(folder, config, source_of_variant(self.config.mixer))
+            write_remote_code(folder, config, source_of_rule(self.config.mixer))
         write_model_card(self, folder)
         if push_to_hub:
             after = _modification_times(folder)

@@ -1,4 +1,4 @@
-"""The variants, one file each. Importing this package registers them, in the order in which they are listed.
+"""The rules, one file each. Importing this package registers them, in the order in which they are listed.
 
 A new one needs one line here.
 """

@@ -30,7 +30,7 @@ class ChannelGates(DeltaRuleAttention):
         """The gates per channel; `b_proj` takes the place of the gate per head."""
         if self.spec.step_size != "euler":
             raise ValueError(
-                f"variant {self.spec.name!r} has gates per channel in place of a step size, so "
+                f"rule {self.spec.name!r} has gates per channel in place of a step size, so "
                 f"step_size={choice_name(self.spec.step_size)!r} cannot act: leave it at 'euler'"
             )
         bias = self.b_proj.bias is not None

@@ -23,10 +23,10 @@ Paper: arXiv:2506.02475. The equation is from an independent implementation and 
 
 from dataclasses import replace
 
-from deltazoo.spec import DeltaRuleSpec, register_variant
+from deltazoo.spec import RuleSpec, register_rule
 
-COMBA = register_variant(
-    DeltaRuleSpec(
+COMBA = register_rule(
+    RuleSpec(
         name="comba",
         paper="Comba: Improving Bilinear RNNs with Closed-loop Control, arXiv:2506.02475",
         summary="Gated DeltaNet that erases a learned share of what was there before the decay, read by q - d k.",
@@ -43,7 +43,7 @@ COMBA = register_variant(
     ),
     layer="deltazoo.rules.comba_layer.Comba",
 )
-COMBA_UNIT_ERASE = register_variant(
+COMBA_UNIT_ERASE = register_rule(
     replace(
         COMBA,
         name="comba_unit_erase",

@@ -29,7 +29,7 @@ class Comba(DeltaRuleAttention):
         """Both numbers per head."""
         if self.allow_neg_eigval:
             raise ValueError(
-                f"variant {self.spec.name!r} takes no allow_neg_eigval=True: it reads the state before the decay, so "
+                f"rule {self.spec.name!r} takes no allow_neg_eigval=True: it reads the state before the decay, so "
                 "its eigenvalue exp(g) - beta would reach -2"
             )
         self.decay = nn.Parameter(torch.empty(self.num_heads))

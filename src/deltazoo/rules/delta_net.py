@@ -10,10 +10,10 @@ Paper: Yang et al. 2024, arXiv:2406.06484; the rule: Schlag et al. 2021, arXiv:2
 Hub: fla-hub/delta_net-*.
 """
 
-from deltazoo.spec import DeltaRuleSpec, register_variant
+from deltazoo.spec import RuleSpec, register_rule
 
-DELTA_NET = register_variant(
-    DeltaRuleSpec(
+DELTA_NET = register_rule(
+    RuleSpec(
         name="delta_net",
         paper="Parallelizing Linear Transformers with the Delta Rule, arXiv:2406.06484",
         summary="Linear attention that erases what it overwrites.",

@@ -22,8 +22,8 @@ Paper: Li et al. 2026, arXiv:2606.26560, eq. 8 and 15.
 
 from dataclasses import replace
 
-from deltazoo.spec import register_variant
 from deltazoo.rules.kda import KDA
+from deltazoo.spec import register_rule
 
 _FIRST = replace(
     KDA,
@@ -35,7 +35,7 @@ _FIRST = replace(
     num_micro_steps=2,
     hub_model_type=None,
 )
-EDA = register_variant(
+EDA = register_rule(
     replace(_FIRST, output_gate="full", earlier=_FIRST),
     layer="deltazoo.rules.eda_layer.EraseThenDeltaAttention",
 )

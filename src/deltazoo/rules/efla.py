@@ -15,10 +15,10 @@ that of the eigenvalue 0.09 here; 0.02 and 0.99 with `conv_initializer_range=0.0
 Paper: arXiv:2512.12602.
 """
 
-from deltazoo.spec import DeltaRuleSpec, register_variant
+from deltazoo.spec import RuleSpec, register_rule
 
-EFLA = register_variant(
-    DeltaRuleSpec(
+EFLA = register_rule(
+    RuleSpec(
         name="efla",
         paper="Error-Free Linear Attention, arXiv:2512.12602",
         summary="DeltaNet with the exact step instead of Euler's, and keys of any length.",

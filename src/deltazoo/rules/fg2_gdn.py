@@ -18,10 +18,10 @@ Paper: arXiv:2604.19021, eq. 10 to 14.
 
 from dataclasses import replace
 
-from deltazoo.spec import register_variant
 from deltazoo.rules.kda import KDA
+from deltazoo.spec import register_rule
 
-FG2_GDN = register_variant(
+FG2_GDN = register_rule(
     replace(
         KDA,
         name="fg2_gdn",

@@ -11,10 +11,10 @@ Paper: Yang et al. 2024, arXiv:2412.06464; exp(A_log) starts uniform on (0, 16].
 Hub: fla-hub/gated_deltanet-*.
 """
 
-from deltazoo.spec import DeltaRuleSpec, register_variant
+from deltazoo.spec import RuleSpec, register_rule
 
-GATED_DELTANET = register_variant(
-    DeltaRuleSpec(
+GATED_DELTANET = register_rule(
+    RuleSpec(
         name="gated_deltanet",
         paper="Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464",
         summary="DeltaNet that can also forget, through one decay per head.",

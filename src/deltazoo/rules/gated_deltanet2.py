@@ -16,10 +16,10 @@ repeats in the tests), and a product of different tokens without bound. Decay bo
 Paper: arXiv:2605.22791, eq. 8 to 10; exp(A_log) starts uniform on (1, 16].
 """
 
-from deltazoo.spec import DeltaRuleSpec, register_variant
+from deltazoo.spec import RuleSpec, register_rule
 
-GATED_DELTANET2 = register_variant(
-    DeltaRuleSpec(
+GATED_DELTANET2 = register_rule(
+    RuleSpec(
         name="gated_deltanet2",
         paper="Gated DeltaNet-2, arXiv:2605.22791",
         summary="KDA with a gate per key channel on what a token erases and one per value channel on what it writes.",

@@ -18,7 +18,7 @@ class GatedDeltaNet2(ChannelGates):
         """The gates, unless an option cannot act on them."""
         if self.neg_eigval == "erase":
             raise ValueError(
-                f"variant {self.spec.name!r} has a gate for the erase alone, which allow_neg_eigval doubles: "
+                f"rule {self.spec.name!r} has a gate for the erase alone, which allow_neg_eigval doubles: "
                 "neg_eigval='erase' cannot act"
             )
         super().make_parameters()

@@ -14,10 +14,10 @@ Paper: Siems et al. 2025, arXiv:2502.10297.
 
 from dataclasses import replace
 
-from deltazoo.spec import register_variant
 from deltazoo.rules.neg_gated_deltanet import NEG_GATED_DELTANET
+from deltazoo.spec import register_rule
 
-GATED_DELTAPRODUCT = register_variant(
+GATED_DELTAPRODUCT = register_rule(
     replace(
         NEG_GATED_DELTANET,
         name="gated_deltaproduct",

@@ -12,10 +12,10 @@ Papers: arXiv:2512.12602; Yang et al. 2024, arXiv:2412.06464.
 
 from dataclasses import replace
 
-from deltazoo.spec import register_variant
 from deltazoo.rules.gated_deltanet import GATED_DELTANET
+from deltazoo.spec import register_rule
 
-GATED_EFLA = register_variant(
+GATED_EFLA = register_rule(
     replace(
         GATED_DELTANET,
         name="gated_efla",

@@ -13,10 +13,10 @@ Papers: Liu et al. 2024, arXiv:2407.14207; Yang et al. 2024, arXiv:2412.06464.
 
 from dataclasses import replace
 
-from deltazoo.spec import register_variant
 from deltazoo.rules.gated_deltanet import GATED_DELTANET
+from deltazoo.spec import register_rule
 
-GATED_LONGHORN = register_variant(
+GATED_LONGHORN = register_rule(
     replace(
         GATED_DELTANET,
         name="gated_longhorn",

@@ -13,10 +13,10 @@ The state never grows by itself: every factor is in (0, 1).
 Paper: Yang et al. 2023, arXiv:2312.06635.
 """
 
-from deltazoo.spec import DeltaRuleSpec, register_variant
+from deltazoo.spec import RuleSpec, register_rule
 
-GLA = register_variant(
-    DeltaRuleSpec(
+GLA = register_rule(
+    RuleSpec(
         name="gla",
         paper="Gated Linear Attention Transformers with Hardware-Efficient Training, arXiv:2312.06635",
         summary="Linear attention with one decay per key channel: forgets, but cannot overwrite.",

@@ -19,10 +19,10 @@ Paper: arXiv:2605.08587.
 
 from dataclasses import replace
 
-from deltazoo.spec import register_variant
 from deltazoo.rules.gated_deltanet import GATED_DELTANET
+from deltazoo.spec import register_rule
 
-KACZMARZ = register_variant(
+KACZMARZ = register_rule(
     replace(
         GATED_DELTANET,
         name="kaczmarz",

@@ -11,10 +11,10 @@ Paper: Kimi Team 2025, arXiv:2510.26692; exp(A_log) starts uniform on (1, 16].
 Hub: `kda` checkpoints.
 """
 
-from deltazoo.spec import DeltaRuleSpec, register_variant
+from deltazoo.spec import RuleSpec, register_rule
 
-KDA = register_variant(
-    DeltaRuleSpec(
+KDA = register_rule(
+    RuleSpec(
         name="kda",
         paper="Kimi Linear: An Expressive, Efficient Attention Architecture, arXiv:2510.26692",
         summary="Gated DeltaNet with one decay per key channel instead of one per head.",

@@ -23,9 +23,9 @@ Papers: Qin et al. 2024, arXiv:2401.04658; MiniMax 2025, arXiv:2501.08313.
 
 from dataclasses import replace
 
-from deltazoo.spec import DeltaRuleSpec, register_variant
+from deltazoo.spec import RuleSpec, register_rule
 
-_FIRST = DeltaRuleSpec(
+_FIRST = RuleSpec(
     name="lightning_attention",
     paper="Lightning Attention-2, arXiv:2401.04658",
     summary="Linear attention with a fixed decay per head and layer.",
@@ -37,7 +37,7 @@ _FIRST = DeltaRuleSpec(
     output_gate="full",
     gate_activation="sigmoid",
 )
-LIGHTNING_ATTENTION = register_variant(
+LIGHTNING_ATTENTION = register_rule(
     replace(_FIRST, scale_queries=False, earlier=_FIRST),
     layer="deltazoo.rules.lightning_attention_layer.LightningAttention",
 )

@@ -2,7 +2,7 @@
 
     S_t = S_{t-1} + k_t v_t^T
 
-The lower bound of every comparison: the one variant here that cannot overwrite. DeltaNet is this with the correction
+The lower bound of every comparison: the one rule here that cannot overwrite. DeltaNet is this with the correction
 term `v_t - S^T k_t` in place of `v_t`. The feature map is SiLU after the short convolution, as in the rest of the zoo,
 so that comparisons change the rule alone; the paper's is `1 + elu`. There is no denominator: the output norm takes its
 place, as is usual since arXiv:2210.10340.
@@ -10,10 +10,10 @@ place, as is usual since arXiv:2210.10340.
 Paper: Katharopoulos et al. 2020, arXiv:2006.16236.
 """
 
-from deltazoo.spec import DeltaRuleSpec, register_variant
+from deltazoo.spec import RuleSpec, register_rule
 
-LINEAR_ATTENTION = register_variant(
-    DeltaRuleSpec(
+LINEAR_ATTENTION = register_rule(
+    RuleSpec(
         name="linear_attention",
         paper="Transformers are RNNs, arXiv:2006.16236",
         summary="Adds without erasing: the baseline every delta rule improves on.",

@@ -9,10 +9,10 @@ so its code is no delta rule; this is the paper's rule without that approximatio
 Paper: Liu et al. 2024, arXiv:2407.14207.
 """
 
-from deltazoo.spec import DeltaRuleSpec, register_variant
+from deltazoo.spec import RuleSpec, register_rule
 
-LONGHORN = register_variant(
-    DeltaRuleSpec(
+LONGHORN = register_rule(
+    RuleSpec(
         name="longhorn",
         paper="Longhorn: State Space Models are Amortized Online Learners, arXiv:2407.14207",
         summary="DeltaNet with the implicit step of online regression, and keys of any length.",

@@ -10,10 +10,10 @@ and the SiLU-gated output norm are Mamba2's.
 Paper: Dao and Gu 2024, arXiv:2405.21060.
 """
 
-from deltazoo.spec import DeltaRuleSpec, register_variant
+from deltazoo.spec import RuleSpec, register_rule
 
-MAMBA2_STYLE = register_variant(
-    DeltaRuleSpec(
+MAMBA2_STYLE = register_rule(
+    RuleSpec(
         name="mamba2_style",
         paper="Transformers are SSMs (Mamba2), arXiv:2405.21060",
         summary="Linear attention with one decay per head: forgets, but cannot overwrite.",

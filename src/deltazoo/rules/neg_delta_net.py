@@ -11,10 +11,10 @@ Paper: Grazzi et al. 2024, arXiv:2411.12537.
 Hub: loads as `delta_net` with `allow_neg_eigval: true`.
 """
 
-from deltazoo.spec import DeltaRuleSpec, register_variant
+from deltazoo.spec import RuleSpec, register_rule
 
-NEG_DELTA_NET = register_variant(
-    DeltaRuleSpec(
+NEG_DELTA_NET = register_rule(
+    RuleSpec(
         name="neg_delta_net",
         paper="Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues, arXiv:2411.12537",
         summary="DeltaNet with the step size doubled, so that it can track states.",

@@ -11,10 +11,10 @@ Hub: loads as `gated_deltanet` with `allow_neg_eigval: true`.
 
 from dataclasses import replace
 
-from deltazoo.spec import register_variant
 from deltazoo.rules.gated_deltanet import GATED_DELTANET
+from deltazoo.spec import register_rule
 
-NEG_GATED_DELTANET = register_variant(
+NEG_GATED_DELTANET = register_rule(
     replace(
         GATED_DELTANET,
         name="neg_gated_deltanet",

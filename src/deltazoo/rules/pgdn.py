@@ -22,8 +22,8 @@ Paper: arXiv:2604.21100; parameter names, c = -0.2 at the start and the constant
 
 from dataclasses import replace
 
-from deltazoo.spec import register_variant
 from deltazoo.rules.gated_deltanet import GATED_DELTANET
+from deltazoo.spec import register_rule
 
 _FIRST = replace(
     GATED_DELTANET,
@@ -36,7 +36,7 @@ _FIRST = replace(
     nonexpansive="conditional",
     hub_model_type="precond_gated_deltanet",
 )
-PGDN = register_variant(
+PGDN = register_rule(
     replace(_FIRST, output_gate="none", head_dim=128, expand_v=1.0, earlier=_FIRST),
     layer="deltazoo.rules.preconditioned_layer.Preconditioned",
 )

@@ -17,11 +17,11 @@ Paper: arXiv:2604.21100.
 
 from dataclasses import replace
 
-from deltazoo.spec import register_variant
 from deltazoo.rules.kda import KDA
 from deltazoo.rules.pgdn import PGDN
+from deltazoo.spec import register_rule
 
-PKDA = register_variant(
+PKDA = register_rule(
     replace(
         KDA,
         name="pkda",

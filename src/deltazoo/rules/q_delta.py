@@ -14,10 +14,10 @@ Safety: conditional with one decay per head as here, no with one per channel. Th
 Paper: arXiv:2606.08804, eq. 17 to 20. The offset 0.9 is the authors' code's; another is reported from the appendix.
 """
 
-from deltazoo.spec import DeltaRuleSpec, register_variant
+from deltazoo.spec import RuleSpec, register_rule
 
-Q_DELTA = register_variant(
-    DeltaRuleSpec(
+Q_DELTA = register_rule(
+    RuleSpec(
         name="q_delta",
         paper="Q-Delta: Beyond Key-Value Associative State Evolution, arXiv:2606.08804",
         summary="Gated DeltaNet that corrects by the error of key and query together.",

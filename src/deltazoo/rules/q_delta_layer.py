@@ -26,7 +26,7 @@ class QDelta(DeltaRuleAttention):
         """The map to lambda."""
         if self.allow_neg_eigval:
             raise ValueError(
-                f"variant {self.spec.name!r} takes no allow_neg_eigval=True: the erase gain b (1 + lambda k.q) would "
+                f"rule {self.spec.name!r} takes no allow_neg_eigval=True: the erase gain b (1 + lambda k.q) would "
                 "reach 4"
             )
         self.lamb_proj = nn.Linear(self.hidden_size, self.num_heads, bias=False)

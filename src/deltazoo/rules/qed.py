@@ -16,10 +16,10 @@ Paper: arXiv:2608.13668, eq. 6 and appendix A, as two independent readings repor
 
 from dataclasses import replace
 
-from deltazoo.spec import register_variant
 from deltazoo.rules.gated_deltanet2 import GATED_DELTANET2
+from deltazoo.spec import register_rule
 
-QED = register_variant(
+QED = register_rule(
     replace(
         GATED_DELTANET2,
         name="qed",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from deltazoo.layers import DeltaRuleAttention, RMSNorm, layer_class
 from deltazoo.layers.initialization import Initializer
 from deltazoo.layers.rule import StepForm
-from deltazoo.spec import DeltaRuleSpec
+from deltazoo.spec import RuleSpec
 
 __all__ = ["DropInDeltaAttention", "drop_in_class"]
 
@@ -17,7 +17,7 @@ class DropInDeltaAttention(DeltaRuleAttention):
     """`DeltaRuleAttention` that can hold every parameter of a softmax attention layer, so that they can be copied.
 
     Args:
-        variant: name of a registered variant.
+        rule: name of a registered rule.
         hidden_size, num_heads, head_dim: as in `DeltaRuleAttention`.
         num_kv_heads: heads that the key and value projections make, a divisor of `num_heads`; each serves a group of
             neighbouring heads, as in grouped-query attention. Step sizes, decays and states stay one per head. (The
@@ -38,7 +38,7 @@ class DropInDeltaAttention(DeltaRuleAttention):
 
     def __init__(
         self,
-        variant: str | DeltaRuleSpec,
+        rule: str | RuleSpec,
         hidden_size: int,
         num_heads: int,
         head_dim: int,
@@ -51,7 +51,7 @@ class DropInDeltaAttention(DeltaRuleAttention):
         qk_norm_eps: float = 1e-6,
         **options: Any,
     ) -> None:
-        super().__init__(variant, hidden_size, num_heads, head_dim, **options)
+        super().__init__(rule, hidden_size, num_heads, head_dim, **options)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.qk_norm = qk_norm
         self._check_sizes(gate_bias)
@@ -83,7 +83,7 @@ class DropInDeltaAttention(DeltaRuleAttention):
                 f"num_v_heads={self.num_v_heads} queries and keys among values: choose one"
             )
         if gate_bias and self.spec.output_gate != "full":
-            raise ValueError(f"variant {self.spec.name!r} has no full-rank output gate, so gate_bias=True cannot act")
+            raise ValueError(f"rule {self.spec.name!r} has no full-rank output gate, so gate_bias=True cannot act")
         if self.qk_norm not in (None, "head", "width"):
             raise ValueError(f"qk_norm must be 'head', 'width' or None, got {self.qk_norm!r}")
         if self.qk_norm == "width" and self.projected_steps > 1:
@@ -122,9 +122,9 @@ class DropInDeltaAttention(DeltaRuleAttention):
         return _unfilled, (layer,), vars(self)
 
 
-def drop_in_class(variant: str | DeltaRuleSpec) -> type[DropInDeltaAttention]:
-    """`DropInDeltaAttention` on top of the layer class of a variant."""
-    return _drop_in(layer_class(variant))
+def drop_in_class(rule: str | RuleSpec) -> type[DropInDeltaAttention]:
+    """`DropInDeltaAttention` on top of the layer class of a rule."""
+    return _drop_in(layer_class(rule))
 
 
 _MADE: dict[type[Any], type[DropInDeltaAttention]] = {DeltaRuleAttention: DropInDeltaAttention}

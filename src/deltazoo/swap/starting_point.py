@@ -8,10 +8,10 @@ be copied. Everything else in a delta-rule layer starts so that it hardly change
   first forward pass the queries, keys and values are the original ones.
 * **Rotary embedding** stays, unless the user drops it. It multiplies the score by a function of the distance alone, as
   it did in the original. Keys keep their length under it, so unit keys stay unit keys.
-* **Norms of queries and keys** stay too. The variant's L2 norm comes after them and removes the length alone, so the
+* **Norms of queries and keys** stay too. The rule's L2 norm comes after them and removes the length alone, so the
   original norms' factors per channel still count.
 * **Step size** is the same for all tokens (`b_proj` is nearly zero, its bias decides): `beta |k|^2 = 1/2`, where the
-  sigmoid is steepest and an old value under the same key is half replaced. For variants that keep the length of their
+  sigmoid is steepest and an old value under the same key is half replaced. For rules that keep the length of their
   keys the bias is set from the length that the copied projection gives to random inputs; with the plain `b = 1/2` a
   key of length 8 would overwrite all it touches.
 * **Decay** is slow and the same for all tokens (its projection is nearly zero): softmax attention has none. The time
@@ -29,7 +29,7 @@ be copied. Everything else in a delta-rule layer starts so that it hardly change
 
 "Nearly zero" means rows of length 1e-4: DoRA divides by the length of a row, and rows of zeros would give NaN.
 
-Copies are exact. `init="random"` does none of this: every parameter starts as in the variant's paper.
+Copies are exact. `init="random"` does none of this: every parameter starts as in the rule's paper.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from deltazoo.runtime import RuntimeOptions
-from deltazoo.spec import get_variant
+from deltazoo.spec import get_rule
 from deltazoo.swap.attention_weights import read_attention
 from deltazoo.swap.families import FAMILIES, ModelFamily, decoder_layers_of
 from deltazoo.swap.layer_choice import LayerChoice
@@ -24,7 +24,7 @@ __all__ = ["swap_attention", "swapped_layers", "unswap_attention"]
 
 def swap_attention(
     model: PreTrainedModel,
-    variant: str,
+    rule: str,
     layers: LayerChoice = "all",
     init: str = "transfer",
     *,
@@ -43,13 +43,13 @@ def swap_attention(
 
     Args:
         model: with any head, or the base model, of a family in `deltazoo.swap.FAMILIES`.
-        variant: one of `deltazoo.list_variants()`.
+        rule: one of `deltazoo.list_rules()`.
         layers: `"all"`, a ratio of delta-rule to softmax layers such as `"3:1"`, numbers from 0 (also as text:
             `"0,2,5"`), or a function from number to bool.
         init: `"transfer"` copies projections and starts the rest so that the first forward pass is sane
-            (`deltazoo.swap.starting_point` says how); `"random"` starts every parameter as in the variant's paper.
+            (`deltazoo.swap.starting_point` says how); `"random"` starts every parameter as in the rule's paper.
         rope: keep the rotary embedding of queries and keys, where the model has one.
-        qk_norm: keep the norms of queries and keys, where the model has them, before the variant's own L2 norm.
+        qk_norm: keep the norms of queries and keys, where the model has them, before the rule's own L2 norm.
         grouped: keep keys and values of grouped-query attention shared, in the original matrices, instead of giving
             every head a copy. The states have the same size either way, since every head has its own step sizes and
             decays.
@@ -72,19 +72,19 @@ def swap_attention(
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r}")
-    get_variant(variant)
+    get_rule(rule)
     if init not in ("transfer", "random"):
         raise ValueError(f'init must be "transfer" or "random", got {init!r}')
-    check_layer_options(layer_options, init, variant, ("layers", "init", *switches))
+    check_layer_options(layer_options, init, rule, ("layers", "init", *switches))
     runtime = {name: layer_options.pop(name) for name in SwappedModel.runtime_options if name in layer_options}
     options = RuntimeOptions(**runtime)
     plans = plan_layers(
-        model, family, variant, layers, init, rope=rope, qk_norm=qk_norm, grouped=grouped, layer_options=layer_options
+        model, family, rule, layers, init, rope=rope, qk_norm=qk_norm, grouped=grouped, layer_options=layer_options
     )
     replacements = [_build(model, family, plan, init, keep_teacher, dry_run) for plan in plans]
     for replacement in replacements:
         replacement.delta.use_runtime(options)
-    report = report_swap(model, family, variant, init, dry_run, plans, replacements)
+    report = report_swap(model, family, rule, init, dry_run, plans, replacements)
     if not dry_run:
         _replace(model, family, plans, replacements)
         model.set_runtime(**runtime)  # type: ignore[operator]

@@ -10,14 +10,14 @@ from transformers import PreTrainedModel
 
 from deltazoo.layers import layer_class
 from deltazoo.names import unknown
-from deltazoo.spec import get_variant
+from deltazoo.spec import get_rule
 from deltazoo.swap.attention_weights import HeadShape, read_shape
 from deltazoo.swap.families import ModelFamily, decoder_layers_of
 from deltazoo.swap.layer_choice import LayerChoice, choose_layers
 
 __all__ = ["LayerPlan", "check_layer_options", "plan_layers"]
 
-_DECIDED = frozenset({"self", "variant", "hidden_size", "layer_idx", "initializer_range", "beta_bias"})
+_DECIDED = frozenset({"self", "rule", "hidden_size", "layer_idx", "initializer_range", "beta_bias"})
 """Options of layers that follow from the layer's index, the original weights or arguments of `swap_attention`."""
 _SIZES = ("num_heads", "head_dim", "num_v_heads", "expand_v", "num_micro_steps", "conv_initializer_range")
 """Options that copied weights decide; convolutions start as the identity then."""
@@ -35,19 +35,19 @@ class LayerPlan:
     """Of the new layer, as the configuration will record them."""
 
 
-def check_layer_options(options: Mapping[str, Any], init: str, variant: str, arguments: Iterable[str]) -> None:
-    """Refuse layer options that the variant does not have or that copied weights decide.
+def check_layer_options(options: Mapping[str, Any], init: str, rule: str, arguments: Iterable[str]) -> None:
+    """Refuse layer options that the rule does not have or that copied weights decide.
 
     Args:
         options: of layers, by name.
-        init, variant: as given to `swap_attention`.
+        init, rule: as given to `swap_attention`.
         arguments: names of its own keyword arguments, one of which an unknown option may be meant to be.
 
     Raises:
         TypeError: an unknown option.
         ValueError: a size, with `init="transfer"`.
     """
-    constructors = (vars(kind).get("__init__") for kind in layer_class(variant).__mro__ if kind is not object)
+    constructors = (vars(kind).get("__init__") for kind in layer_class(rule).__mro__ if kind is not object)
     known = {name for made in constructors if made is not None for name in inspect.signature(made).parameters}
     known -= {*_DECIDED, "args", "kwargs", "options"}
     for name in options:
@@ -60,7 +60,7 @@ def check_layer_options(options: Mapping[str, Any], init: str, variant: str, arg
 def plan_layers(
     model: PreTrainedModel,
     family: ModelFamily,
-    variant: str,
+    rule: str,
     layers: LayerChoice,
     init: str,
     *,
@@ -80,8 +80,8 @@ def plan_layers(
         attention = decoder_layers[index].get_submodule(family.attention)
         shape = read_shape(family, attention, model.config, index)
         options: dict[str, Any] = {
-            "variant": variant,
-            "revision": get_variant(variant).revision,
+            "variant": rule,
+            "revision": get_rule(rule).revision,
             "num_heads": shape.num_heads,
             "head_dim": shape.head_dim,
             "expand_v": 1.0,
@@ -94,7 +94,7 @@ def plan_layers(
         if qk_norm and shape.qk_norm is not None:
             options |= {"qk_norm": shape.qk_norm, "qk_norm_eps": shape.qk_norm_eps}
         if init == "transfer":
-            spec = get_variant(variant)
+            spec = get_rule(rule)
             options |= {
                 "activation": "identity",
                 "beta_bias": spec.corrects,

@@ -39,7 +39,7 @@ class SwapReport:
 
     model_type: str
     """Of the original model."""
-    variant: str
+    rule: str
     init: str
     dry_run: bool
     """True: nothing was changed."""
@@ -63,7 +63,7 @@ class SwapReport:
 
     def _layer_table(self) -> Table:
         done = "would be swapped" if self.dry_run else "swapped"
-        title = f"{self.model_type}: {len(self.layers)} of {self.num_layers} attention layers {done} for {self.variant}"
+        title = f"{self.model_type}: {len(self.layers)} of {self.num_layers} attention layers {done} for {self.rule}"
         left = "All softmax layers that remain have sliding windows: those that saw all tokens are swapped."
         table = Table(title=title, caption=left if self.only_windows_left else None)
         for heading in ("layers", "copied", "created", "dropped"):
@@ -98,7 +98,7 @@ class SwapReport:
 def report_swap(
     model: PreTrainedModel,
     family: ModelFamily,
-    variant: str,
+    rule: str,
     init: str,
     dry_run: bool,
     plans: Sequence[LayerPlan],
@@ -129,7 +129,7 @@ def report_swap(
     added = sum(p.numel() for replacement in replacements for p in replacement.parameters())
     return SwapReport(
         model_type=family.model_type,
-        variant=variant,
+        rule=rule,
         init=init,
         dry_run=dry_run,
         layers=tuple(layers),

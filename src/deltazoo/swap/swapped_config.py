@@ -9,7 +9,7 @@ from deltazoo.models.auto_map import AutoMapConfig
 from deltazoo.models.lora_targets import offer_lora_targets
 from deltazoo.models.runtime_keys import without_runtime_options
 from deltazoo.runtime import RUNTIME_OPTIONS
-from deltazoo.spec import get_variant
+from deltazoo.spec import get_rule
 from deltazoo.swap.drop_in_layer import drop_in_class
 from deltazoo.swap.families import ModelFamily
 from deltazoo.swap.swapped_attention import SwappedAttention
@@ -63,10 +63,10 @@ def recorded_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
 def build_swapped_attention(
     family: ModelFamily, config: PreTrainedConfig, index: int, options: dict[str, Any], teacher: nn.Module | None = None
 ) -> SwappedAttention:
-    """The module for one slot, from what the configuration records; parameters start as in the variant's paper."""
+    """The module for one slot, from what the configuration records; parameters start as in the rule's paper."""
     options = dict(options)
-    rope, variant = options.pop("rope"), get_variant(options.pop("variant"), options.pop("revision", 1))
-    delta = drop_in_class(variant)(
-        variant, config.hidden_size, layer_idx=index, initializer_range=config.initializer_range, **options
+    rope, rule = options.pop("rope"), get_rule(options.pop("variant"), options.pop("revision", 1))
+    delta = drop_in_class(rule)(
+        rule, config.hidden_size, layer_idx=index, initializer_range=config.initializer_range, **options
     )
     return SwappedAttention(delta, family, index, rope=rope, teacher=teacher)

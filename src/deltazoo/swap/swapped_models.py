@@ -27,7 +27,7 @@ from deltazoo.models.auto_map import HEADS, auto_class_name
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates
 from deltazoo.models.forward_arguments import remove_pre_hook, tell_of_row_head, tells_of_row_head
 from deltazoo.models.loadable_layers import refuse_undescribed
-from deltazoo.models.outside_rules import module_of_variant
+from deltazoo.models.outside_rules import module_of_rule
 from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.swap.batch_hook import describe_batches, token_mask_for
 from deltazoo.swap.families import FAMILIES, decoder_layers_of
@@ -60,7 +60,7 @@ class SwappedModel(ModelWithDeltaLayers):
         decoder_layers = decoder_layers_of(self, family)
         for index, options in recorded_layers(config).items():
             # Says what is missing.
-            module_of_variant(options["variant"], config.mixer_module, remote_code=False)
+            module_of_rule(options["variant"], config.mixer_module, remote_code=False)
             attention = build_swapped_attention(family, config, index, options)
             setattr(decoder_layers[index], family.attention, attention)
         _adapt(self)
@@ -129,8 +129,8 @@ def turn_into_swapped(model: PreTrainedModel, delta_layers: dict[str, dict[str, 
     model.__class__ = swapped_class(type(model))
     model.config.__class__ = model.config_class  # type: ignore[assignment]
     model.config.delta_layers = delta_layers
-    variant = next(iter(delta_layers.values()))["variant"]
-    model.config.mixer_module = module_of_variant(variant, None)
+    rule = next(iter(delta_layers.values()))["variant"]
+    model.config.mixer_module = module_of_rule(rule, None)
     _adapt(model)
 
 

@@ -36,5 +36,9 @@ __all__ = [
 
 __getattr__ = lazy_names(
     __name__,
-    {"monitor": ("TrainingDiverged",), "score": ("Score", "score_documents"), "training_run": ("TrainingResult", "train")},
+    {
+        "monitor": ("TrainingDiverged",),
+        "score": ("Score", "score_documents"),
+        "training_run": ("TrainingResult", "train"),
+    },
 )

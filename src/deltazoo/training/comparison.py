@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltazoo.training.console import console
 from deltazoo.training.baselines import ByteContextModel, gzip_bits_per_byte, xz_bits_per_byte
 from deltazoo.training.checkpoint_files import as_json
+from deltazoo.training.console import console
 from deltazoo.training.text import Document
 
 if TYPE_CHECKING:  # imports torch, which a command loads only after it has checked its arguments

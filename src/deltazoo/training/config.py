@@ -220,7 +220,7 @@ class RunConfig:
 
     Attributes:
         output: folder of the run: checkpoints, the finished model, the loss curve, the resolved configuration.
-        model: ``mixer`` (a variant) and keys of its model configuration, or ``architecture`` (a model type of
+        model: ``mixer`` (a rule) and keys of its model configuration, or ``architecture`` (a model type of
             transformers) and fields of that type's own configuration; without the vocabulary size.
         training: see `OptimizationConfig`.
         data: see `DataConfig`.
@@ -247,7 +247,7 @@ class RunConfig:
             self._check_architecture()
         elif "mixer" not in self.model:
             raise ValueError(
-                "model.mixer is missing: name one of the variants, for example gated_deltanet, or a model type of "
+                "model.mixer is missing: name one of the rules, for example gated_deltanet, or a model type of "
                 "transformers as model.architecture, for example qwen3_next"
             )
         for key in BY_TOKENIZER:
@@ -262,7 +262,7 @@ class RunConfig:
 
     @property
     def model_name(self) -> str:
-        """The variant or the model type of transformers."""
+        """The rule or the model type of transformers."""
         return self.architecture or self.model["mixer"]
 
     def _check_architecture(self) -> None:

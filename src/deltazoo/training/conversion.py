@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from deltazoo.generation.position_limit import check_positions
 from deltazoo.swap.surgery import swapped_layers
+from deltazoo.training.checkpoint_files import as_json, checkpoints, whole_or_not_at_all, write_whole
+from deltazoo.training.config import MODEL_CONFIG, DataConfig, RunConfig, save_config
 from deltazoo.training.console import console, no_transformers_bars
 from deltazoo.training.conversion_config import (
     STAGES,
@@ -21,17 +23,15 @@ from deltazoo.training.conversion_config import (
     StageConfig,
     load_conversion,
 )
+from deltazoo.training.corpus import DEFAULT_TOKENIZER_SAMPLE, read_corpus
+from deltazoo.training.packed_rows import collate_side_by_side, pack_in_order, spread
+from deltazoo.training.run_folder import RESULT, SCORES, SWAP, begin_run, check_run, refuse_other_text
 from deltazoo.training.stage_trainers import (
     AlignmentTrainer,
     DistillationTrainer,
     choose_trained_parameters,
     original_of,
 )
-from deltazoo.training.checkpoint_files import as_json, checkpoints, whole_or_not_at_all, write_whole
-from deltazoo.training.config import MODEL_CONFIG, DataConfig, RunConfig, save_config
-from deltazoo.training.corpus import DEFAULT_TOKENIZER_SAMPLE, read_corpus
-from deltazoo.training.packed_rows import collate_side_by_side, pack_in_order, spread
-from deltazoo.training.run_folder import RESULT, SCORES, SWAP, begin_run, check_run, refuse_other_text
 from deltazoo.training.text import open_text
 from deltazoo.training.tokenizer import encode_documents
 from deltazoo.training.trainer import PackedTrainer, training_arguments
@@ -197,8 +197,8 @@ def convert(
     folder = Path(config.output)
     first = config.stages[0]
     longest = max(config.stages, key=lambda stage: stage.row_length)  # scores are comparable only with one row length
-    variant = next(iter(layers.values())).delta.spec.name
-    arguments = training_arguments(stage_as_run(first, variant, config, folder))
+    rule = next(iter(layers.values())).delta.spec.name
+    arguments = training_arguments(stage_as_run(first, rule, config, folder))
     if arguments.world_size > 1:
         raise ValueError(f"a conversion runs in one process, and this is one of {arguments.world_size}")
     device: Any = arguments.device
@@ -219,7 +219,7 @@ def convert(
         scores.record("transfer", text.bits_per_byte(model.to(device), longest))
     results = {}
     for stage in config.stages:
-        run = stage_as_run(stage, variant, config, folder)
+        run = stage_as_run(stage, rule, config, folder)
         path = _model_path(stage, config, folder)
         if not ((Path(run.output) / RESULT).is_file() and path.is_dir()):
             run_stage(model, text, stage, run, original, path)

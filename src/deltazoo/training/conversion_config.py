@@ -42,12 +42,12 @@ class StageConfig(OptimizationConfig):
         if self.context_parallel > 1 or self.fully_shard:
             raise ValueError(f"{self.section}: a conversion runs in one process, without context_parallel, fully_shard")
 
-    def as_run(self, output: Path, variant: str, tokenizer: Path, data: DataConfig, seed: int) -> RunConfig:
+    def as_run(self, output: Path, rule: str, tokenizer: Path, data: DataConfig, seed: int) -> RunConfig:
         """The stage as a `RunConfig`."""
         keys = [key.name for key in dataclasses.fields(OptimizationConfig)]
         return RunConfig(
             output=str(output),
-            model={"mixer": variant},
+            model={"mixer": rule},
             training=OptimizationConfig(**{key: getattr(self, key) for key in keys}),
             tokenizer=TokenizerConfig(kind="pretrained", path=str(tokenizer)),
             data=data,

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deltazoo.training.layer_ranking import Ranking
 from deltazoo.training.figures import BLACK, BLUE, GREY, ORANGE, new_figure, save_figure
+from deltazoo.training.layer_ranking import Ranking
 
 __all__ = ["draw_conversion", "draw_ranking"]
 
@@ -72,6 +72,6 @@ def draw_ranking(path: Path, ranking: Ranking, chosen: Sequence[int] = ()) -> Pa
     axis.set_xticks([score.layer for score in ranking.layers])
     axis.set(xlabel="layer swapped alone, after transfer", ylabel="rise in loss, nats per token")
     legend = "\nfilled: chosen" if chosen else ""
-    axis.set_title(f"{ranking.variant}; original: {ranking.loss:.3f} nats per token{legend}", fontsize=10)
+    axis.set_title(f"{ranking.rule}; original: {ranking.loss:.3f} nats per token{legend}", fontsize=10)
     axis.grid(False, axis="x")
     return save_figure(figure, path, dpi=150)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deltazoo.training.console import track
 from deltazoo.training.config import DataConfig
+from deltazoo.training.console import track
 from deltazoo.training.text import Document, Records, TextFiles, is_held_out, line_end
 
 DEFAULT_TOKENIZER_SAMPLE = 50_000_000  # bytes of a stream that a tokenizer is trained on unless told otherwise

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltazoo.training.console import say
 from deltazoo.training.checkpoint_path import training_config_of
 from deltazoo.training.config import DataConfig
+from deltazoo.training.console import say
 from deltazoo.training.corpus import DEFAULT_TOKENIZER_SAMPLE, first_documents, read_corpus
 from deltazoo.training.text import Document, open_text
 

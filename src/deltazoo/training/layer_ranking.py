@@ -12,9 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from deltazoo.generation.position_limit import max_positions
 from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.surgery import swap_attention, unswap_attention
-from deltazoo.training.console import track
 from deltazoo.training.checkpoint_files import as_json
 from deltazoo.training.config import DataConfig
+from deltazoo.training.console import track
 from deltazoo.training.corpus import DEFAULT_TOKENIZER_SAMPLE, first_documents, read_corpus
 from deltazoo.training.packed_rows import collate_side_by_side, pack_in_order
 from deltazoo.training.text import open_text
@@ -40,13 +40,13 @@ class Ranking:
     """The loss with each layer swapped alone.
 
     Attributes:
-        variant: of the new layers.
+        rule: of the new layers.
         loss: of the original model, in nats per token.
         tokens: number of predicted tokens.
         layers: one entry per layer, in the model's order.
     """
 
-    variant: str
+    rule: str
     loss: float
     tokens: int
     layers: tuple[LayerScore, ...]
@@ -101,7 +101,7 @@ def ranking_rows(
 
 def rank_layers(
     model: PreTrainedModel,
-    variant: str,
+    rule: str,
     rows: Sequence[dict[str, np.ndarray]],
     *,
     rows_at_once: int = 8,
@@ -111,7 +111,7 @@ def rank_layers(
 
     Args:
         model: not swapped; unchanged afterwards.
-        variant: of the new layers.
+        rule: of the new layers.
         rows: packed rows of text, as ``deltazoo.training.packed_rows.pack_in_order`` makes them.
         rows_at_once: rows in one forward pass.
         options: further options of ``swap_attention``, such as ``init``.
@@ -133,10 +133,10 @@ def rank_layers(
         raise FloatingPointError(f"the original model's loss on this text is {before}: there is no rise to rank by")
     scores = []
     for layer in track(range(num_layers), "ranking the layers", total=num_layers):
-        swap_attention(model, variant, layers=[layer], keep_teacher=True, **options)
+        swap_attention(model, rule, layers=[layer], keep_teacher=True, **options)
         try:
             after, _ = loss()
         finally:
             unswap_attention(model)
         scores.append(LayerScore(layer, after, after - before))
-    return Ranking(variant, before, tokens, tuple(scores))
+    return Ranking(rule, before, tokens, tuple(scores))

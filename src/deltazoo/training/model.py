@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from deltazoo.models import DeltaRuleConfig  # registers our model types with the Auto classes, too
 from deltazoo.runtime import RuntimeOptions
-from deltazoo.spec import get_variant
+from deltazoo.spec import get_rule
 from deltazoo.training.native_model import build_native_model
 from deltazoo.training.tokenizer import begin_id
 
@@ -19,13 +19,13 @@ def build_model(
     """A new model, its weights drawn from torch's global generator.
 
     Args:
-        section: ``mixer`` and keys of ``DeltaRuleConfig``. A variant with a Hub type of its own gets it, any other
+        section: ``mixer`` and keys of ``DeltaRuleConfig``. A rule with a Hub type of its own gets it, any other
             the model type ``delta_rule``. With ``architecture`` instead, see `build_native_model`.
         tokenizer: gives the vocabulary size and the ids of the special tokens.
         runtime: how the model runs; by default the model decides.
 
     Raises:
-        ValueError: an unknown variant or key, a value of the wrong type, or sizes that do not fit together.
+        ValueError: an unknown rule or key, a value of the wrong type, or sizes that do not fit together.
     """
     runtime = runtime or RuntimeOptions()
     if "architecture" in section:
@@ -37,7 +37,7 @@ def build_model(
         DeltaRuleConfig.hidden_ratio,
     ):
         raise ValueError("model.hidden_ratio has no effect beside model.intermediate_size: leave one of them out")
-    spec = get_variant(keys.pop("mixer"))
+    spec = get_rule(keys.pop("mixer"))
     if spec.hub_model_type is None:
         keys["mixer"] = spec.name
     try:

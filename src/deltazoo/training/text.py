@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deltazoo.names import unknown
-from deltazoo.training.console import say
 from deltazoo.training.config import STDLIB, DataConfig
+from deltazoo.training.console import say
 from deltazoo.training.hub import check_on_hub
 
 RECORD_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}

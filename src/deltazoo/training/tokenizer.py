@@ -7,8 +7,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from deltazoo.training.console import console, track
 from deltazoo.training.config import TokenizerConfig
+from deltazoo.training.console import console, track
 from deltazoo.training.corpus import num_bytes
 from deltazoo.training.hub import check_on_hub
 from deltazoo.training.text import Document

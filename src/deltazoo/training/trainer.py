@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
 
-from deltazoo.distributed import ContextParallelTrainer, fully_shard_model
 from deltazoo.compat.transformers import has_known_layers
-from deltazoo.layers import parameter_groups
-from deltazoo.training.console import say
 from deltazoo.diagnosis import DiagnoseCallback
+from deltazoo.distributed import ContextParallelTrainer, fully_shard_model
+from deltazoo.layers import parameter_groups
 from deltazoo.training.checkpoint_files import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
 from deltazoo.training.config import RunConfig
+from deltazoo.training.console import say
 from deltazoo.training.division import divide_rows
 from deltazoo.training.interruption import StopOnSignal, TrainingInterrupted
 from deltazoo.training.monitor import Monitor

@@ -12,7 +12,6 @@ import torch
 from accelerate import PartialState
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
-from deltazoo.training.console import no_transformers_bars, say
 from deltazoo.training.checkpoint_files import as_json, whole_or_not_at_all, write_whole
 from deltazoo.training.config import (
     MODEL_CONFIG,
@@ -20,6 +19,7 @@ from deltazoo.training.config import (
     TokenizerConfig,
     save_config,
 )
+from deltazoo.training.console import no_transformers_bars, say
 from deltazoo.training.corpus import DEFAULT_TOKENIZER_SAMPLE, Corpus, read_corpus
 from deltazoo.training.model import build_model
 from deltazoo.training.native_model import refuse_replaced_tokenizer, refuse_unrunnable

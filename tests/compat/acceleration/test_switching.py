@@ -51,9 +51,7 @@ def test_restore_undoes_it_exactly(family, monkeypatch):
     parameters = {name: id(p) for name, p in model.named_parameters()}
 
     report = deltazoo.accelerate(model)
-    assert [layer.variant for layer in report.layers] == [
-        LAYER_ARRANGEMENTS[type(mixer_of(model)).original.__name__].variant
-    ]
+    assert [layer.rule for layer in report.layers] == [LAYER_ARRANGEMENTS[type(mixer_of(model)).original.__name__].rule]
     assert report == deltazoo.report(model)
     assert list(model.state_dict()) == keys
     assert {name: id(p) for name, p in model.named_parameters()} == parameters

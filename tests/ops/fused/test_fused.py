@@ -62,7 +62,7 @@ from deltazoo.ops.fused import (
     fused_swiglu_linear,
     fused_weighted_squares,
 )
-from deltazoo.spec import get_variant
+from deltazoo.spec import get_rule
 
 pytest.importorskip("triton")
 
@@ -317,7 +317,7 @@ class Gate:
 class Keys:
     """Queries and keys that a rule makes, and all gradients."""
 
-    variant: str
+    rule: str
     name: str
     shape: tuple[int, ...] = (2, 9, 3, 12)
     doubled: bool = False
@@ -331,7 +331,7 @@ class Keys:
             return x.to(device, dtype or given or self.dtype).requires_grad_()
 
         _, _, H, K = self.shape
-        layer = make_layer(self.variant, 8, H, K, fused_kernels=fused, allow_neg_eigval=self.doubled)
+        layer = make_layer(self.rule, 8, H, K, fused_kernels=fused, allow_neg_eigval=self.doubled)
         q, k = draw(*self.shape), draw(*self.shape)
         inputs = {"q": q, "k": k}
         for name in ("theta", "decay", "D"):
@@ -339,10 +339,10 @@ class Keys:
                 inputs[name] = draw(H, given=torch.float32)
                 setattr(layer, name, torch.nn.Parameter(inputs[name]))
                 inputs[name] = getattr(layer, name)
-        if self.variant == "q_delta":
+        if self.rule == "q_delta":
             inputs["gate"] = draw(*self.shape[:3])
             results = (layer._erase_key(inputs["gate"], q, k),)
-        elif self.variant == "qed":
+        elif self.rule == "qed":
             inputs["gate"] = draw(*self.shape)
             results = (layer.erase_key(inputs["gate"], q, k),)
         else:
@@ -385,7 +385,7 @@ class StepSize:
     """A step size from the gate and the key, for grouped value heads, and both gradients."""
 
     name: str
-    variant: str
+    rule: str
     shape: tuple[int, ...] = (2, 9, 3, 12)
     size: float = 1.0
     doubled: bool = False
@@ -397,7 +397,7 @@ class StepSize:
         k = (self.size * torch.randn(self.shape, generator=generator)).to(self.dtype).to(device, dtype or self.dtype)
         b, d_beta = (torch.rand(B, T, 2 * H, generator=generator).to(device, dtype or torch.float32) for _ in range(2))
         inputs = [b.requires_grad_(), k.requires_grad_()]
-        spec = get_variant(self.variant)
+        spec = get_rule(self.rule)
         beta = effective_step(spec, *inputs, allow_neg_eigval=self.doubled, fused=fused)
         d_b, d_k = torch.autograd.grad(beta, inputs, d_beta, allow_unused=True)
         return {"beta": beta.detach(), "d_b": d_b} | ({} if d_k is None else {"d_k": d_k})
@@ -529,7 +529,7 @@ class Layer:
     """A whole layer: with one cache for a prompt, more tokens and one token; and in one call, with gradients."""
 
     name: str
-    variant: str = "gated_deltanet"
+    rule: str = "gated_deltanet"
     dtype: torch.dtype = torch.float32
     packed: bool = False
     left_out: tuple[str, ...] = ()
@@ -538,7 +538,7 @@ class Layer:
     def run(self, device: str, *, fused: bool | None, dtype: torch.dtype | None = None) -> Results:
         torch.manual_seed(self.seed)
         layer = make_layer(
-            self.variant, 16, 2, 8, layer_idx=0, initializer_range=0.3, fused_kernels=fused, backend="chunkwise"
+            self.rule, 16, 2, 8, layer_idx=0, initializer_range=0.3, fused_kernels=fused, backend="chunkwise"
         ).to(device, dtype or self.dtype)
         x = torch.randn(2, 12, 16).to(device, dtype or self.dtype).requires_grad_()
         states = LayerStates()
@@ -631,8 +631,8 @@ CASES = [
     Gate("gate_root_half", dtype=HALF, root=True, largest=0.5),
     Gate("gate_wider_than_its_values", dtype=HALF, gate_dtype=torch.float32),
     *(
-        Keys(variant, f"{variant}_keys{'_half' * (dtype == HALF)}", dtype=dtype)
-        for variant in ("q_delta", "qed", "comba", "comba_unit_erase")
+        Keys(rule, f"{rule}_keys{'_half' * (dtype == HALF)}", dtype=dtype)
+        for rule in ("q_delta", "qed", "comba", "comba_unit_erase")
         for dtype in (torch.float32, HALF)
     ),
     Keys("qed", "qed_keys_doubled", shape=(1, 131, 2, 20), doubled=True),
@@ -640,7 +640,7 @@ CASES = [
     Moment("moment"),
     Moment("moment_of_many_rows", shape=(3, 150, 5, 7)),
     Moment("moment_half", dtype=HALF),
-    *(StepSize(f"step_size_of_{variant}", variant) for variant in ("gated_efla", "longhorn", "kaczmarz")),
+    *(StepSize(f"step_size_of_{rule}", rule) for rule in ("gated_efla", "longhorn", "kaczmarz")),
     *(StepSize(f"step_size_of_keys_of_{size:g}", "efla", size=size) for size in (1e-3, 30, 1e12, 0)),
     StepSize("step_size_of_absurd_keys", "gated_longhorn", size=1e17),
     StepSize("step_size_doubled", "neg_delta_net", doubled=True),
@@ -649,7 +649,7 @@ CASES = [
     Bound("bounded_step_of_many_rows", shape=(3, 150, 5, 7), other_key=True),
     Bound("bounded_step_half", other_key=True, dtype=HALF),
     StepSize("step_size_of_many_rows", "efla", shape=(3, 150, 5, 7)),
-    *(StepSize(f"step_size_of_{variant}_half", variant, dtype=HALF) for variant in ("efla", "longhorn", "kaczmarz")),
+    *(StepSize(f"step_size_of_{rule}_half", rule, dtype=HALF) for rule in ("efla", "longhorn", "kaczmarz")),
     *(UnitHeads(f"unit_heads_of_size_{size:g}", size=size) for size in (1, 1e-3, 0)),
     *(DecayedSum(f"decayed_sum_{decay:g}", decay=decay) for decay in (0, 0.1, 10)),
     DecayedSum("decayed_sum_of_one_channel", shape=(1, 64, 2, 1)),
@@ -667,13 +667,13 @@ CASES = [
     Loss("loss_in_several_blocks", vocabulary=150, most_columns=32),
     Loss("loss_half", dtype=HALF),
     Loss("loss_without_its_first_block", vocabulary=150, most_columns=32, impossible=40),
-    Layer("packed_layer", variant="delta_net", packed=True),
+    Layer("packed_layer", rule="delta_net", packed=True),
     Layer("gated_deltanet"),
-    Layer("kda", variant="kda"),
-    *(Layer(variant, variant=variant) for variant in ("longhorn", "efla", "gated_longhorn", "neg_delta_net")),
+    Layer("kda", rule="kda"),
+    *(Layer(rule, rule=rule) for rule in ("longhorn", "efla", "gated_longhorn", "neg_delta_net")),
     *(
-        Layer(variant, variant=variant, left_out=SUMS_OF_FEW)
-        for variant in (
+        Layer(rule, rule=rule, left_out=SUMS_OF_FEW)
+        for rule in (
             "gla",
             "eda",
             "gated_deltanet2",
@@ -772,7 +772,7 @@ def test_on_the_gpu(case: Case) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_by_default_a_layer_takes_the_kernels_where_they_run(device: str) -> None:
-    layer = Layer("default", variant="kda")
+    layer = Layer("default", rule="kda")
     default, named = layer.run(device, fused=None), layer.run(device, fused=device == "cuda")
     assert all(torch.equal(default[name], named[name]) for name in named)
 
@@ -1054,9 +1054,9 @@ def check_operators() -> None:
 
 def check_layers_elsewhere() -> None:
     """Under activation checkpointing, with parameters that are not contiguous, and with no rows."""
-    for variant in OWN_KEYS:
+    for rule in OWN_KEYS:
         torch.manual_seed(0)
-        layer = make_layer(variant, 16, 2, 8, initializer_range=0.3, fused_kernels=True, backend="chunkwise")
+        layer = make_layer(rule, 16, 2, 8, initializer_range=0.3, fused_kernels=True, backend="chunkwise")
         x = torch.randn(2, 5, 16, requires_grad=True)
         of_heads = [name for name in ("theta", "decay", "D", "log_atk_scale") if hasattr(layer, name)]
         expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
@@ -1074,10 +1074,10 @@ def check_layers_elsewhere() -> None:
 
 def check_sums_of_few() -> None:
     """The median error over 32 draws is at most twice that of plain torch; with nine, medians differ threefold."""
-    for variant in ("comba_unit_erase", "pgdn"):
+    for rule in ("comba_unit_erase", "pgdn"):
         errors: dict[str, list[tuple[float, float]]] = {}
         for seed in range(32):
-            layer = Layer(variant, variant=variant, seed=seed)
+            layer = Layer(rule, rule=rule, seed=seed)
             exact = layer.run("cpu", fused=False, dtype=torch.float64)
             found = [layer.run("cpu", fused=fused) for fused in (True, False)]
             for name in set(SUMS_OF_FEW) & exact.keys():
@@ -1085,7 +1085,7 @@ def check_sums_of_few() -> None:
                 errors.setdefault(name, []).append((fused_error, plain))
         for name, pairs in errors.items():
             fused_error, plain = (median(side) for side in zip(*pairs, strict=True))
-            assert fused_error <= 2 * plain, (variant, name, fused_error, plain)
+            assert fused_error <= 2 * plain, (rule, name, fused_error, plain)
 
 
 if __name__ == "__main__":

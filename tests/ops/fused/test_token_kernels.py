@@ -32,7 +32,7 @@ from deltazoo.ops.fused.kernels.token_convolution import Convolution, convolve_p
 from deltazoo.ops.fused.kernels.token_gates import LowRankGate, low_rank_gates  # noqa: E402
 from deltazoo.ops.fused.kernels.token_norms import HeadNorm, add_parts, norm_heads, swiglu_parts  # noqa: E402
 from deltazoo.ops.fused.kernels.token_rule import RuleShape  # noqa: E402
-from deltazoo.spec import get_variant  # noqa: E402
+from deltazoo.spec import get_rule  # noqa: E402
 
 Results = dict[str, Tensor]
 WIDE = torch.float64
@@ -269,7 +269,7 @@ class Rule:
             if s.keys in PER_CHANNEL:
                 beta = torch.ones_like(v[..., 0])
             else:
-                spec = replace(get_variant("delta_net"), step_size=s.step, normalize_k=s.normalize_k)
+                spec = replace(get_rule("delta_net"), step_size=s.step, normalize_k=s.normalize_k)
                 gate = b_step.sigmoid()[:, None]
                 beta = effective_step(spec, gate, k[:, None], allow_neg_eigval=s.doubled_step)[:, 0]
             if s.largest_gain:

@@ -18,18 +18,18 @@ def register(app: typer.Typer) -> None:
 
 def check(
     context: typer.Context,
-    rule: Annotated[str, typer.Argument(help="Python file that registers a rule, or the name of a variant.")],
+    rule: Annotated[str, typer.Argument(help="Python file that registers a rule, or the name of a rule.")],
     load: LoadOption = None,
 ) -> None:
     """Check a rule on a CPU, in under a minute: definition, gradients, cache, padding, packing, reload, swap."""
-    from deltazoo.spec import get_variant
+    from deltazoo.spec import get_rule
 
     if rule.endswith(".py") or Path(rule).is_file():
         names = load_rule_file(rule)
         if not names:
-            raise ValueError(f"{rule} registers no variant: call deltazoo.register_variant in it")
+            raise ValueError(f"{rule} registers no rule: call deltazoo.register_rule in it")
     else:
-        names = [get_variant(rule).name]
+        names = [get_rule(rule).name]
 
     from deltazoo.checks import check_rule
 

@@ -45,8 +45,8 @@ def diagnose(
 ) -> None:
     """Erase gains, half-lives of decays, norms of states and saturated gates of every layer; warnings in sentences."""
     from deltazoo.cli.output_files import check_output_file
-    from deltazoo.training.documents import choose_documents
     from deltazoo.training.config import DataConfig
+    from deltazoo.training.documents import choose_documents
 
     if text is None and text_field != DataConfig.text_field:
         raise ValueError("--text-field acts on --text only")
@@ -58,10 +58,10 @@ def diagnose(
     documents = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
 
     import deltazoo
-    from deltazoo.generation.position_limit import check_positions, learned_positions
     from deltazoo.diagnosis.text_batch import text_batch
-    from deltazoo.training.loading import load_checkpoint
+    from deltazoo.generation.position_limit import check_positions, learned_positions
     from deltazoo.training.checkpoint_files import as_json
+    from deltazoo.training.loading import load_checkpoint
 
     model, tokenizer = load_checkpoint(path, device)
     if length is None:

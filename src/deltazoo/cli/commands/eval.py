@@ -35,8 +35,8 @@ def evaluate(
     """Score a model on held-out text, and compare it with gzip, xz and an order-2 byte model."""
     from deltazoo.cli.output_files import check_output_file
     from deltazoo.cli.tables import comparison_table, facts_table
-    from deltazoo.training.documents import choose_documents
     from deltazoo.training.config import DataConfig
+    from deltazoo.training.documents import choose_documents
 
     if text is None and (max_bytes is not None or text_field != DataConfig.text_field):
         raise ValueError("--max-bytes and --text-field act on --text only")
@@ -50,8 +50,8 @@ def evaluate(
     model, tokenizer = load_checkpoint(path, device)
     score = score_documents(model, tokenizer, documents.held_out)
     others = baselines(documents.train, documents.held_out, primed=primed)
-    variant = getattr(model.config, "mixer", model.config.model_type)
-    name = f"{variant}, {model.num_parameters() / 1e6:.1f} M"
+    rule = getattr(model.config, "mixer", model.config.model_type)
+    name = f"{rule}, {model.num_parameters() / 1e6:.1f} M"
     console = Console()
     console.print(comparison_table(name, score, others))
     console.print(

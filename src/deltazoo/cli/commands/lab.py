@@ -1,4 +1,4 @@
-"""``deltazoo lab``: test the papers' claims on small models of every variant."""
+"""``deltazoo lab``: test the papers' claims on small models of every rule."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ _EXAMPLE = (
     "Examples: [bold]deltazoo lab[/] (three minutes on two CPU cores), "
     "[bold]deltazoo lab --suite full --device cuda --workers 12[/] (on all GPUs), "
     "[bold]deltazoo lab --suite family --device cuda --workers 16[/] (every rule on the same tasks), "
-    "[bold]deltazoo lab --only parity --variants kda+neg,softmax[/], [bold]deltazoo lab --load my_task.py[/], "
+    "[bold]deltazoo lab --only parity --rules kda+neg,softmax[/], [bold]deltazoo lab --load my_task.py[/], "
     "[bold]deltazoo lab --suite text --device cuda --out text.jsonl --limit 900[/] (every rule on real text), "
     "[bold]deltazoo lab --suite text-conversions --device cuda --out conversions.jsonl --limit 900[/] "
     "(its softmax model, converted)"
 )
 _OF_TEXT = ("text", "text-conversions")
 _NOT_TEXT = "Not for text and text-conversions."
-_NOT_OF_TEXT = ("variants", "workers", "load", "steps", "measure", "fresh")
+_NOT_OF_TEXT = ("rules", "workers", "load", "steps", "measure", "fresh")
 
 
 def register(app: typer.Typer) -> None:
@@ -45,10 +45,10 @@ def lab(
             "all unless given."
         ),
     ] = "",
-    variants: Annotated[
+    rules: Annotated[
         str,
         typer.Option(
-            help="Configurations instead of each experiment's own: variant[+option...], comma separated, or softmax. "
+            help="Configurations instead of each experiment's own: rule[+option...], comma separated, or softmax. "
             + _NOT_TEXT
         ),
     ] = "",
@@ -88,7 +88,7 @@ def lab(
         ),
     ] = None,
 ) -> None:
-    """Train small models of every variant on tasks on which they differ, and write a page with plots."""
+    """Train small models of every rule on tasks on which they differ, and write a page with plots."""
     from deltazoo.training.device import check_device
 
     check_device(device)
@@ -110,9 +110,9 @@ def lab(
 
     console = Console()
     load = load or []
-    loaded = [variant for path in load for variant in load_rule_file(path)]
+    loaded = [rule for path in load for rule in load_rule_file(path)]
     selection = select(
-        suite, only=_names(only), configurations=_names(variants), further_configurations=loaded, steps=steps
+        suite, only=_names(only), configurations=_names(rules), further_configurations=loaded, steps=steps
     )
     if show:
         console.print(listing(selection))

@@ -55,8 +55,8 @@ def serve(
     from pathlib import Path
 
     from deltazoo.names import unknown
-    from deltazoo.training.console import say
     from deltazoo.training.checkpoint_path import resolve_checkpoint
+    from deltazoo.training.console import say
 
     if dtype not in (None, *_DTYPES):
         raise ValueError(unknown("dtype", dtype, _DTYPES))
@@ -76,10 +76,10 @@ def serve(
     url = url_of(addresses[0])
     import torch
 
-    from deltazoo.training.console import console
     from deltazoo.serving.engine import Engine
     from deltazoo.serving.model_limits import unlimited
     from deltazoo.serving.model_loading import load_for_serving
+    from deltazoo.training.console import console
 
     with console.status(f"loading {path}"):
         model, tokenizer = load_for_serving(str(folder), device, None if dtype is None else getattr(torch, dtype))

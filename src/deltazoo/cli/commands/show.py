@@ -1,4 +1,4 @@
-"""``deltazoo show VARIANT``: one variant in full."""
+"""``deltazoo show RULE``: one rule in full."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,7 +8,7 @@ from rich.console import Console
 from deltazoo.cli.rule_files import LoadOption
 
 if TYPE_CHECKING:
-    from deltazoo.spec import DeltaRuleSpec
+    from deltazoo.spec import RuleSpec
 
 
 def register(app: typer.Typer) -> None:
@@ -17,20 +17,20 @@ def register(app: typer.Typer) -> None:
 
 
 def show(
-    variant: Annotated[str, typer.Argument(help="Name of a variant; see deltazoo list.")],
+    rule: Annotated[str, typer.Argument(help="Name of a rule; see deltazoo list.")],
     load: LoadOption = None,
 ) -> None:
-    """Show a variant: equation, paper, choices, and the configurations that train it."""
-    from deltazoo.spec import NONEXPANSIVE_MEANING, choice_name, get_variant
+    """Show a rule: equation, paper, choices, and the configurations that train it."""
     from deltazoo.cli.tables import facts_table
-    from deltazoo.training.presets import presets
+    from deltazoo.spec import NONEXPANSIVE_MEANING, choice_name, get_rule
     from deltazoo.training.config import load_config
+    from deltazoo.training.presets import presets
 
-    spec = get_variant(variant)
+    spec = get_rule(rule)
     trained_by = [name for name, path in presets().items() if load_config(path).model.get("mixer") == spec.name]
     value_heads = f"{spec.head_dim} for keys, {spec.expand_v:g} times that for values"
     facts = {
-        "variant": spec.name,
+        "rule": spec.name,
         "in one sentence": spec.summary,
         "update": spec.equation,
         "paper": spec.paper,
@@ -51,7 +51,7 @@ def show(
     Console().print(facts_table(facts))
 
 
-def _eigenvalue(spec: "DeltaRuleSpec") -> str:
+def _eigenvalue(spec: "RuleSpec") -> str:
     """Of `I - beta k e^T` along the key."""
     if not spec.corrects:
         return "none: it does not erase"

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from deltazoo.training.layer_ranking import Ranking
 
 _EXAMPLE = (
-    "Examples: [bold]deltazoo swap my_llama --variant kda --layers 3:1 --dry-run[/], "
-    "[bold]deltazoo swap my_llama --variant kda --rank --text my_texts --output runs/rank[/], "
-    "[bold]deltazoo swap my_llama --variant kda --layers best:8 --train recipe.yaml --output runs/kda[/]"
+    "Examples: [bold]deltazoo swap my_llama --rule kda --layers 3:1 --dry-run[/], "
+    "[bold]deltazoo swap my_llama --rule kda --rank --text my_texts --output runs/rank[/], "
+    "[bold]deltazoo swap my_llama --rule kda --layers best:8 --train recipe.yaml --output runs/kda[/]"
 )
 
 
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 def swap(
     path: CheckpointArgument,
-    variant: Annotated[str, typer.Option(help="Variant of the new layers; see deltazoo list.")],
+    rule: Annotated[str, typer.Option(help="Rule of the new layers; see deltazoo list.")],
     layers: Annotated[
         str, typer.Option(help="all, numbers (0,2,5), delta-rule to softmax layers (3:1), or best:K of a ranking.")
     ] = "all",
@@ -57,15 +57,15 @@ def swap(
     device: DeviceOption = None,
 ) -> None:
     """Replace softmax attention by delta-rule layers; --rank measures layers first, --train trains the result."""
-    from deltazoo.spec import get_variant
     from deltazoo.cli.tables import facts_table, stages_table
-    from deltazoo.training.conversion_config import STAGES, load_conversion
+    from deltazoo.spec import get_rule
     from deltazoo.training.checkpoint_path import resolve_checkpoint
-    from deltazoo.training.presets import find_config
     from deltazoo.training.config import DataConfig
+    from deltazoo.training.conversion_config import STAGES, load_conversion
+    from deltazoo.training.presets import find_config
     from deltazoo.training.run_folder import check_run
 
-    get_variant(variant)
+    get_rule(rule)
     best = _number_of_best(layers)
     ranks = rank or best is not None
     _refuse_without_effect(
@@ -121,14 +121,14 @@ def swap(
             check_best(best, len(decoder_layers_of(model, family_of(model.config))))
         data = recipe.data if text is None and recipe else DataConfig(text=str(text), text_field=text_field)
         rows = ranking_rows(model, tokenizer, data, held_out=text is None, max_tokens=rank_tokens)
-        ranking = rank_layers(model, variant, rows, **options)
+        ranking = rank_layers(model, rule, rows, **options)
         named = [] if best is None else ranking.best(best)
         chosen = named or layers
         _show_ranking(ranking, named, folder)
     if rank:
         return
 
-    report = swap_attention(model, variant, layers=chosen, dry_run=dry_run, keep_teacher=bool(recipe), **options)
+    report = swap_attention(model, rule, layers=chosen, dry_run=dry_run, keep_teacher=bool(recipe), **options)
     console.print(report)
     if dry_run and recipe is not None:
         console.print(stages_table(recipe))
@@ -137,7 +137,7 @@ def swap(
     if recipe is None:
         facts = {"model": str(save_swapped(model, tokenizer, folder))}
     else:
-        title = f"{variant} in {len(report.layers)} of {report.num_layers} attention slots of {path}"
+        title = f"{rule} in {len(report.layers)} of {report.num_layers} attention slots of {path}"
         facts = _convert(model, tokenizer, recipe, folder, title, resume=resume)
     console.print(facts_table({**facts, "next": f'deltazoo generate {facts["model"]} --prompt "def "'}))
 

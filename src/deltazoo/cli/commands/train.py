@@ -110,8 +110,8 @@ def _configuration(name: str | None, text: str | None, output: str | None, overr
     Raises:
         ValueError: neither a configuration nor a text is given, or it does not exist.
     """
-    from deltazoo.training.presets import find_config
     from deltazoo.training.config import DataConfig, load_config
+    from deltazoo.training.presets import find_config
     from deltazoo.training.text import open_text
 
     if name is None and text is None:
@@ -155,8 +155,8 @@ def _say_if_gpu_is_missing(name: str) -> None:
 
 
 def _say_how_to_go_on(folder: Path) -> None:
-    from deltazoo.training.console import say
     from deltazoo.training.checkpoint_files import checkpoints
+    from deltazoo.training.console import say
 
     saved = checkpoints(folder)
     if saved:

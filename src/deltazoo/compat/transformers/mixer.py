@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 
-from deltazoo.generation.cache_argument import takes_cache
 from deltazoo.compat.transformers.layer_states import keep_state, stored_state
 from deltazoo.compat.transformers.packing_hook import (
     POSITIONS,
@@ -26,6 +25,7 @@ from deltazoo.compat.transformers.transformers_layers import (
     Projections,
     arrangement_of,
 )
+from deltazoo.generation.cache_argument import takes_cache
 from deltazoo.layers.backend_report import RuleDescription
 from deltazoo.layers.batch_description import PACKING_ARGUMENTS
 from deltazoo.layers.linear_maps import is_hooked
@@ -39,7 +39,7 @@ from deltazoo.ops import DeltaRuleOutput
 from deltazoo.ops.context.token_exchange import tokens_before
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv, fused_short_conv_step
-from deltazoo.spec import get_variant
+from deltazoo.spec import get_rule
 
 __all__ = ["AcceleratedMixer", "accelerated_class", "rule_of"]
 
@@ -159,7 +159,7 @@ class AcceleratedMixer:
         """Call the operator: `[B, T, HV, V]`, and the state after the last token."""
         described = sequences if isinstance(sequences, SharedSequences) else WHOLE_ROWS
         state = None if before is None else before.recurrent
-        precision = precision_for(get_variant(self.arrangement.variant), allow_neg_eigval=self._doubles_steps())
+        precision = precision_for(get_rule(self.arrangement.rule), allow_neg_eigval=self._doubles_steps())
         return run_rule(
             inputs, state, described, in_place=in_place, backend=self.deltazoo_backend, precision=precision
         )  # fmt: skip
@@ -199,7 +199,7 @@ class AcceleratedMixer:
 
     def _rule_inputs(self: Any, q: Tensor, k: Tensor, v: Tensor, projections: Projections) -> RuleInputs:
         beta = effective_step(
-            get_variant(self.arrangement.variant),
+            get_rule(self.arrangement.rule),
             self.step_gate(projections),
             k,
             allow_neg_eigval=self._doubles_steps(),
@@ -237,7 +237,7 @@ def rule_of(layer: Any, arrangement: LayerArrangement, backend: str | None) -> R
     device = getattr(getattr(norm, "_hf_hook", None), "execution_device", None)
     device = norm.weight.device if device is None else torch.device(device)
     key_dim, value_dim = _head_dims(layer)
-    spec, dtype = get_variant(arrangement.variant), norm.weight.dtype
+    spec, dtype = get_rule(arrangement.rule), norm.weight.dtype
     return RuleDescription(spec, 1, False, backend, device, dtype, key_dim, value_dim)
 
 

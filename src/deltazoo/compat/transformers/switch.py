@@ -9,11 +9,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
-from deltazoo.generation.captured_generation import CapturedGeneration
 from deltazoo.compat.transformers.generating_model import AcceleratedGeneration, generating_class
 from deltazoo.compat.transformers.mixer import AcceleratedMixer, accelerated_class, rule_of
 from deltazoo.compat.transformers.packing_hook import describe_documents, layers_over_neighbours
 from deltazoo.compat.transformers.transformers_layers import LAYER_ARRANGEMENTS, LayerArrangement, arrangement_of
+from deltazoo.generation.captured_generation import CapturedGeneration
 from deltazoo.layers.backend_report import ModelReport, RuleDescription, report
 from deltazoo.models.forward_arguments import remove_pre_hook, tell_of_row_head, tells_of_row_head
 from deltazoo.ops import resolve_backend

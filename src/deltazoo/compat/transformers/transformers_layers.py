@@ -35,8 +35,8 @@ class LayerArrangement:
 
     family: str
     """The model's folder in transformers, which is also its model type."""
-    variant: str
-    """The registered variant whose rule it computes."""
+    rule: str
+    """The registered rule it computes."""
     project: Callable[[Any, Tensor], Projections]
     inputs: tuple[str, ...]
     """Names of the linear maps of the layer's input."""

@@ -1,31 +1,31 @@
-"""What every registered variant promises: the same numbers however the tokens arrive, frozen names, the right sizes.
+"""What every registered rule promises: the same numbers however the tokens arrive, frozen names, the right sizes.
 
 `deltazoo check` (workbench/check/test_check.py) tries one case of most of this on every rule, in float64. Here are the
-other dtypes on every rule, and the other cases on the few rules between which all shared code is (few_variants.py).
+other dtypes on every rule, and the other cases on the few rules between which all shared code is (few_rules.py).
 """
 
 from collections.abc import Iterator
 
 import pytest
 import torch
-from few_variants import FEW_VARIANTS
+from few_rules import FEW_RULES
 from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention, LayerStates, make_layer
-from deltazoo.spec import get_variant, list_variants
+from deltazoo.spec import get_rule, list_rules
 
 HIDDEN, HEADS, HEAD_DIM, VALUE_HEADS = 24, 2, 8, 4
-every_variant = pytest.mark.parametrize("variant", list_variants())
-few_variants = pytest.mark.parametrize("variant", FEW_VARIANTS)
+every_rule = pytest.mark.parametrize("rule", list_rules())
+few_rules = pytest.mark.parametrize("rule", FEW_RULES)
 
 # Float64 computations of one quantity, by different routes, differ by rounding alone.
 EXACT = {"rtol": 0, "atol": 1e-12}
 
 
-def make(variant: str, dtype: torch.dtype = torch.float64, **options: object) -> DeltaRuleAttention:
+def make(rule: str, dtype: torch.dtype = torch.float64, **options: object) -> DeltaRuleAttention:
     """With larger weights than a fresh model has, so that all paths carry weight."""
     layer = make_layer(
-        variant,
+        rule,
         HIDDEN,
         HEADS,
         HEAD_DIM,
@@ -49,10 +49,10 @@ def parts(
         yield layer(part, past_key_values=states, **options)
 
 
-@every_variant
+@every_rule
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_forward_and_backward_are_finite_in_every_dtype(variant: str, dtype: torch.dtype) -> None:
-    layer = make(variant, dtype)
+def test_forward_and_backward_are_finite_in_every_dtype(rule: str, dtype: torch.dtype) -> None:
+    layer = make(rule, dtype)
     x = tokens(70, dtype=dtype).requires_grad_()
     y = layer(x)
     assert y.shape == x.shape and y.dtype == dtype
@@ -63,9 +63,9 @@ def test_forward_and_backward_are_finite_in_every_dtype(variant: str, dtype: tor
 
 
 # The states after the tokens are kept by shared code; outputs are compared for every rule by `deltazoo check`.
-@few_variants
-def test_token_by_token_equals_the_whole(variant: str) -> None:
-    layer, states = make(variant), LayerStates()
+@few_rules
+def test_token_by_token_equals_the_whole(rule: str) -> None:
+    layer, states = make(rule), LayerStates()
     x = tokens(70)
     with torch.no_grad():
         stepped = torch.cat(list(parts(layer, x, [1] * 70, states)), dim=1)
@@ -77,10 +77,10 @@ def test_token_by_token_equals_the_whole(variant: str) -> None:
 
 
 # What happens at a boundary is the convolutions' and the chunks' affair: per kind of decay, erase key and state.
-@few_variants
+@few_rules
 @pytest.mark.parametrize("sizes", [[1, 69], [2, 68], [3, 67], [64, 6], [65, 5], [69, 1], [1, 1, 2, 30, 36]], ids=str)
-def test_any_split_equals_the_whole_with_gradients(variant: str, sizes: list[int]) -> None:
-    layer = make(variant)
+def test_any_split_equals_the_whole_with_gradients(rule: str, sizes: list[int]) -> None:
+    layer = make(rule)
     x = tokens(70).requires_grad_()
     whole, split = layer(x), torch.cat(list(parts(layer, x, sizes, LayerStates())), dim=1)
     torch.testing.assert_close(split, whole, **EXACT)
@@ -93,10 +93,10 @@ def test_any_split_equals_the_whole_with_gradients(variant: str, sizes: list[int
 
 
 # A token's inputs are rounded alike in both; the rest is the operator.
-@few_variants
+@few_rules
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decoding_loses_no_more_accuracy_than_the_whole(variant: str, dtype: torch.dtype) -> None:
-    layer = make(variant, dtype)
+def test_decoding_loses_no_more_accuracy_than_the_whole(rule: str, dtype: torch.dtype) -> None:
+    layer = make(rule, dtype)
     x = tokens(70, dtype=dtype)
     with torch.no_grad():
         whole, stepped = layer(x), torch.cat(list(parts(layer, x, [1] * 70, LayerStates())), dim=1)
@@ -105,9 +105,9 @@ def test_decoding_loses_no_more_accuracy_than_the_whole(variant: str, dtype: tor
     assert error <= 2 * allowed + torch.finfo(dtype).eps
 
 
-@every_variant
-def test_the_state_has_a_fixed_size_and_stays_float32(variant: str) -> None:
-    layer, states = make(variant, torch.bfloat16), LayerStates()
+@every_rule
+def test_the_state_has_a_fixed_size_and_stays_float32(rule: str) -> None:
+    layer, states = make(rule, torch.bfloat16), LayerStates()
     convolved = layer.q_conv1d.channels + layer.k_conv1d.channels + layer.v_conv1d.channels
     for size in (1, 80, 2):
         layer(tokens(size, dtype=torch.bfloat16), past_key_values=states)
@@ -118,9 +118,9 @@ def test_the_state_has_a_fixed_size_and_stays_float32(variant: str) -> None:
 
 
 # Boundaries are found by convolutions, chunks and further states alone. One case on every rule: `deltazoo check`.
-@few_variants
-def test_packed_documents_equal_documents_alone(variant: str) -> None:
-    layer = make(variant)
+@few_rules
+def test_packed_documents_equal_documents_alone(rule: str) -> None:
+    layer = make(rule)
     lengths = [1, 2, 3, 0, 64, 65, 5]
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     x = tokens(sum(lengths), batch_size=1).requires_grad_()
@@ -138,9 +138,9 @@ def test_packed_documents_equal_documents_alone(variant: str) -> None:
 
 
 # As above, to the bit.
-@few_variants
-def test_no_document_feels_another(variant: str) -> None:
-    layer = make(variant, torch.float32)
+@few_rules
+def test_no_document_feels_another(rule: str) -> None:
+    layer = make(rule, torch.float32)
     bounds = torch.tensor([0, 20, 23, 90], dtype=torch.int32)
     x = tokens(90, 1, torch.float32)
     changed = x.clone()
@@ -150,9 +150,9 @@ def test_no_document_feels_another(variant: str) -> None:
     assert not torch.equal(before[:, 20:23], after[:, 20:23])
 
 
-@every_variant
-def test_the_past_never_feels_the_future(variant: str) -> None:
-    layer = make(variant, torch.float32)
+@every_rule
+def test_the_past_never_feels_the_future(rule: str) -> None:
+    layer = make(rule, torch.float32)
     x = tokens(100, dtype=torch.float32)
     before = layer(x)
     for cut in (1, 50, 63, 64, 65, 99):
@@ -174,10 +174,10 @@ PADDINGS = {
 
 # Padding is moved aside before the rule sees it; `mask_padding` then goes by the kind of input. One case on every rule:
 # `deltazoo check`.
-@few_variants
+@few_rules
 @pytest.mark.parametrize("side", PADDINGS)
-def test_a_padded_row_equals_the_row_alone(variant: str, side: str) -> None:
-    layer, states = make(variant), LayerStates()
+def test_a_padded_row_equals_the_row_alone(rule: str, side: str) -> None:
+    layer, states = make(rule), LayerStates()
     mask = torch.tensor(PADDINGS[side])
     x = tokens(12, len(mask)).requires_grad_()
     padded = layer(x, attention_mask=mask, past_key_values=states)
@@ -201,9 +201,9 @@ def test_a_padded_row_equals_the_row_alone(variant: str, side: str) -> None:
 
 
 # As above, with states in between.
-@few_variants
-def test_padding_may_come_in_any_call(variant: str) -> None:
-    layer = make(variant)
+@few_rules
+def test_padding_may_come_in_any_call(rule: str) -> None:
+    layer = make(rule)
     mask = torch.tensor([[1, 1, 0, 1, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1, 0, 1]])
     x = tokens(8)
     with torch.no_grad():
@@ -216,9 +216,9 @@ def test_padding_may_come_in_any_call(variant: str) -> None:
 
 
 # The rule sees the same shapes with and without convolutions.
-@few_variants
-def test_without_short_convolution_too_splits_and_padding_change_nothing(variant: str) -> None:
-    layer, states = make(variant, use_short_conv=False), LayerStates()
+@few_rules
+def test_without_short_convolution_too_splits_and_padding_change_nothing(rule: str) -> None:
+    layer, states = make(rule, use_short_conv=False), LayerStates()
     x = tokens(10)
     whole = layer(x)
     torch.testing.assert_close(torch.cat(list(parts(layer, x, [4, 1, 5], states)), dim=1), whole, **EXACT)
@@ -228,9 +228,9 @@ def test_without_short_convolution_too_splits_and_padding_change_nothing(variant
     torch.testing.assert_close(layer(x, attention_mask=mask)[:, real], layer(x[:, real]), **EXACT)
 
 
-@every_variant
-def test_runs_under_autocast(variant: str) -> None:
-    layer = make(variant, torch.float32)
+@every_rule
+def test_runs_under_autocast(rule: str) -> None:
+    layer = make(rule, torch.float32)
     x = tokens(20, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
@@ -238,16 +238,16 @@ def test_runs_under_autocast(variant: str) -> None:
     exact = layer.double()(x.double())
     assert y.dtype == torch.bfloat16
     # The same computation wholly in bfloat16 sets the scale.
-    plain = make(variant, torch.float32)
+    plain = make(rule, torch.float32)
     plain.load_state_dict(layer.state_dict())
     error, allowed = ((z.double() - exact).norm() for z in (y, plain.bfloat16()(x.bfloat16())))
     assert error <= 2 * allowed
 
 
 # Only kernels could add up in another order. In float64, for every rule: `deltazoo check`.
-@few_variants
-def test_same_input_same_bits(variant: str) -> None:
-    layer = make(variant, torch.float32)
+@few_rules
+def test_same_input_same_bits(rule: str) -> None:
+    layer = make(rule, torch.float32)
     x = tokens(70, dtype=torch.float32).requires_grad_()
     first, second = layer(x), layer(x)
     assert torch.equal(first, second)
@@ -289,12 +289,12 @@ OWN_KEYS = {
 }
 
 
-@pytest.mark.parametrize("variant", OWN_KEYS)
-def test_parameter_names_are_frozen(variant: str) -> None:
+@pytest.mark.parametrize("rule", OWN_KEYS)
+def test_parameter_names_are_frozen(rule: str) -> None:
     """Changing one breaks every checkpoint."""
-    keys = set(make(variant).state_dict())
-    assert keys == {*COMMON, *CONVOLUTIONS, *OWN_KEYS[variant]}
-    assert set(make(variant, use_short_conv=False).state_dict()) == {*COMMON, *OWN_KEYS[variant]}
+    keys = set(make(rule).state_dict())
+    assert keys == {*COMMON, *CONVOLUTIONS, *OWN_KEYS[rule]}
+    assert set(make(rule, use_short_conv=False).state_dict()) == {*COMMON, *OWN_KEYS[rule]}
 
 
 def test_parameter_shapes_are_those_of_the_hub() -> None:
@@ -341,10 +341,10 @@ PUBLISHED_SIZES = {
 }
 
 
-@pytest.mark.parametrize("variant", PUBLISHED_SIZES)
-def test_published_sizes_have_the_published_number_of_parameters(variant: str) -> None:
-    hidden_size, num_heads, head_dim, expected = PUBLISHED_SIZES[variant]
+@pytest.mark.parametrize("rule", PUBLISHED_SIZES)
+def test_published_sizes_have_the_published_number_of_parameters(rule: str) -> None:
+    hidden_size, num_heads, head_dim, expected = PUBLISHED_SIZES[rule]
     with torch.device("meta"):
-        layer = DeltaRuleAttention(variant, hidden_size, num_heads, head_dim)
+        layer = DeltaRuleAttention(rule, hidden_size, num_heads, head_dim)
     assert sum(p.numel() for p in layer.parameters()) == expected
-    assert get_variant(variant).head_dim == head_dim
+    assert get_rule(rule).head_dim == head_dim

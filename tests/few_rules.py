@@ -6,11 +6,11 @@ and packed equal alone, the gradients are right, what was saved loads again), an
 
 All other code is shared: projections, convolutions, chunks, states, caches, models, tensor parallelism. It sees of a
 rule what its spec says and which methods of the layer it overrides. So the many cases of such a test (every split,
-every kind of padding, every way to pack) run on `FEW_VARIANTS`. Between them they have every choice in a spec and every
-overridden method; variants/test_few_variants.py says which is missing.
+every kind of padding, every way to pack) run on `FEW_RULES`. Between them they have every choice in a spec and every
+overridden method; rules/test_few_rules.py says which is missing.
 """
 
-FEW_VARIANTS = [
+FEW_RULES = [
     "linear_attention",  # no correction term: another operator, no step size, nothing normalised
     "neg_delta_net",  # no decay, no output gate, step sizes up to 2
     "gated_deltanet",  # decay per head, full output gate, values wider than keys
