@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -71,41 +70,18 @@ CONFIGS = {
 }
 
 
-def _every_model() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Every model type (the generic one with every mixer), pure and hybrid, with and without convolutions in turns."""
-    types: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in CONFIGS if name != "delta_rule"}
-    types |= {f"delta_rule_{mixer}": ("delta_rule", {"mixer": mixer}) for mixer in deltazoo.list_rules()}
-    conv_free, tied = {"use_short_conv": False}, {"tie_word_embeddings": True}
-    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, HYBRID | conv_free), (conv_free | tied, HYBRID | tied)]
-    cases = {}
-    for number, (name, (model_type, mixer)) in enumerate(types.items()):
-        pure, hybrid = pairs[number % 2]
-        cases[f"every_{name}"] = (model_type, mixer | pure)
-        cases[f"every_{name}_hybrid"] = (model_type, mixer | hybrid)
-    return cases
-
-
-EVERY_MODEL = _every_model()
-MORE = list(EVERY_MODEL) if os.environ.get("DELTAZOO_EVERY_MODEL") else []
-"""For the table of features (scripts/render_features.py): too many for the test suite."""
-
-MIXERS = deltazoo.list_rules() if MORE else FEW_RULES
-CASES = [*(case for case in OPTIONS if case in MIXERS or case not in deltazoo.list_rules()), *MORE]
+CASES = [*(case for case in OPTIONS if case in FEW_RULES or case not in deltazoo.list_rules())]
 """With the mixers on which shared code takes every path (few_rules.py). Every rule in pure, hybrid and swapped
 models, decoded and reloaded, is what the tests of `deltazoo check` try."""
-TYPES = ["delta_rule", "delta_net", "gated_deltanet", "kda", "efla", "gla", *MORE]
+TYPES = ["delta_rule", "delta_net", "gated_deltanet", "kda", "efla", "gla"]
 """Few: most types differ from the generic one in nothing that a model does. That of GLA renames a parameter."""
-FEW = ["gated_deltanet", "kda_without_conv", "hybrid", "hybrid_without_conv", *MORE]
+FEW = ["gated_deltanet", "kda_without_conv", "hybrid", "hybrid_without_conv"]
 """With and without convolutions, pure and hybrid: for tests that hardly depend on the mixer."""
-
-BUILT: set[str] = set()
-"""What has been built since it was last cleared, as `type or mixer, pure or hybrid`; see models/conftest.py."""
 
 
 def tiny_config(case: str, **overrides: Any) -> DeltaRuleConfig:
-    """Of the generic type with a case's options, or of one of `EVERY_MODEL`."""
-    model_type, options = EVERY_MODEL.get(case) or ("delta_rule", OPTIONS[case])
-    return _config(model_type, **{**options, **overrides})
+    """Of the generic type with a case's options."""
+    return _config("delta_rule", **{**OPTIONS[case], **overrides})
 
 
 def tiny_model(case: str, **overrides: Any) -> DeltaRuleForCausalLM:
@@ -115,10 +91,9 @@ def tiny_model(case: str, **overrides: Any) -> DeltaRuleForCausalLM:
 
 
 def tiny_named(model_type: str, suffix: str = "ForCausalLM", **overrides: Any) -> Any:
-    """A model of a Hub type, or one of `EVERY_MODEL`: its causal language model, or the class with that suffix."""
+    """A model of a Hub type: its causal language model, or the class with that suffix."""
     runtime = _pop_runtime(overrides)
-    model_type, options = EVERY_MODEL.get(model_type, (model_type, {}))
-    return _model(_config(model_type, **{**options, **overrides}), suffix, runtime)
+    return _model(_config(model_type, **overrides), suffix, runtime)
 
 
 def _pop_runtime(overrides: dict[str, Any]) -> dict[str, Any]:
@@ -126,12 +101,7 @@ def _pop_runtime(overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config(model_type: str, **options: Any) -> DeltaRuleConfig:
-    config = CONFIGS[model_type](**{**SIZES, **options})
-    kinds = set(config.layer_types or ())
-    if "linear_attention" in kinds:
-        name = f"delta_rule: {config.mixer}" if model_type == "delta_rule" else model_type
-        BUILT.add(f"{name}, {'pure' if len(kinds) == 1 else 'hybrid'}")
-    return config
+    return CONFIGS[model_type](**{**SIZES, **options})
 
 
 def _model(config: DeltaRuleConfig, suffix: str, runtime: dict[str, Any]) -> Any:

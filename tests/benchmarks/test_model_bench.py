@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.model_page import write_model_page
 from command_line import invoke
 from liger_kernels import needs_liger
 
 from benchmarks import model_candidates, model_page, model_suite
 from benchmarks.model_candidates import Size, candidates
-from benchmarks.model_page import write_model_page
 from benchmarks.model_results import ModelResults, ModelRow
 from benchmarks.model_training import OUR_WAYS, kind_of_work
 from benchmarks.provenance import describe_run

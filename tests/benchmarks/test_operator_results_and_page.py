@@ -12,13 +12,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_fakes import FakeTimer
-
 from benchmarks.operator_page import render_page, write_page
+from benchmarks.targets import TARGETS, verdict
+
 from benchmarks.operator_results import OperatorResults, OperatorRow
 from benchmarks.operator_suite import Plan, bench_ops
 from benchmarks.provenance import Run, describe_run
 from benchmarks.shapes import SWEEP, TABLE, Shape
-from benchmarks.targets import TARGETS, verdict
 from benchmarks.timing import CpuTimer, Spread, timer_for
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from deltazoo.workbench import provenance
 
+from benchmarks import provenance
 from benchmarks.provenance import describe_run, git_commit, gpu_name, package_version
 
 

@@ -78,7 +78,6 @@ def same_logits(a, b, given=None):
         return torch.equal(a(given).logits, b(given).logits)
 
 
-@pytest.mark.feature("fla-hub checkpoints, both ways")
 def test_current_names_need_no_conversion(checkpoint):
     model, path = checkpoint
     loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
@@ -87,7 +86,6 @@ def test_current_names_need_no_conversion(checkpoint):
     assert same_logits(load_fla_checkpoint(path), model)
 
 
-@pytest.mark.feature("fla-hub checkpoints, both ways")
 def test_old_names(checkpoint):
     model, path = checkpoint
     current = load_file(path / "model.safetensors")
@@ -113,7 +111,6 @@ def test_old_names(checkpoint):
     assert saved.keys() == current.keys() and all(torch.equal(saved[name], x) for name, x in current.items())
 
 
-@pytest.mark.feature("fla-hub checkpoints, both ways")
 def test_saved_configuration_means_the_same_to_fla(checkpoint):
     """fla's formulas for the widths of a layer, applied to what we save, give the shapes of the weights we save."""
     model, path = checkpoint
@@ -142,7 +139,6 @@ def test_saved_configuration_means_the_same_to_fla(checkpoint):
     }
 
 
-@pytest.mark.feature("errors: checkpoints")
 def test_strangers_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ValueError, match="model type 'llama'"):
@@ -153,7 +149,6 @@ def test_strangers_are_refused(tmp_path):
         load_fla_checkpoint(tmp_path)
 
 
-@pytest.mark.feature("errors: checkpoints")
 def test_what_is_missing_is_named(checkpoint):
     model, path = checkpoint
     weights = load_file(path / "model.safetensors")
@@ -182,7 +177,6 @@ def test_tied_weights_are_not_missing(tmp_path):
     assert same_logits(load_fla_checkpoint(tmp_path), model)
 
 
-@pytest.mark.feature("errors: configurations")
 def test_contradicting_layers_are_refused():
     with pytest.raises(ValueError, match="place the softmax layers differently"):
         tiny_named("kda", attn=HYBRID_ATTN, layer_types=["full_attention", "linear_attention"])
@@ -223,7 +217,6 @@ NOT_GIVEN_BACK = {
 }
 
 
-@pytest.mark.feature("fla-hub checkpoints, both ways")
 @pytest.mark.parametrize("path", WRITTEN_BY_FLA, ids=lambda path: path.name)
 def test_written_by_fla(path, tmp_path):
     """The logits are equal to rounding; the parameters come back under the same names, bit for bit."""
@@ -244,7 +237,6 @@ def test_written_by_fla(path, tmp_path):
     assert (expected["logits"] - exact).abs().max() < 4 * rounding < 1e-4
 
 
-@pytest.mark.feature("fla-hub checkpoints, both ways")
 def test_norm_and_gate_of_gla_in_two_modules(tmp_path):
     """With `fuse_norm=False` the output norm has another name."""
     path = Path(__file__).parent / "fla_checkpoints" / "gla"

@@ -121,7 +121,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.feature("context parallelism, four processes")
 def test_operators_give_the_same_bits_on_any_number_of_ranks(results: dict[str, dict[str, Any]]) -> None:
     """Outputs, final states and all gradients, for pieces of uneven lengths on one global grid."""
     assert len(results["operators"]) == 39
@@ -129,14 +128,12 @@ def test_operators_give_the_same_bits_on_any_number_of_ranks(results: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.feature("context parallelism, four processes")
 def test_operators_compute_with_a_context_what_they_compute_without_one(results: dict[str, dict[str, Any]]) -> None:
     assert len(results["rounding"]) == 26
     assert {case: missed for case, missed in results["rounding"].items() if missed} == {}
 
 
 @pytest.mark.slow
-@pytest.mark.feature("context parallelism, four processes")
 def test_models_compute_what_one_rank_computes(results: dict[str, dict[str, Any]]) -> None:
     """Logits, loss and gradients, with a piece of two tokens, which is shorter than the convolution reaches back."""
     distances, rounding = results["models"]["distances"], results["models"]["rounding"]
@@ -148,14 +145,12 @@ def test_models_compute_what_one_rank_computes(results: dict[str, dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.feature("context parallelism, four processes")
 def test_recomputation_exchanges_nothing_again(results: dict[str, dict[str, Any]]) -> None:
     counts = results["recomputation"]
     assert counts["block"] == counts["elementwise"] == counts["none"] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.feature("context parallelism, four processes")
 def test_a_prompt_that_ranks_share_fills_a_cache_on_each(results: dict[str, dict[str, Any]]) -> None:
     assert len(results["prefill"]) == 12
     for case, (same_tokens, again) in results["prefill"].items():
@@ -164,7 +159,6 @@ def test_a_prompt_that_ranks_share_fills_a_cache_on_each(results: dict[str, dict
 
 
 @pytest.mark.slow
-@pytest.mark.feature("errors: unsupported requests")
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
@@ -196,7 +190,6 @@ def test_a_rank_that_dies_ends_the_others() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.feature("torch.compile without graph breaks")
 def test_compiled_code_exchanges_too() -> None:
     run_processes(2, "--no-python", sys.executable, "-c", COMPILED, str(Path(__file__).parents[1]))
 

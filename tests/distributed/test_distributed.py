@@ -90,7 +90,6 @@ CLOSE = 100 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.slow
-@pytest.mark.feature("DDP and FSDP2, two processes", models=HYBRID_KDA)
 @pytest.mark.parametrize("route", ["Trainer, DDP", "Trainer, DDP, resumed", "from_pretrained, Trainer"])
 def test_trainer(route: str, together: dict[str, Any], trained_alone: list[float]) -> None:
     if route not in together:
@@ -99,7 +98,6 @@ def test_trainer(route: str, together: dict[str, Any], trained_alone: list[float
 
 
 @pytest.mark.slow
-@pytest.mark.feature("DDP and FSDP2, two processes", models=HYBRID_KDA)
 def test_fsdp2_equals_one_process_and_goes_on_where_it_was_interrupted(together: dict[str, Any], folder: Path) -> None:
     alone = losses_alone(folder / "model", torch.optim.AdamW, STEPS, torch.float32)
     assert together["FSDP2, whole"] == pytest.approx(alone, rel=CLOSE)
@@ -124,7 +122,6 @@ def test_gates_stay_float32_where_blocks_run_twice_and_without_a_head(together: 
 
 
 @pytest.mark.slow
-@pytest.mark.feature("float32 gates under FSDP2 in bfloat16", models=HYBRID_KDA)
 @pytest.mark.parametrize(
     ("route", "dtype"),
     [
@@ -154,7 +151,6 @@ def test_gates_stay_float32_whatever_the_rest_is_in(
 
 
 @pytest.mark.slow
-@pytest.mark.feature("pipeline parallelism, two processes", models=HYBRID_KDA)
 def test_two_stages_compute_what_one_process_does(together: dict[str, Any]) -> None:
     if "pipeline" not in together:
         pytest.skip("this version of transformers has no pipeline stages")
@@ -162,7 +158,6 @@ def test_two_stages_compute_what_one_process_does(together: dict[str, Any]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.feature("DDP and FSDP2, two processes", models=["delta_rule: kda, pure"])
 def test_the_script_finds_no_difference() -> None:
     """DDP, FSDP2 in both precisions, tensor and context parallelism, with AdamW."""
     output = run_two_processes(str(ROOT / "scripts" / "check_distributed.py"), "--cases", "kda")

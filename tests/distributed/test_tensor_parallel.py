@@ -46,7 +46,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.parametrize("case", DIVIDED)
-@pytest.mark.feature("tensor parallelism, two processes")
 def test_two_processes_equal_one(case: str, results: dict[str, dict[str, Any]]) -> None:
     """Loss and gradients (accumulated too), logits, generated tokens, the checkpoint saved from the shares, a step."""
     if case in OPTIONS:
@@ -69,7 +68,6 @@ def test_two_processes_equal_one(case: str, results: dict[str, dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("case", DIVISIBLE)
-@pytest.mark.feature("parallel plans")
 def test_every_entry_of_a_plan_names_something_and_every_large_matrix_is_named(case: str) -> None:
     model = tiny_model(case)
     modules = {replace_layer_number_by_wildcard(name) for name, _ in model.named_modules()}
@@ -85,7 +83,6 @@ def test_every_entry_of_a_plan_names_something_and_every_large_matrix_is_named(c
 
 
 @pytest.mark.parametrize("case", [case for case in DECLARED if case not in DIVISIBLE])
-@pytest.mark.feature("parallel plans")
 def test_no_plan_is_offered_that_would_be_refused(case: str) -> None:
     """The styles refuse layers that project to several micro-steps."""
     for model in (tiny_model(case), tiny_model(case).model):
@@ -105,7 +102,6 @@ def test_no_plan_is_offered_that_would_be_refused(case: str) -> None:
         ("micro_steps", {}, "needs num_micro_steps=1, got 2"),
     ],
 )
-@pytest.mark.feature("errors: unsupported requests")
 def test_heads_that_cannot_be_divided_are_refused(case: str, overrides: dict[str, int], message: str) -> None:
     mixer = tiny_model(case, **overrides).model.layers[0].attn
     style = ALL_PARALLEL_STYLES["delta_rule_heads"]

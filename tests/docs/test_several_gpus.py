@@ -1,4 +1,4 @@
-"""docs/several_gpus.md shows the committed results, and its blocks for two processes run in two processes."""
+"""The blocks of docs/several_gpus.md for two processes run in two processes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from script_modules import load_script
 from several_processes import run_in_processes
 from tiny_models import tiny_model
 from tiny_runs import for_the_installed_version, run_python
 
-render_several_gpus = load_script("render_several_gpus")
-
-
-def test_the_page_shows_the_committed_results() -> None:
-    assert render_several_gpus.PAGE.read_text(encoding="utf-8") == render_several_gpus.page()
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "several_gpus.md"
 
 
 def test_blocks_for_two_processes_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = for_the_installed_version(render_several_gpus.PAGE.read_text(encoding="utf-8"))
+    text = for_the_installed_version(PAGE.read_text(encoding="utf-8"))
     blocks = [part.split("```python\n")[1].split("\n```")[0] for part in text.split("<!-- not run: needs two")[1:]]
     assert len(blocks) == 6
     tiny_model("hybrid_kda", vocab_size=258, num_heads=2).save_pretrained(tmp_path / "my_model")

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from experiments.lab_page import listing, write_page
 
 from deltazoo.spec import list_rules
 from experiments import Experiment
-from experiments.lab_page import listing, write_page
 from experiments.lab_records import Environment, ResultFile
 from experiments.runner import Plan, run_suite
 from experiments.suite_selection import Selection, select

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from experiments.lab_page import _wall_clock
+from experiments.lab_plots import draw_complexity, draw_numerics
 from helpers import run_python
 
 import deltazoo
@@ -27,8 +29,6 @@ from experiments.complexity import flops, measure_complexity, parallel_scan
 from experiments.configurations import parse_configuration
 from experiments.experiment import Run
 from experiments.fitting import Outcome, Score
-from experiments.lab_page import _wall_clock
-from experiments.lab_plots import draw_complexity, draw_numerics
 from experiments.lab_records import Environment, Record, ResultFile, decisive_files, read_records
 from experiments.numerics import ROUNDED_FORM, judge_numerics, measure_numerics
 from experiments.repeated_keys import bound_of, judge_repeated_keys

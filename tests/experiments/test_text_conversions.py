@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from experiments.text_conversions.conversion_page import write_conversion_page
 
 from deltazoo.cli import main
 from deltazoo.swap import swapped_layers
@@ -23,7 +24,6 @@ from experiments.text.text_configurations import build_model
 from experiments.text.text_corpus import TextCorpus
 from experiments.text.text_recipe import TextRecipe
 from experiments.text_conversions import conversion_suite
-from experiments.text_conversions.conversion_page import write_conversion_page
 from experiments.text_conversions.conversion_recipe import CONTROL, Conversion, ConversionRecipe
 from experiments.text_conversions.conversion_results import ConversionResults
 from experiments.text_conversions.conversion_suite import (

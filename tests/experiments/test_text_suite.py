@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from experiments.text.text_page import _judged_though_dropped, _mixer, _recalled, _tie, write_text_page
 
 from deltazoo.cli import main
 from experiments.lab_records import Environment
@@ -34,7 +35,6 @@ from experiments.text.text_configurations import (
     model_config,
 )
 from experiments.text.text_corpus import TextCorpus
-from experiments.text.text_page import _judged_though_dropped, _mixer, _recalled, _tie, write_text_page
 from experiments.text.text_recipe import TextRecipe
 from experiments.text.training import Training
 

@@ -31,7 +31,6 @@ def num_bytes(cache):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.feature("state of constant size")
 def test_size_does_not_depend_on_length(case):
     model = tiny_model(case)
     short, long = filled(model, tokens(2, 5)), filled(model, tokens(2, 90))
@@ -42,7 +41,6 @@ def test_size_does_not_depend_on_length(case):
 
 
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("float32 state in a bfloat16 model")
 def test_recurrent_state_is_float32_in_a_bfloat16_model(case):
     model = tiny_model(case).to(torch.bfloat16)
     cache = filled(model, tokens(2, 1), filled(model, tokens(2, 5)))
@@ -51,7 +49,6 @@ def test_recurrent_state_is_float32_in_a_bfloat16_model(case):
 
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.parametrize("with_config", [True, False])
-@pytest.mark.feature("the user's own DynamicCache")
 def test_users_own_dynamic_cache(case, with_config):
     model, ids = tiny_model(case), tokens(2, 6)
     cache = DynamicCache(config=model.config) if with_config else DynamicCache()
@@ -64,7 +61,6 @@ def test_users_own_dynamic_cache(case, with_config):
 
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.feature("cache rows reordered, selected, repeated")
 def test_rows_follow_reorder(case, static):
     model, ids, more = tiny_model(case), tokens(3, 6), tokens(3, 2, seed=1)
     cache = filled(model, ids, StaticCache(config=model.config, max_cache_len=16) if static else None)
@@ -75,7 +71,6 @@ def test_rows_follow_reorder(case, static):
 
 
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("cache rows reordered, selected, repeated")
 def test_rows_are_selected_and_repeated(case):
     model, ids = tiny_model(case), tokens(3, 6)
     cache = filled(model, ids)
@@ -87,7 +82,6 @@ def test_rows_are_selected_and_repeated(case):
 
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.feature("cache reset and copied")
 def test_reset_forgets(case, static):
     model, ids, other = tiny_model(case), tokens(2, 6), tokens(2, 6, seed=1)
     cache = filled(model, other, StaticCache(config=model.config, max_cache_len=16) if static else None)
@@ -110,7 +104,6 @@ def test_a_fixed_count_outlives_a_reset():
 
 
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("cache reset and copied")
 def test_copies_are_independent(case):
     model, ids = tiny_model(case), tokens(2, 6)
     cache = filled(model, ids)
@@ -120,7 +113,6 @@ def test_copies_are_independent(case):
     torch.testing.assert_close(next_logits(model, cache, ids), expected)
 
 
-@pytest.mark.feature("errors: caches")
 @pytest.mark.parametrize("static", [False, True])
 def test_tokens_cannot_be_taken_back(static):
     model, ids = tiny_model("gated_deltanet"), tokens(1, 4)
@@ -136,7 +128,6 @@ def test_tokens_cannot_be_taken_back(static):
         filled(model, ids, cache)
 
 
-@pytest.mark.feature("static cache")
 def test_static_states_stay_at_their_addresses():
     model = tiny_model("gated_deltanet")
     cache = filled(model, tokens(2, 4), StaticCache(config=model.config, max_cache_len=16))
@@ -147,7 +138,6 @@ def test_static_states_stay_at_their_addresses():
     assert addresses == [t.data_ptr() for layer in delta_layers(cache) for t in layer.state[:2]]
 
 
-@pytest.mark.feature("errors: caches")
 class TestCacheOfAnotherModel:
     def test_other_number_of_layers(self):
         cache = filled(tiny_model("gated_deltanet", num_hidden_layers=3), tokens(1, 4))
@@ -176,7 +166,6 @@ class TestCacheOfAnotherModel:
 
 
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("compiled decoding, one graph for every length")
 def test_compiled_decoding_never_traces_again(case):
     """One graph serves every length; the logits are those of the full forward pass."""
     model, ids = tiny_model(case), tokens(2, 5)

@@ -55,7 +55,6 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("case", [*OPTIONS, *SWAPPED, *ACCELERATED])
-@pytest.mark.feature("states taken out of a cache and put back")
 def test_restored_states_go_on_bit_for_bit(case, tmp_path):
     """In the same cache, in a fresh one, forked, by rows, and read from a file."""
     model, ids, more = model_of(case), tokens(2, 7), tokens(2, 3, seed=1)
@@ -140,7 +139,6 @@ def addresses(cache):
 
 
 @pytest.mark.parametrize("case", KINDS)
-@pytest.mark.feature("states taken out of a cache and put back")
 def test_states_move_between_growing_and_static_caches(case):
     model, ids = model_of(case), tokens(2, 7)
     _, growing = run(model, None, ids)
@@ -160,7 +158,6 @@ def test_states_move_between_growing_and_static_caches(case):
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("case", KINDS)
-@pytest.mark.feature("rows of different length in one batch")
 def test_a_row_joins_a_longer_batch(case, static):
     """It goes on there as it does alone, and its state leaves the batch as it came."""
     model, long, short, more = model_of(case), tokens(2, 9), tokens(1, 4, seed=1), tokens(2, 1, seed=2)
@@ -184,7 +181,6 @@ def test_a_row_joins_a_longer_batch(case, static):
     torch.testing.assert_close(together, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.feature("rows of different length in one batch")
 def test_room_for_a_longer_row():
     model, short, long, more = tiny_model("hybrid"), tokens(2, 4), tokens(1, 9, seed=1), tokens(2, 1, seed=2)
     batch, cache = run(model, None, short)[1], run(model, None, long)[1]
@@ -201,7 +197,6 @@ def test_room_for_a_longer_row():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", [*FEW, "swapped_llama", "accelerated_qwen3_next"])
-@pytest.mark.feature("states taken out of a cache and put back")
 def test_captured_steps_go_on_from_restored_states(case, device):
     """Also where the rows have changed places."""
     model, ids = model_of(case).to(device), tokens(2, 6).to(device)
@@ -257,7 +252,6 @@ def test_what_a_snapshot_says_of_itself():
     assert saved.fork(2).nbytes == 2 * saved.nbytes
 
 
-@pytest.mark.feature("errors: caches")
 class TestRefusals:
     @pytest.fixture
     def saved(self):
@@ -339,7 +333,6 @@ class TestRefusals:
             snapshot(cache)
 
 
-@pytest.mark.feature("states in files")
 class TestFiles:
     @pytest.fixture
     def path(self, tmp_path):

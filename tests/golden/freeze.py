@@ -47,7 +47,7 @@ FOLDER = Path(__file__).parent
 CHECKPOINTS = FOLDER / "checkpoints"
 OPERATOR = FOLDER / "operator.safetensors"
 ROUNDING = FOLDER / "rounding.json"
-VARIANTS = [
+RULES = [
     "linear_attention",
     "mamba2_style",
     "delta_net",
@@ -75,7 +75,7 @@ HYBRID: dict[str, Any] = {
     "num_key_value_heads": 1,
 }
 MODELS: dict[str, DeltaRuleConfig] = {
-    **{f"delta_rule_{mixer}": DeltaRuleConfig(mixer=mixer, **SIZES) for mixer in VARIANTS},
+    **{f"delta_rule_{mixer}": DeltaRuleConfig(mixer=mixer, **SIZES) for mixer in RULES},
     "delta_net": DeltaNetConfig(**SIZES),
     "gated_deltanet": GatedDeltaNetConfig(**SIZES),
     "kda": KDAConfig(**SIZES),

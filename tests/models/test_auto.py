@@ -62,21 +62,18 @@ def test_a_rule_without_a_model_type_says_what_to_use():
         "import deltazoo; from transformers import AutoConfig, AutoModelForCausalLM; AutoConfig.for_model('kda')",
     ],
 )
-@pytest.mark.feature("Auto classes after import deltazoo")
 def test_import_is_enough_to_load(imports, tmp_path):
     tiny_named("gated_deltanet").save_pretrained(tmp_path)
     result = run(f"{imports}; print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__module__)")
     assert result.stdout.strip() == "deltazoo.models.hub_classes", result.stderr
 
 
-@pytest.mark.feature("Auto classes after import deltazoo")
 def test_import_is_light():
     """Neither transformers nor triton is imported before it is needed."""
     result = run("import deltazoo, sys; print({'transformers', 'triton'} & set(sys.modules))")
     assert result.stdout.strip() == "set()", result.stderr
 
 
-@pytest.mark.feature("Auto classes after import deltazoo")
 def test_import_without_transformers():
     result = run("import sys; sys.modules['transformers'] = None; import deltazoo.layers; print(deltazoo.list_rules())")
     assert "gated_deltanet" in result.stdout, result.stderr
@@ -91,7 +88,6 @@ def test_import_without_transformers():
         ("import deltazoo.models, rival", True, False),
     ],
 )
-@pytest.mark.feature("another library with the same model types")
 def test_a_library_with_the_same_names(imports, exist_ok, warned, tmp_path):
     """fla keeps the names in any order of import. Our classes load our checkpoints by name; `override=True` takes over.
 

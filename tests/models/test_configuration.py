@@ -20,7 +20,6 @@ from deltazoo.models.softmax_attention import RotaryEmbedding
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.feature("configurations survive saving")
 def test_survives_saving_and_loading(case, tmp_path):
     config = tiny_config(case, eos_token_id=3)
     config.save_pretrained(tmp_path)
@@ -42,7 +41,6 @@ def test_embeddings_are_divided_under_their_own_name(case):
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-@pytest.mark.feature("configurations survive saving")
 def test_default_sizes_fit_together(model_type):
     config = CONFIGS[model_type]()
     assert config.model_type == model_type
@@ -51,13 +49,11 @@ def test_default_sizes_fit_together(model_type):
     assert config.rope_parameters is None
 
 
-@pytest.mark.feature("errors: configurations")
 def test_unknown_key_is_refused_with_the_nearest_one():
     with pytest.raises(ValueError, match=r"unknown key 'hiden_size'; did you mean 'hidden_size'\?"):
         DeltaRuleConfig(hiden_size=32)
 
 
-@pytest.mark.feature("errors: configurations")
 def test_unknown_mixer_is_refused_with_the_nearest_one():
     with pytest.raises(ValueError, match="did you mean 'gated_deltanet'"):
         DeltaRuleConfig(mixer="gated_delta_net")
@@ -111,13 +107,11 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
         ({"pad_token_id": 61}, "less than vocab_size = 61, or None, got 61"),
     ],
 )
-@pytest.mark.feature("errors: configurations")
 def test_contradictions_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         DeltaRuleConfig(**{**SIZES, **overrides})
 
 
-@pytest.mark.feature("configurations survive saving")
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_what_was_saved_loads_with_keys_of_others(model_type, tmp_path):
     """Attributes that other tools set on a configuration: scripts for LoRA, Unsloth, older versions of transformers."""
@@ -148,7 +142,6 @@ def test_what_was_saved_loads_with_keys_of_others(model_type, tmp_path):
             assert type(loaded)(**loaded.to_dict()).to_dict() == loaded.to_dict()
 
 
-@pytest.mark.feature("errors: configurations")
 class TestUnknownKeys:
     def test_a_caller_gets_an_error_and_a_file_does_not(self):
         with pytest.raises(ValueError, match="unknown key 'attention_bias'"):
@@ -236,7 +229,6 @@ def test_softmax_heads_set_on_a_pure_model_can_be_printed(model_type):
     assert '"num_attention_heads": 4' in repr(config)
 
 
-@pytest.mark.feature("errors: configurations")
 def test_named_type_keeps_its_mixer():
     with pytest.raises(ValueError, match="model type 'kda' has mixer 'kda', got mixer='efla'"):
         KDAConfig(mixer="efla")
@@ -345,7 +337,6 @@ def test_partial_rotary_factor_acts_on_every_rope_type():
     torch.testing.assert_close(default.inv_freq, linear.inv_freq)
 
 
-@pytest.mark.feature("fla-hub configurations")
 class TestFlaHubKeys:
     def test_kernel_choices_are_dropped(self):
         config = GatedDeltaNetConfig(
@@ -494,7 +485,6 @@ class TestFlaHubKeys:
     ],
     ids=str,
 )
-@pytest.mark.feature("errors: configurations")
 def test_keys_that_were_changed_later_are_checked_when_a_model_is_made(overrides, message, tmp_path):
     """Arguments of from_pretrained are set on a configuration that has been checked."""
     DeltaRuleForCausalLM(tiny_config("gated_deltanet")).save_pretrained(tmp_path)

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from tiny_models import CASES, FEW, MORE, TYPES, tiny_model, tiny_named, tokens
+from tiny_models import CASES, FEW, TYPES, tiny_model, tiny_named, tokens
 from tiny_serving import byte_tokenizer, tiny
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-SAMPLING = pytest.mark.feature("sampling")
-BEAM_SEARCH = pytest.mark.feature("beam search")
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
@@ -33,21 +31,18 @@ def left_padded(rows, length):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.feature("greedy decoding")
 def test_greedy(case):
     model, ids = tiny_model(case), tokens(2, 7)
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), greedy_loop(model, ids, 8))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.feature("greedy decoding")
 def test_greedy_by_type(model_type):
     model, ids = tiny_named(model_type), tokens(2, 7)
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), greedy_loop(model, ids, 8))
 
 
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("left-padded prompts")
 def test_greedy_left_padded_equals_each_row_alone(case):
     model = tiny_model(case)
     rows = [tokens(n, seed=n) for n in (2, 9, 5)]
@@ -61,17 +56,14 @@ def test_greedy_left_padded_equals_each_row_alone(case):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"do_sample": True, "top_k": 20}, id="sample", marks=SAMPLING),
-        pytest.param({"do_sample": True, "num_return_sequences": 2}, id="samples_returned", marks=SAMPLING),
-        pytest.param({"do_sample": False, "num_beams": 3}, id="beam", marks=BEAM_SEARCH),
+        pytest.param({"do_sample": True, "top_k": 20}, id="sample"),
+        pytest.param({"do_sample": True, "num_return_sequences": 2}, id="samples_returned"),
+        pytest.param({"do_sample": False, "num_beams": 3}, id="beam"),
         pytest.param(
             {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5},
             id="beams_returned",
-            marks=BEAM_SEARCH,
         ),
-        pytest.param(
-            {"do_sample": True, "num_beams": 2}, id="beam_sample", marks=pytest.mark.feature("beam-sample decoding")
-        ),
+        pytest.param({"do_sample": True, "num_beams": 2}, id="beam_sample"),
     ],
 )
 def test_cache_changes_nothing(case, options):
@@ -84,7 +76,6 @@ def test_cache_changes_nothing(case, options):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.feature("tokens in pieces of any length")
 def test_any_partition_of_the_tokens_equals_one_call(case):
     model, ids = tiny_model(case).double(), tokens(2, 23)
     with torch.no_grad():
@@ -100,7 +91,6 @@ def test_any_partition_of_the_tokens_equals_one_call(case):
 
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.parametrize("length", [1, 2, 30])
-@pytest.mark.feature("second turn on a returned cache")
 def test_second_turn_continues_the_returned_cache(case, length):
     model, ids = tiny_model(case), tokens(2, 5)
     first = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
@@ -110,7 +100,6 @@ def test_second_turn_continues_the_returned_cache(case, length):
 
 
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("inputs_embeds")
 def test_prompt_as_embeddings(case):
     model, ids = tiny_model(case), tokens(2, 7)
     embeds = model.get_input_embeddings()(ids)
@@ -119,7 +108,6 @@ def test_prompt_as_embeddings(case):
 
 
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("prefill in chunks")
 def test_prefill_in_chunks(case):
     model, ids = tiny_model(case), tokens(2, 11)
     generated = model.generate(ids, max_new_tokens=5, do_sample=False, prefill_chunk_size=4)
@@ -127,7 +115,6 @@ def test_prefill_in_chunks(case):
 
 
 @pytest.mark.parametrize("held", [6, 7])
-@pytest.mark.feature("errors: caches")
 def test_a_cache_of_the_whole_prompt_is_refused(held):
     """transformers would run the prompt once more behind itself."""
     model, ids = tiny_model("gated_deltanet"), tokens(2, 7)
@@ -140,7 +127,6 @@ def test_a_cache_of_the_whole_prompt_is_refused(held):
 
 
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("second turn on a returned cache")
 def test_new_tokens_alone_beside_a_cache_of_those_before(case):
     """As transformers has it: the mask is that of all tokens."""
     model, ids = tiny_model(case), tokens(2, 10)
@@ -152,7 +138,6 @@ def test_new_tokens_alone_beside_a_cache_of_those_before(case):
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"capture_step": True}], ids=str)
 @pytest.mark.parametrize("chunk", [1, 2, 4])
 @pytest.mark.parametrize("overrides", [{"case": "gated_deltanet"}, {"case": "hybrid", "head_dim": 6}], ids=str)
-@pytest.mark.feature("prefill in chunks")
 def test_prefill_of_padded_prompts_in_chunks(overrides, chunk, options):
     """transformers takes a piece of one token for a decoding step, and static caches for softmax layers alone."""
     model, ids = tiny_model(**overrides), tokens(2, 7)
@@ -162,8 +147,7 @@ def test_prefill_of_padded_prompts_in_chunks(overrides, chunk, options):
     assert torch.equal(model.generate(ids, prefill_chunk_size=chunk, **options), expected)
 
 
-@pytest.mark.parametrize("case", ["gated_deltanet", *MORE])
-@pytest.mark.feature("streaming")
+@pytest.mark.parametrize("case", ["gated_deltanet"])
 def test_streaming_hands_out_every_token_once(case):
     class Collector(BaseStreamer):
         def __init__(self):
@@ -183,8 +167,7 @@ def test_streaming_hands_out_every_token_once(case):
 
 
 @pytest.mark.parametrize("keep", [1, 3, torch.tensor([0, 4]), torch.tensor([[0, 2], [5, 1]])], ids=str)
-@pytest.mark.parametrize("case", ["hybrid", *MORE])
-@pytest.mark.feature("logits_to_keep")
+@pytest.mark.parametrize("case", ["hybrid"])
 def test_logits_to_keep(case, keep):
     model, ids = tiny_model(case), tokens(2, 6)
     with torch.no_grad():
@@ -197,8 +180,7 @@ def test_logits_to_keep(case, keep):
     torch.testing.assert_close(kept, expected)
 
 
-@pytest.mark.parametrize("case", ["hybrid", *MORE])
-@pytest.mark.feature("logits_to_keep")
+@pytest.mark.parametrize("case", ["hybrid"])
 def test_logits_to_keep_as_a_mask(case):
     model, ids = tiny_model(case), tokens(2, 6)
     mask = tokens(2, 6, seed=2) % 2 == 0
@@ -206,7 +188,6 @@ def test_logits_to_keep_as_a_mask(case):
         torch.testing.assert_close(model(ids, logits_to_keep=mask).logits, model(ids).logits[mask])
 
 
-@pytest.mark.feature("static cache")
 class TestStaticCache:
     @pytest.mark.parametrize("case", FEW)
     def test_greedy(self, case):
@@ -225,7 +206,7 @@ class TestStaticCache:
         )
         assert torch.equal(generated, greedy_loop(model, ids, 6, mask))
 
-    @pytest.mark.parametrize("case", ["gated_deltanet", "hybrid", *MORE])
+    @pytest.mark.parametrize("case", ["gated_deltanet", "hybrid"])
     def test_beams(self, case):
         model, ids = tiny_model(case), tokens(2, 6)
         options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}

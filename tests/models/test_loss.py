@@ -42,7 +42,6 @@ def assert_equal(models, ids, **kwargs):
         torch.testing.assert_close(actual[name], x, rtol=1e-5, atol=atol, msg=name)
 
 
-@pytest.mark.feature("loss without logits")
 @pytest.mark.parametrize("case", ["gated_deltanet", "kda", "tied", "hybrid"])
 def test_same_loss_and_gradients(case):
     assert_equal(pair(case), tokens(2, 20))

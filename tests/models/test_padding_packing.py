@@ -79,7 +79,6 @@ def assert_same_gradients(ours, expected):
 
 @pytest.mark.parametrize("side", ["left", "right", "scattered"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.feature("padding: left, right, scattered")
 def test_padded_rows_equal_rows_alone(case, side):
     model, rows = exact_model(case), documents()
     ids, mask = padded(rows, side)
@@ -91,7 +90,6 @@ def test_padded_rows_equal_rows_alone(case, side):
 
 @pytest.mark.parametrize("side", ["left", "right", "scattered"])
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("padding: gradients")
 def test_padding_changes_no_gradient(case, side):
     model, rows = exact_model(case), documents()
     ids, mask = padded(rows, side)
@@ -107,7 +105,6 @@ def test_padding_changes_no_gradient(case, side):
 
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.parametrize("side", ["left", "right", "scattered"])
-@pytest.mark.feature("padding: states")
 def test_padded_prompt_leaves_the_state_of_the_row_alone(case, side):
     model, rows = exact_model(case), documents()
     ids, mask = padded(rows, side)
@@ -122,7 +119,6 @@ def test_padded_prompt_leaves_the_state_of_the_row_alone(case, side):
 
 
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("padding: second turn")
 def test_padded_second_turn(case):
     """Turns of different lengths, padded on the left, continue one cache."""
     model, ids = exact_model(case), tokens(2, 6)
@@ -138,7 +134,6 @@ def test_padded_second_turn(case):
 
 @pytest.mark.parametrize("way", descriptions(documents()))
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("packing: cu_seqlens, seq_idx, position_ids")
 def test_packed_documents_equal_documents_alone(case, way):
     model, rows = exact_model(case), documents()
     ids = packed(rows)[0]
@@ -149,7 +144,6 @@ def test_packed_documents_equal_documents_alone(case, way):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.feature("packing: loss and gradients")
 def test_packed_loss_and_gradients(case):
     model, rows = exact_model(case), documents()
     ids, cu_seqlens, _, _ = packed(rows)
@@ -161,7 +155,6 @@ def test_packed_loss_and_gradients(case):
 
 
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("packing: loss and gradients")
 def test_mean_loss_counts_only_predicted_tokens(case):
     model, rows = exact_model(case), documents()
     ids, cu_seqlens, _, _ = packed(rows)
@@ -171,7 +164,6 @@ def test_mean_loss_counts_only_predicted_tokens(case):
 
 
 @pytest.mark.parametrize("labels", [False, True])
-@pytest.mark.feature("packing: loss and gradients")
 def test_shifted_labels_leave_out_first_tokens_too(labels):
     model, rows = exact_model("hybrid"), documents()
     ids, cu_seqlens, seq_idx, _ = packed(rows)
@@ -189,7 +181,6 @@ def test_shifted_labels_leave_out_first_tokens_too(labels):
 
 
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("packing: cu_seqlens, seq_idx, position_ids")
 def test_nothing_leaks_between_documents(case):
     model, rows = exact_model(case), documents()
     _, cu_seqlens, _, _ = packed(rows)
@@ -204,7 +195,6 @@ def test_nothing_leaks_between_documents(case):
 
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("packing: DataCollatorWithFlattening")
 def test_flattening_collator(case, flash):
     model, rows = exact_model(case), documents()
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=flash, return_seq_idx=flash)
@@ -214,7 +204,6 @@ def test_flattening_collator(case, flash):
 
 
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("packing: several rows, with padding")
 def test_packed_rows_of_a_batch(case):
     """Several packed rows, as trainers with fixed row length make them."""
     model, rows = exact_model(case), documents()
@@ -229,7 +218,6 @@ def test_packed_rows_of_a_batch(case):
 
 
 @pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("packing: several rows, with padding")
 def test_packed_rows_with_padding(case):
     model, rows = exact_model(case), documents()
     first, second = [rows[0], rows[3]], [rows[2]]
@@ -244,7 +232,6 @@ def test_packed_rows_with_padding(case):
         torch.testing.assert_close(logits[1], model(rows[2][None]).logits[0], **CLOSE)
 
 
-@pytest.mark.feature("packing: cu_seqlens, seq_idx, position_ids")
 def test_empty_documents_are_allowed():
     model, ids = tiny_model("hybrid"), tokens(1, 6)
     with torch.no_grad():
@@ -303,7 +290,6 @@ def test_ready_masks_equal_plain_ones(dtype):
     torch.testing.assert_close(model(ids, attention_mask=ready(mask.to(dtype))).logits, model(ids, mask).logits)
 
 
-@pytest.mark.feature("errors: padding and packing")
 class TestBadInput:
     @pytest.fixture
     def model(self):

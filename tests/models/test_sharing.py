@@ -33,7 +33,6 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
 
 
-@pytest.mark.feature("model cards")
 class TestModelCard:
     @pytest.mark.parametrize("model_type", CONFIGS)
     def test_says_what_the_model_is(self, model_type):
@@ -121,7 +120,6 @@ class TestModelCard:
         assert not (tmp_path / "README.md").exists()
 
 
-@pytest.mark.feature("push_to_hub")
 class TestHub:
     @pytest.fixture
     def hub(self, monkeypatch):
@@ -177,7 +175,6 @@ sys.meta_path.insert(0, Missing())
 """
 
 
-@pytest.mark.feature("trust_remote_code checkpoints")
 class TestRemoteCode:
     def test_every_head_has_a_class(self):
         for head in HEADS:
@@ -273,7 +270,6 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.feature("no pickle is read")
 class TestNoPickle:
     @pytest.fixture
     def checkpoint(self, tmp_path):
@@ -328,7 +324,6 @@ def from_the_hub(folder, tmp_path, **options):
     return "me/mine", {**options, "cache_dir": str(tmp_path / "cache"), "local_files_only": True}
 
 
-@pytest.mark.feature("no pickle is read")
 class TestShards:
     """An index of safetensors shards may name any file; only safetensors files in the checkpoint's folder are read."""
 

@@ -64,7 +64,6 @@ def losses(case: str, tokenizer: PreTrainedTokenizerFast, path: Path, **options:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.feature("packing: TRL")
 def test_packing(case: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     model = tiny_model(case)
     one_by_one = [model(ids, labels=ids).loss.item() for ids in (torch.tensor([row]) for row in DOCUMENTS)]
@@ -80,7 +79,6 @@ def test_packing(case: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.feature("TRL: models from a path")
 def test_models_from_a_path(swapped: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """SFTTrainer loads the model, and DPOTrainer its reference, by the name of the class in config.json."""
     if swapped:

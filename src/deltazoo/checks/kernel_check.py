@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.result_files import one_line
 from deltazoo.checks.errors import plain_torch, relative_error
 from deltazoo.ops import delta_rule, delta_rule_step
 
@@ -224,7 +223,7 @@ def judge(case: Case, backend: str, device: str) -> Verdict:
         if case.has_plain_scale and any(case.tolerance < error < float("inf") for error in errors.values()):
             bounds |= plain_bounds(case, device)
     except Exception as error:  # a broken kernel may raise anything
-        return Verdict(str(case), "-", float("inf"), case.tolerance, one_line(error))
+        return Verdict(str(case), "-", float("inf"), case.tolerance, f"{type(error).__name__}: {error}")
     worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name] / bounds[name]))
     return Verdict(str(case), worst, errors[worst], bounds[worst])
 

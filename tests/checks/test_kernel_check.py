@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import selfcheck
 from benchmarks.cold_start import cold_start_rows
 from benchmarks.shapes import Shape
 from deltazoo.checks.kernel_check import Case, Verdict, cases, check_case, plain_bounds, run_selfcheck
@@ -105,7 +104,7 @@ def test_groups_run_in_processes_of_their_own() -> None:
 
 
 def test_a_process_that_dies_fails_its_own_cases_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    deadly = "import sys, os; from benchmarks import selfcheck as s; s.check_case = lambda *_: os._exit(7)"
+    deadly = "import sys, os; from deltazoo.checks import kernel_check as s; s.check_case = lambda *_: os._exit(7)"
     monkeypatch.setattr(selfcheck, "_COMMAND", ["-c", f"{deadly}; s.main()"])
     found = verdicts([SMALL[0]], jobs=1)
     assert [(verdict.passed, verdict.message) for verdict in found] == [(False, "exit status 7")]
