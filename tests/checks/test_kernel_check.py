@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.cold_start import cold_start_rows
 from benchmarks.shapes import Shape
+from deltazoo.checks import kernel_check
 from deltazoo.checks.kernel_check import Case, Verdict, cases, check_case, plain_bounds, run_selfcheck
 from deltazoo.ops import delta_rule
 
@@ -60,7 +61,7 @@ def test_a_wrong_gradient_of_one_argument_is_found(monkeypatch: pytest.MonkeyPat
         beta = beta if beta.dtype == torch.float64 else Spoil.apply(beta)
         return delta_rule(q, k, v, beta, log_decay, **options)
 
-    monkeypatch.setattr(selfcheck, "delta_rule", lambda *a, **k: wrong(*a, **k))
+    monkeypatch.setattr(kernel_check, "delta_rule", lambda *a, **k: wrong(*a, **k))
     for verdict in verdicts(SMALL):
         assert not verdict.passed and verdict.tensor == "d_beta"
 
@@ -72,7 +73,7 @@ def test_results_that_change_from_run_to_run_are_found(monkeypatch: pytest.Monke
         output, state = delta_rule(**arguments)
         return output, state + next(noise)
 
-    monkeypatch.setattr(selfcheck, "delta_rule", shaky)
+    monkeypatch.setattr(kernel_check, "delta_rule", shaky)
     [verdict] = verdicts(SMALL[:1])
     assert not verdict.passed and verdict.tensor == "repeat"
 
@@ -85,7 +86,7 @@ def test_plain_torch_widens_a_bound_for_step_sizes_up_to_1(monkeypatch: pytest.M
     assert bounds["output"] == case.tolerance < bounds["d_beta"] < 0.5 or beta > 1
     for factor in (0.99, 1.01):
         errors = {"d_beta": factor * bounds["d_beta"], "output": 0.99 * case.tolerance, "repeat": 0.0}
-        monkeypatch.setattr(selfcheck, "check_case", lambda *_, errors=errors: errors)
+        monkeypatch.setattr(kernel_check, "check_case", lambda *_, errors=errors: errors)
         [verdict] = verdicts([case])
         assert verdict.passed == (factor < 1 and beta <= 1)
         assert verdict.tensor == "d_beta" or verdict.passed
@@ -105,7 +106,7 @@ def test_groups_run_in_processes_of_their_own() -> None:
 
 def test_a_process_that_dies_fails_its_own_cases_only(monkeypatch: pytest.MonkeyPatch) -> None:
     deadly = "import sys, os; from deltazoo.checks import kernel_check as s; s.check_case = lambda *_: os._exit(7)"
-    monkeypatch.setattr(selfcheck, "_COMMAND", ["-c", f"{deadly}; s.main()"])
+    monkeypatch.setattr(kernel_check, "_COMMAND", ["-c", f"{deadly}; s.main()"])
     found = verdicts([SMALL[0]], jobs=1)
     assert [(verdict.passed, verdict.message) for verdict in found] == [(False, "exit status 7")]
 

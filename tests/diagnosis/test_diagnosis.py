@@ -24,7 +24,7 @@ from deltazoo.compat.transformers.mixer import AcceleratedMixer
 from deltazoo.diagnosis import Diagnosis, Figures
 from deltazoo.diagnosis.rule_calls import delta_rule_layers, recorded_calls
 from deltazoo.layers import DeltaRuleAttention, GatedDeltaNet, LayerStates, RuleInputs, make_layer
-from deltazoo.layers.state import MixerState
+from deltazoo.layers.state import LayerState
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 
 HIDDEN, KEYS = 16, 8
@@ -293,7 +293,7 @@ def test_one_token_of_an_accelerated_model_that_goes_on() -> None:
         recorded_calls({"layer": layer}, lambda name, call: None),
         pytest.raises(ValueError, match="from their first token: pass no past_key_values"),
     ):
-        layer.apply_rule(inputs, MixerState(None, state), in_place=True)
+        layer.apply_rule(inputs, LayerState(None, state), in_place=True)
 
 
 def test_a_model_without_delta_rule_layers() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from deltazoo import layers
 from deltazoo.layers import (
     DeltaRuleAttention,
+    LayerState,
     LayerStates,
-    MixerState,
     RuleInputs,
     backend_report,
     describe_sequences,
@@ -538,7 +538,7 @@ def test_a_state_needs_a_place() -> None:
 )
 def test_a_state_of_another_layer_is_refused(conv: tuple | None, recurrent: tuple, message: str) -> None:
     states = LayerStates()
-    states.set_state(0, MixerState(None if conv is None else torch.zeros(conv), torch.zeros(recurrent)), 1)
+    states.set_state(0, LayerState(None if conv is None else torch.zeros(conv), torch.zeros(recurrent)), 1)
     with pytest.raises(ValueError, match=message):
         make("delta_net")(tokens(), past_key_values=states)
 

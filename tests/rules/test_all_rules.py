@@ -1,6 +1,6 @@
 """What every registered rule promises: the same numbers however the tokens arrive, frozen names, the right sizes.
 
-`deltazoo check` (workbench/check/test_check.py) tries one case of most of this on every rule, in float64. Here are the
+`deltazoo check` (tests/checks/test_check.py) tries one case of most of this on every rule, in float64. Here are the
 other dtypes on every rule, and the other cases on the few rules between which all shared code is (few_rules.py).
 """
 

@@ -14,7 +14,7 @@ from helpers import record_precision
 from torch import Tensor
 from transitions import factors_and_writes, steps
 
-from deltazoo.layers import DeltaRuleAttention, LayerStates, MixerState, RuleInputs, make_layer
+from deltazoo.layers import DeltaRuleAttention, LayerState, LayerStates, RuleInputs, make_layer
 from deltazoo.layers import rule as rule_functions
 from deltazoo.ops import delta_rule
 from deltazoo.rules.comba_layer import Comba
@@ -135,7 +135,7 @@ def test_one_token_16k_times(rule: str, decay: str) -> None:
     # In turns a row that starts with a state and writes nothing, and one that starts with zeros and writes.
     writes = torch.tensor([0.0, 1.0, 0.0, 1.0]).view(4, 1, 1, 1)
     start = torch.randn_like(recurrent) * (1 - writes)
-    states.states[0] = MixerState(conv, start, auxiliary)
+    states.states[0] = LayerState(conv, start, auxiliary)
     inputs = run(layer, token.expand(-1, REPEATS, -1), states, writes)
     start, state = start.double(), states.states[0].recurrent.double()
     assert state.isfinite().all()

@@ -20,7 +20,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from deltazoo.layers.state import MixerState
+from deltazoo.layers.state import LayerState
 
 __all__ = [
     "CacheStates",
@@ -74,13 +74,13 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return self.recurrent_states[0].shape[0]
 
     @property
-    def state(self) -> MixerState | None:
+    def state(self) -> LayerState | None:
         """Window and state from which the mixer carries on; None before its first token."""
         if not self.has_previous_state[0]:
             return None
-        return MixerState(self.conv_states[0], self.recurrent_states[0], self.auxiliary_state)  # type: ignore[arg-type]
+        return LayerState(self.conv_states[0], self.recurrent_states[0], self.auxiliary_state)  # type: ignore[arg-type]
 
-    def store(self, state: MixerState, num_new_tokens: int, others: Iterable[Any] = ()) -> None:
+    def store(self, state: LayerState, num_new_tokens: int, others: Iterable[Any] = ()) -> None:
         """Keep the state after `num_new_tokens` more tokens.
 
         Args:
@@ -96,16 +96,16 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self._keep(state)
             self.num_tokens += num_new_tokens
 
-    def _overwrite(self, state: MixerState) -> None:
+    def _overwrite(self, state: LayerState) -> None:
         held = self.conv_states[0], self.recurrent_states[0], self.auxiliary_state
         if self.recurrent_states[0] is None:
-            return self._keep(MixerState(*map(_at_fixed_address, state)))
+            return self._keep(LayerState(*map(_at_fixed_address, state)))
         for ours, new in zip(held, state, strict=True):
             if ours is not None and new is not ours:  # a step may have written the state in place
                 ours.copy_(new)  # type: ignore[arg-type]
         self.has_previous_state[0] = True
 
-    def _keep(self, state: MixerState) -> None:
+    def _keep(self, state: LayerState) -> None:
         self.conv_states[0], self.recurrent_states[0], self.auxiliary_state = state
         self.is_conv_states_initialized[0] = state.conv is not None
         self.is_recurrent_states_initialized[0] = True
@@ -216,11 +216,11 @@ class CacheStates:
         self.cache = cache
         self.fixed = isinstance(cache, StaticCache)
 
-    def get_state(self, layer_idx: int) -> MixerState | None:
+    def get_state(self, layer_idx: int) -> LayerState | None:
         """The layer's state, or None before its first token."""
         return _layer(self.cache, layer_idx).state
 
-    def set_state(self, layer_idx: int, state: MixerState, num_new_tokens: int) -> None:
+    def set_state(self, layer_idx: int, state: LayerState, num_new_tokens: int) -> None:
         """Keep the layer's state after `num_new_tokens` further tokens."""
         _layer(self.cache, layer_idx).store(state, num_new_tokens, self.cache.layers)
 

@@ -36,7 +36,7 @@ from deltazoo.layers.norm import GatedRMSNorm, RMSNorm
 from deltazoo.layers.rotary import Rotary
 from deltazoo.layers.rule import FUSED_STEP_SIZES, STEP_KEYS
 from deltazoo.layers.short_convolution import ShortConvolution
-from deltazoo.layers.state import MixerState, is_decoding_step
+from deltazoo.layers.state import LayerState, is_decoding_step
 from deltazoo.ops.fused import FUSED_ACTIVATIONS, MOST_NORM_COLUMNS, fused_kernels_fit
 
 __all__ = ["FusedBlocks", "why_not_fused"]
@@ -274,7 +274,7 @@ class _FusedBlock:
         layer = cache.layers[self.block.layer_idx if swapped is None else swapped.layer_idx]
         return layer if isinstance(layer, DeltaRuleCacheLayer) and layer.static else None
 
-    def _fits(self, x: Tensor, state: MixerState, rotary: Rotary | None) -> bool:
+    def _fits(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> bool:
         """Whether a call is one token per row without gradients, with tensors that the kernels take."""
         if not is_decoding_step(x) or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
             return False
@@ -286,14 +286,14 @@ class _FusedBlock:
             return False
         return all(tensor is None or tensor.is_contiguous() for tensor in (x, *state))
 
-    def _step(self, x: Tensor, state: MixerState, rotary: Rotary | None) -> Tensor:
+    def _step(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> Tensor:
         """The block's output for `[R, 1, hidden_size]`; advances the state in place."""
         for changed in state:
             if changed is not None and not changed.is_inference():  # autograd does not see what kernels write
                 torch.autograd.graph.increment_version(changed)
         return self._step_one_row(x, state, rotary) if len(x) == 1 else self._step_rows(x, state, rotary)
 
-    def _step_one_row(self, x: Tensor, state: MixerState, rotary: Rotary | None) -> Tensor:
+    def _step_one_row(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> Tensor:
         from deltazoo.ops.fused.kernels.token_product import token_product
 
         mixed = token_product(
@@ -307,7 +307,7 @@ class _FusedBlock:
         )
         return token_product(h, self._mlp.down_proj.weight, residual=x)[None]
 
-    def _step_rows(self, x: Tensor, state: MixerState, rotary: Rotary | None) -> Tensor:
+    def _step_rows(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> Tensor:
         from deltazoo.ops.fused.kernels.row_product import row_product
         from deltazoo.ops.fused.kernels.token_convolution import convolve_parts
         from deltazoo.ops.fused.kernels.token_norms import add_parts, norm_heads, swiglu_parts
@@ -331,7 +331,7 @@ class _FusedBlock:
             following.ready = output, normed
         return output
 
-    def _convolution(self, state: MixerState) -> Any:
+    def _convolution(self, state: LayerState) -> Any:
         from deltazoo.ops.fused.kernels.token_convolution import Convolution
 
         mixer = self._mixer
@@ -340,7 +340,7 @@ class _FusedBlock:
         taps = (q_conv.weight[:, 0], k_conv.weight[:, 0], v_conv.weight[:, 0])
         return Convolution(taps, state.conv, mixer.activation == "silu")
 
-    def _rule(self, mixed: Tensor, state: MixerState, rotary: Rotary | None) -> tuple[Tensor, Any]:
+    def _rule(self, mixed: Tensor, state: LayerState, rotary: Rotary | None) -> tuple[Tensor, Any]:
         from deltazoo.ops.fused.kernels.token_gates import LowRankGate, low_rank_gates
         from deltazoo.ops.fused.kernels.token_moment import scaled_keys
         from deltazoo.ops.fused.kernels.token_norms import HeadNorm

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.row_keys import RowKeyValues
-from deltazoo.layers.state import MixerState
+from deltazoo.layers.state import LayerState
 
 __all__ = [
     "Tensors",
@@ -29,7 +29,7 @@ __all__ = [
 
 Tensors = Mapping[str, Tensor]
 """Of one layer by name, rows of the batch first; empty before its first token. "conv", "recurrent" and "auxiliary" as
-in `MixerState`; "keys" and "values" `[N, H, L, D]`, the last L tokens."""
+in `LayerState`; "keys" and "values" `[N, H, L, D]`, the last L tokens."""
 
 _STATES = ("conv", "recurrent", "auxiliary")
 KINDS: Mapping[type[Any], str] = {
@@ -132,8 +132,8 @@ def fill(layer: Any, tensors: Tensors, num_tokens: int, others: Iterable[Any]) -
         _fill_softmax(layer, tensors, num_tokens)
 
 
-def _mixer_state(tensors: Tensors) -> MixerState:
-    return MixerState(*map(tensors.get, _STATES))  # type: ignore[arg-type]
+def _mixer_state(tensors: Tensors) -> LayerState:
+    return LayerState(*map(tensors.get, _STATES))  # type: ignore[arg-type]
 
 
 def _fill_linear(layer: Any, tensors: Tensors) -> None:

@@ -24,7 +24,7 @@ from deltazoo.layers.sequences import (
     describe_sequences,
 )
 from deltazoo.layers.short_convolution import ShortConvolution
-from deltazoo.layers.state import LayerStates, MixerState, StateStore
+from deltazoo.layers.state import LayerState, LayerStates, StateStore
 from deltazoo.layers.weight_decay import parameter_groups, parameters_without_decay
 
 __all__ = [
@@ -37,10 +37,10 @@ __all__ = [
     "GatedRMSNorm",
     "KimiDeltaAttention",
     "LayerReport",
+    "LayerState",
     "LayerStates",
     "LinearAttention",
     "Longhorn",
-    "MixerState",
     "ModelReport",
     "NegativeEigenvalueDeltaNet",
     "PackedSequences",

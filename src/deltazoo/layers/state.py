@@ -5,10 +5,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["LayerStates", "MixerState", "StateAccess", "StateStore", "is_decoding_step"]
+__all__ = ["LayerState", "LayerStates", "StateAccess", "StateStore", "is_decoding_step"]
 
 
-class MixerState(NamedTuple):
+class LayerState(NamedTuple):
     """The state of one layer. Its size does not grow with the number of tokens before."""
 
     conv: Tensor | None
@@ -18,14 +18,14 @@ class MixerState(NamedTuple):
     auxiliary: Tensor | None = None
     """`[N, ...]` float32: a further state that the rule itself keeps; None for rules without."""
 
-    def rows(self, rows: Tensor) -> "MixerState":
+    def rows(self, rows: Tensor) -> "LayerState":
         """The given rows `[M]` of the batch."""
         conv, auxiliary = (None if x is None else x[rows] for x in (self.conv, self.auxiliary))
-        return MixerState(conv, self.recurrent[rows], auxiliary)
+        return LayerState(conv, self.recurrent[rows], auxiliary)
 
-    def detach(self) -> "MixerState":
+    def detach(self) -> "LayerState":
         """The state without the graph that computed it; no tensor is copied."""
-        return MixerState(*(None if x is None else x.detach() for x in self))  # type: ignore[arg-type]
+        return LayerState(*(None if x is None else x.detach() for x in self))  # type: ignore[arg-type]
 
 
 class StateStore(Protocol):
@@ -34,10 +34,10 @@ class StateStore(Protocol):
     fixed: bool
     """Whether states stay at their addresses, so that a step may overwrite them in place."""
 
-    def get_state(self, layer_idx: int) -> MixerState | None:
+    def get_state(self, layer_idx: int) -> LayerState | None:
         """The layer's state, or None before its first token."""
 
-    def set_state(self, layer_idx: int, state: MixerState, num_new_tokens: int) -> None:
+    def set_state(self, layer_idx: int, state: LayerState, num_new_tokens: int) -> None:
         """Keep the layer's state after `num_new_tokens` further tokens."""
 
 
@@ -47,14 +47,14 @@ class LayerStates:
     fixed = False
 
     def __init__(self) -> None:
-        self.states: dict[int, MixerState] = {}
+        self.states: dict[int, LayerState] = {}
         self.num_tokens: dict[int, int] = {}
 
-    def get_state(self, layer_idx: int) -> MixerState | None:
+    def get_state(self, layer_idx: int) -> LayerState | None:
         """The layer's state, or None before its first token."""
         return self.states.get(layer_idx)
 
-    def set_state(self, layer_idx: int, state: MixerState, num_new_tokens: int) -> None:
+    def set_state(self, layer_idx: int, state: LayerState, num_new_tokens: int) -> None:
         """Keep the layer's state after `num_new_tokens` further tokens (padded ones count)."""
         self.states[layer_idx] = state
         self.num_tokens[layer_idx] = self.num_tokens.get(layer_idx, 0) + num_new_tokens
@@ -120,7 +120,7 @@ class StateAccess:
     ) -> None:
         """Store the states after `num_new_tokens` further tokens, if they are wanted."""
         if self.wanted:
-            self._store.set_state(self._layer_idx, MixerState(conv, recurrent, auxiliary), num_new_tokens)
+            self._store.set_state(self._layer_idx, LayerState(conv, recurrent, auxiliary), num_new_tokens)
 
 
 def is_decoding_step(x: Tensor) -> bool:

@@ -16,12 +16,12 @@ from deltazoo.generation.cache import (
     not_of_a_linear_layer,
     refuse_to_go_back,
 )
-from deltazoo.layers.state import MixerState
+from deltazoo.layers.state import LayerState
 
 __all__ = ["keep_state", "stored_state"]
 
 
-def stored_state(cache: Cache | None, layer_idx: int, taps: int, qkv: Tensor) -> MixerState | None:
+def stored_state(cache: Cache | None, layer_idx: int, taps: int, qkv: Tensor) -> LayerState | None:
     """The convolution's last inputs `[B, C, taps]` and the recurrent state `[B, HV, K, V]`; None before any token.
 
     Where gradients are recorded they are copies, since autograd saves them and `keep_state` overwrites the cache's.
@@ -53,10 +53,10 @@ def stored_state(cache: Cache | None, layer_idx: int, taps: int, qkv: Tensor) ->
             "cache belongs to another model, or has other rows"
         )
     recurrent: Any = layer.recurrent_states[0]
-    return MixerState(conv.clone(), recurrent.clone()) if torch.is_grad_enabled() else MixerState(conv, recurrent)
+    return LayerState(conv.clone(), recurrent.clone()) if torch.is_grad_enabled() else LayerState(conv, recurrent)
 
 
-def keep_state(cache: Cache, layer_idx: int, state: MixerState) -> None:
+def keep_state(cache: Cache, layer_idx: int, state: LayerState) -> None:
     """Write the state after some more tokens to the cache."""
     assert state.conv is not None
     cache.update_conv_state(state.conv, layer_idx, conv_kernel_size=state.conv.shape[-1])

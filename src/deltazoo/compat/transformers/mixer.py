@@ -33,7 +33,7 @@ from deltazoo.layers.norm import l2_normalize_both
 from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
 from deltazoo.layers.sequences import WHOLE_ROWS, Sequences, SharedSequences, describe_sequences
 from deltazoo.layers.short_convolution import depthwise_sum, last_inputs
-from deltazoo.layers.state import MixerState, is_decoding_step
+from deltazoo.layers.state import LayerState, is_decoding_step
 from deltazoo.models.forward_arguments import refuse_dropped
 from deltazoo.ops import DeltaRuleOutput
 from deltazoo.ops.context.token_exchange import tokens_before
@@ -114,7 +114,7 @@ class AcceleratedMixer:
     def _mix(
         self: Any,
         projections: Projections,
-        before: MixerState | None,
+        before: LayerState | None,
         sequences: Sequences,
         positions: Tensor | None,
         cache: Cache | None,
@@ -127,10 +127,10 @@ class AcceleratedMixer:
             inputs = _forget_at_starts(inputs, positions)
         output, new_state = self.apply_rule(inputs, before, sequences)
         if cache is not None:
-            keep_state(cache, self.layer_idx, MixerState(window, new_state))
+            keep_state(cache, self.layer_idx, LayerState(window, new_state))
         return output
 
-    def _may_overwrite(self: Any, before: MixerState | None, qkv: Tensor) -> bool:
+    def _may_overwrite(self: Any, before: LayerState | None, qkv: Tensor) -> bool:
         """Whether a call is one token per row, whose kernels may write over the states in the cache."""
         if before is None or not is_decoding_step(qkv):
             return False
@@ -139,7 +139,7 @@ class AcceleratedMixer:
             return False
         return conv.is_contiguous() and before.recurrent.is_contiguous() and self.fuses(qkv, conv)
 
-    def _step(self: Any, projections: Projections, state: MixerState) -> Tensor:
+    def _step(self: Any, projections: Projections, state: LayerState) -> Tensor:
         """As `_mix` for one token per row, in fewer launches; overwrites the state."""
         widths, heads, window = _widths(projections), _head_dims(self)[:1] * 2, state.conv
         parts, weights = projections.qkv.split(widths, dim=-1), self.conv1d.weight[:, 0].split(widths)
@@ -151,7 +151,7 @@ class AcceleratedMixer:
     def apply_rule(
         self: Any,
         inputs: RuleInputs,
-        before: MixerState | None,
+        before: LayerState | None,
         sequences: Sequences = WHOLE_ROWS,
         *,
         in_place: bool = False,
@@ -165,7 +165,7 @@ class AcceleratedMixer:
         )  # fmt: skip
 
     def _convolve(
-        self: Any, qkv: Tensor, before: MixerState | None, sequences: Sequences, positions: Tensor | None
+        self: Any, qkv: Tensor, before: LayerState | None, sequences: Sequences, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The convolved `[B, T, C]`, and the last `conv_kernel_size` real inputs of each row, `[B, C, taps]`."""
         state, past = None if before is None else before.conv, self._inputs_before(qkv, before, sequences)
@@ -177,7 +177,7 @@ class AcceleratedMixer:
         history = torch.cat([past[:, 1:], qkv], dim=1)
         return F.silu(depthwise_sum(history, self.conv1d.weight, positions)).to(qkv.dtype), window
 
-    def _inputs_before(self: Any, qkv: Tensor, before: MixerState | None, sequences: Sequences) -> Tensor:
+    def _inputs_before(self: Any, qkv: Tensor, before: LayerState | None, sequences: Sequences) -> Tensor:
         """The `conv_kernel_size` inputs before each row, `[B, taps, C]`, zeros where there are none."""
         taps = self.conv_kernel_size
         if isinstance(sequences, SharedSequences):
