@@ -54,10 +54,11 @@ gpu-test: $(INSTALLED)  ## all that needs a GPU: tests, self-check, compute-sani
 lab: $(INSTALLED)  ## the claims of the papers on small models, on two CPU cores (ARGS as of deltazoo lab)
 	$(BIN)/deltazoo lab $(ARGS)
 
-lint: $(INSTALLED)  ## style, format, types
+lint: $(INSTALLED)  ## style, format, types, who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 docs: $(INSTALLED)  ## the documentation site into site/; a broken link or a name that is not there fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -58,10 +58,10 @@ def diagnose(
     documents = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
 
     import deltazoo
-    from deltazoo.diagnosis.text_batch import text_batch
     from deltazoo.generation.position_limit import check_positions, learned_positions
     from deltazoo.training.checkpoint_files import as_json
     from deltazoo.training.loading import load_checkpoint
+    from deltazoo.training.text_batch import text_batch
 
     model, tokenizer = load_checkpoint(path, device)
     if length is None:

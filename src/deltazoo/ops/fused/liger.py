@@ -104,7 +104,7 @@ def _function(module: str, name: str, x: Tensor) -> Any:
         raise NotImplementedError(f"Liger's kernels take float32, bfloat16 and float16, not {x.dtype}: leave liger off")
     refuse_transforms("a kernel of Liger's", "leave liger off")
     try:
-        return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+        return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)  # noqa: TID251
     except ModuleNotFoundError as error:
         missing = (error.name or "liger_kernel").partition(".")[0]
         raise NotImplementedError(
