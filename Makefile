@@ -14,8 +14,8 @@ NEWEST := .venv-newest
 HARNESS := .venv-harness
 
 # What versions of transformers and the packages around it can break: models, training, swapping, recipes.
-ACROSS_VERSIONS := tests/models tests/generation tests/distributed tests/compat tests/training \
-	tests/serving tests/cli tests/swap tests/docs
+ACROSS_VERSIONS := -m "not sweep and not harness and not slow" tests/models tests/generation tests/distributed \
+	tests/compat tests/training tests/serving tests/cli tests/swap tests/docs
 
 # The definition, every rule (a layer, its equation, a frozen checkpoint), a kernel interpreted, a swap, saving and
 # loading, the command line.
@@ -23,7 +23,7 @@ QUICK := tests/test_*.py tests/ops/test_reference.py tests/ops/test_chunkwise.py
 	tests/ops/triton/test_delta_rule.py tests/rules tests/layers/test_delta_attention.py tests/models/test_saving.py \
 	tests/swap/test_surgery.py tests/cli/test_cli.py
 
-.PHONY: quickstart quick test test-oldest test-newest harness-test compile-test gpu-test lab lint docs docs-serve wheel wheel-test clean
+.PHONY: quickstart quick test test-oldest test-newest harness-test processes-test slow-test test-full compile-test gpu-test lab lint docs docs-serve wheel wheel-test clean
 
 quickstart: $(INSTALLED)  ## train a small model on real text, reload it, sample, compare (ARGS=--fresh trains again)
 	$(BIN)/python scripts/quickstart.py $(ARGS)
@@ -33,6 +33,14 @@ quick: $(INSTALLED)  ## a run after every edit, two to three minutes on two core
 
 test: $(INSTALLED)  ## the test suite on the CPU, two processes (ARGS are pytest's)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+processes-test: $(INSTALLED)  ## training and inference in several processes (ARGS are pytest's)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m processes $(ARGS)
+
+slow-test: $(INSTALLED)  ## what takes more than ten seconds a test, mostly torch.compile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+
+test-full: test processes-test slow-test compile-test test-oldest test-newest  ## every test that needs no GPU; hours
 
 test-oldest: $(OLDEST)/.installed  ## models, training, swapping, recipes on the oldest supported transformers and its kin
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 $(ACROSS_VERSIONS) $(ARGS)

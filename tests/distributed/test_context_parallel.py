@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.processes
+
 WORKER = Path(__file__).with_name("context_worker.py")
 
 DEAD_RANK = """
@@ -120,20 +122,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return json.loads((folder / "results.json").read_text())
 
 
-@pytest.mark.slow
 def test_operators_give_the_same_bits_on_any_number_of_ranks(results: dict[str, dict[str, Any]]) -> None:
     """Outputs, final states and all gradients, for pieces of uneven lengths on one global grid."""
     assert len(results["operators"]) == 39
     assert {case: names for case, names in results["operators"].items() if names} == {}
 
 
-@pytest.mark.slow
 def test_operators_compute_with_a_context_what_they_compute_without_one(results: dict[str, dict[str, Any]]) -> None:
     assert len(results["rounding"]) == 26
     assert {case: missed for case, missed in results["rounding"].items() if missed} == {}
 
 
-@pytest.mark.slow
 def test_models_compute_what_one_rank_computes(results: dict[str, dict[str, Any]]) -> None:
     """Logits, loss and gradients, with a piece of two tokens, which is shorter than the convolution reaches back."""
     distances, rounding = results["models"]["distances"], results["models"]["rounding"]
@@ -144,13 +143,11 @@ def test_models_compute_what_one_rank_computes(results: dict[str, dict[str, Any]
     assert {case: distance for case, distance in distances.items() if distance > limits[case]} == {}
 
 
-@pytest.mark.slow
 def test_recomputation_exchanges_nothing_again(results: dict[str, dict[str, Any]]) -> None:
     counts = results["recomputation"]
     assert counts["block"] == counts["elementwise"] == counts["none"] > 0
 
 
-@pytest.mark.slow
 def test_a_prompt_that_ranks_share_fills_a_cache_on_each(results: dict[str, dict[str, Any]]) -> None:
     assert len(results["prefill"]) == 12
     for case, (same_tokens, again) in results["prefill"].items():
@@ -158,7 +155,6 @@ def test_a_prompt_that_ranks_share_fills_a_cache_on_each(results: dict[str, dict
         assert "fill an empty cache" in again, case
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
@@ -181,7 +177,6 @@ def test_every_rank_raises(case: str, expected: str, results: dict[str, dict[str
     assert len(messages) == 2 and all(expected in message for message in messages), messages
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "--no-python", sys.executable, "-c", DEAD_RANK]
@@ -189,7 +184,6 @@ def test_a_rank_that_dies_ends_the_others() -> None:
     assert "ended with an error" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_compiled_code_exchanges_too() -> None:
     run_processes(2, "--no-python", sys.executable, "-c", COMPILED, str(Path(__file__).parents[1]))
 

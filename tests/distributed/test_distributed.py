@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from deltazoo import swap_attention
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("distributed_worker.py")
 CASE, STEPS, ROWS = "hybrid_kda", 4, 4
@@ -89,7 +91,6 @@ def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 CLOSE = 100 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("route", ["Trainer, DDP", "Trainer, DDP, resumed", "from_pretrained, Trainer"])
 def test_trainer(route: str, together: dict[str, Any], trained_alone: list[float]) -> None:
     if route not in together:
@@ -97,7 +98,6 @@ def test_trainer(route: str, together: dict[str, Any], trained_alone: list[float
     assert together[route] == pytest.approx(trained_alone, rel=CLOSE)
 
 
-@pytest.mark.slow
 def test_fsdp2_equals_one_process_and_goes_on_where_it_was_interrupted(together: dict[str, Any], folder: Path) -> None:
     alone = losses_alone(folder / "model", torch.optim.AdamW, STEPS, torch.float32)
     assert together["FSDP2, whole"] == pytest.approx(alone, rel=CLOSE)
@@ -106,14 +106,12 @@ def test_fsdp2_equals_one_process_and_goes_on_where_it_was_interrupted(together:
     assert together["FSDP2, interrupted"] == together["FSDP2, whole"]
 
 
-@pytest.mark.slow
 def test_a_block_is_one_group_and_so_are_the_gates_of_all_where_something_is_cast(together: dict[str, Any]) -> None:
     uncast, parameters_cast, gradients_cast = together["sharded modules"]
     assert set(uncast) == {"", *(f"model.layers.{number}" for number in range(len(uncast) - 1))}
     assert set(parameters_cast) == set(gradients_cast) == {*uncast, "model"}
 
 
-@pytest.mark.slow
 def test_gates_stay_float32_where_blocks_run_twice_and_without_a_head(together: dict[str, Any]) -> None:
     assert together["mixed precision, recomputed"] == together["fully_shard_model, mixed precision"]
     found = together["no head"]
@@ -121,7 +119,6 @@ def test_gates_stay_float32_where_blocks_run_twice_and_without_a_head(together: 
     assert found["losses"][:1] == together["no head, alone"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("route", "dtype"),
     [
@@ -150,14 +147,12 @@ def test_gates_stay_float32_whatever_the_rest_is_in(
     assert found["losses"][1] == pytest.approx(second, rel=max(CLOSE, torch.finfo(computed_in).eps))
 
 
-@pytest.mark.slow
 def test_two_stages_compute_what_one_process_does(together: dict[str, Any]) -> None:
     if "pipeline" not in together:
         pytest.skip("this version of transformers has no pipeline stages")
     assert together["pipeline"] == dict.fromkeys(("rows", "padded", "packed", "generated"), True)
 
 
-@pytest.mark.slow
 def test_the_script_finds_no_difference() -> None:
     """DDP, FSDP2 in both precisions, tensor and context parallelism, with AdamW."""
     output = run_two_processes(str(ROOT / "scripts" / "check_distributed.py"), "--cases", "kda")

@@ -18,6 +18,8 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, repla
 
 from deltazoo.spec import list_rules, registered_layer
 
+pytestmark = pytest.mark.processes
+
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
 HAVE_OWN_LAYER = [rule for rule in list_rules() if registered_layer(rule)]
 """Rules whose layer says itself how its parameters are divided."""

@@ -24,6 +24,8 @@ from deltazoo.training import RunConfig, load_config, save_config
 from deltazoo.training.checkpoint_files import checkpoints
 from deltazoo.training.division import Division, divide_rows
 
+pytestmark = pytest.mark.processes
+
 CLOSE = 2e-5
 """Relative; AdamW divides by the gradient's size, so rounding of small gradients shows after a few steps."""
 

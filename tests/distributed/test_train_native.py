@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from deltazoo.training import RunConfig, TokenizerConfig
 
+pytestmark = pytest.mark.processes
+
 ARCHITECTURES = [name for name in ("olmo_hybrid", "kimi_linear") if name in INSTALLED]
 """One decay per head and rotary positions; one decay per channel, latent attention and experts."""
 WAYS = {"DDP": {}, "FSDP2": {"fully_shard": True}, "both": {"fully_shard": True, "context_parallel": 2}}
