@@ -40,7 +40,7 @@ MUTANTS = {
     "a row begins with another's state": Mutant(
         "return RowState(tuple(map(torch.zeros_like, self.take(0).blocks)))",
         "return self.take(0)",
-        "generation/test_row_table.py",
+        "generation/test_row_copies.py",
     ),
     "the rule's further state does not move with its row": Mutant(
         "return MixerState(conv, self.recurrent[rows], auxiliary)",
@@ -64,11 +64,11 @@ MUTANTS = {
     "a checkpoint key of others by another name": Mutant(
         '"attn.g_norm_swish_gate.weight": "attn.o_norm.weight"',
         '"attn.g_norm.weight": "attn.o_norm.weight"',
-        "models/test_saving.py",
+        "test_fla_checkpoints.py",
     ),
     "output bias not copied": Mutant('| ({"o": output.bias} if shape.o_bias else {}),', ",", "swap/test_transfer.py"),
     "queries scaled where the rule does not": Mutant(
-        "scale=None if self.spec.scale_queries else 1.0,", "scale=None,", "layers/test_delta_attention.py"
+        "scale=None if self.spec.scale_queries else 1.0,", "scale=None,", "test_equations.py"
     ),
     # Survivors of earlier reviews, until a test was written.
     "wrong key head in a kernel": Mutant(
