@@ -43,8 +43,8 @@ MUTANTS = {
         "generation/test_row_copies.py",
     ),
     "the rule's further state does not move with its row": Mutant(
-        "return MixerState(conv, self.recurrent[rows], auxiliary)",
-        "return MixerState(conv, self.recurrent[rows], self.auxiliary)",
+        "(conv, self.recurrent[rows], auxiliary)",
+        "(conv, self.recurrent[rows], self.auxiliary)",
         "generation/test_cache.py",
     ),
     "step gate in the model's dtype": Mutant(
