@@ -62,7 +62,7 @@ def test_users_own_dynamic_cache(case, with_config):
     )
 
 
-@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("case", [*FEW, "pkda"])  # whose rule keeps a further state
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.feature("cache rows reordered, selected, repeated")
 def test_rows_follow_reorder(case, static):
@@ -74,7 +74,7 @@ def test_rows_follow_reorder(case, static):
     torch.testing.assert_close(next_logits(model, cache, more), expected)
 
 
-@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("case", [*FEW, "pkda"])  # whose rule keeps a further state
 @pytest.mark.feature("cache rows reordered, selected, repeated")
 def test_rows_are_selected_and_repeated(case):
     model, ids = tiny_model(case), tokens(3, 6)
@@ -85,7 +85,7 @@ def test_rows_are_selected_and_repeated(case):
     torch.testing.assert_close(next_logits(model, cache, more), next_logits(model, filled(model, ids[rows]), more))
 
 
-@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("case", [*FEW, "pkda"])  # whose rule keeps a further state
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.feature("cache reset and copied")
 def test_reset_forgets(case, static):
