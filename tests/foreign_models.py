@@ -172,21 +172,26 @@ DECAY_PARAMETERS = (
 )
 
 
+def shaken(model: Any) -> Any:
+    """A copy with every weight moved by about one unit in its last place."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            eps = torch.finfo(parameter.dtype).eps
+            parameter.mul_(1 + eps * torch.randn_like(parameter))
+    return model
+
+
 def assert_equal_but_for_rounding(
     run: Callable[[Any], dict[str, Tensor]], model: Any, actual: dict[str, Tensor], factor: float = 8.0
 ) -> None:
     """`actual` is what `run(model)` gives, within `factor` times what rounding the weights differently changes in it.
 
-    Every weight is moved by about one unit in its last place. Another order of summation cannot be asked to do better.
+    Another order of summation cannot be asked to do better.
     Gradients of the decay are sums over a chunk of 64 tokens whose terms cancel (docs/math.md), the more so
     the stronger the decay; their rounding errors add up, at worst, over that length.
     """
-    shaken = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in shaken.parameters():
-            eps = torch.finfo(parameter.dtype).eps
-            parameter.mul_(1 + eps * torch.randn_like(parameter))
-    expected, moved = run(model), run(shaken)
+    expected, moved = run(model), run(shaken(model))
     assert actual.keys() == expected.keys()
     wrong = []
     for name, x in expected.items():

@@ -190,6 +190,14 @@ def test_dtypes_of_norms_and_residuals() -> None:
         fla.FusedRMSNormGated(D, activation="sigmod")
 
 
+@pytest.mark.parametrize("norm", [fla.RMSNorm, fla.FusedRMSNormGated])
+def test_parameters_of_norms(norm: type[nn.Module]) -> None:
+    assert {*norm(D).state_dict()} == {"weight"}
+    assert norm(D, dtype=torch.float64, device="meta").weight.dtype == torch.float64
+    assert norm(D, device="meta").weight.is_meta
+    assert fla.RMSNorm(D, bias=True, dtype=torch.float64).bias.dtype == torch.float64
+
+
 def test_modules_print_what_they_are() -> None:
     assert "activation=silu, backend=triton" in repr(fla.ShortConvolution(D, W))
     assert repr(fla.RMSNorm(D, elementwise_affine=False)) == "RMSNorm(6, elementwise_affine=False, eps=1e-05)"

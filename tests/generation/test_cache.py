@@ -59,7 +59,7 @@ def test_users_own_dynamic_cache(case, with_config):
     )
 
 
-@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("case", [*FEW, "pkda"])  # whose rule keeps a further state
 @pytest.mark.parametrize("static", [False, True])
 def test_rows_follow_reorder(case, static):
     model, ids, more = tiny_model(case), tokens(3, 6), tokens(3, 2, seed=1)
@@ -70,7 +70,7 @@ def test_rows_follow_reorder(case, static):
     torch.testing.assert_close(next_logits(model, cache, more), expected)
 
 
-@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("case", [*FEW, "pkda"])  # whose rule keeps a further state
 def test_rows_are_selected_and_repeated(case):
     model, ids = tiny_model(case), tokens(3, 6)
     cache = filled(model, ids)
@@ -80,7 +80,7 @@ def test_rows_are_selected_and_repeated(case):
     torch.testing.assert_close(next_logits(model, cache, more), next_logits(model, filled(model, ids[rows]), more))
 
 
-@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("case", [*FEW, "pkda"])  # whose rule keeps a further state
 @pytest.mark.parametrize("static", [False, True])
 def test_reset_forgets(case, static):
     model, ids, other = tiny_model(case), tokens(2, 6), tokens(2, 6, seed=1)

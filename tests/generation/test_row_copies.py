@@ -41,6 +41,9 @@ def test_copies(case, device):
     assert same(snapshot(cache, rows=[0, 2, 3]), before.select([0, 2, 3]))
     copies.move([2, 1], [3, 0])
     assert same(snapshot(cache, rows=[0, 1, 2, 3]), _joined(expected, expected, before.select([2, 2])))
+    copies.put(2, copies.empty())
+    assert not any(x.any() for layer in snapshot(cache, rows=[2]).layers for x in layer.values())
+    assert same(snapshot(cache, rows=[0, 1, 3]), _joined(expected, expected, before.select([2])))
 
 
 def _joined(*snapshots):

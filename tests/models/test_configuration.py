@@ -103,6 +103,10 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
             {**HYBRID, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2.0}},
             "must turn 2 to 8 channels, the size of a softmax head, got 16",
         ),
+        (
+            {**HYBRID, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.1}},
+            "must turn 2 to 8 channels, the size of a softmax head, got 0",
+        ),
         ({"pad_token_id": -1}, "pad_token_id must be at least 0 and less than vocab_size = 61, or None, got -1"),
         ({"pad_token_id": 61}, "less than vocab_size = 61, or None, got 61"),
     ],
@@ -524,3 +528,27 @@ def test_new_models_of_pgdn_have_the_authors_shape():
     config = AutoConfig.for_model("precond_gated_deltanet")
     assert (config.head_dim, config.expand_v, config.use_gate) == (128, 1, False)
     assert config.num_heads * config.head_dim == config.hidden_size
+
+
+# Layers, heads, channels of a key head, and those of a value head over them, as a new model of the type has them.
+DEFAULT_SHAPES = {
+    "delta_rule": (24, 16, 128, 2.0),
+    "delta_net": (24, 16, 128, 1.0),
+    "gated_deltanet": (21, 6, 256, 2.0),
+    "kda": (24, 16, 128, 1.0),
+    "efla": (24, 16, 128, 1.0),
+    "gated_deltaproduct": (21, 6, 256, 2.0),
+    "comba": (21, 6, 256, 2.0),
+    "precond_kda": (24, 16, 128, 1.0),
+    "precond_gated_deltanet": (24, 16, 128, 1.0),
+    "gla": (24, 4, 256, 2.0),
+}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_new_models_have_the_shape_of_their_type(model_type):
+    config = CONFIGS[model_type]()
+    shape = (config.num_hidden_layers, config.num_heads, config.head_dim, config.expand_v)
+    assert shape == DEFAULT_SHAPES[model_type]
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (32000, 2048, 5632)
+    assert config.use_short_conv == (model_type != "gla") and config.num_v_heads == config.num_heads

@@ -109,6 +109,15 @@ def test_a_look_without_gradients_does_not_spoil_a_later_one_with() -> None:
     assert output.logits.requires_grad
 
 
+def test_logits_that_were_read_are_read_again_after_the_weight_has_changed() -> None:
+    model = trained()
+    output = model(IDS, labels=IDS)
+    with torch.no_grad():
+        seen = output.logits
+        model.lm_head.weight.add_(1)
+        assert output.logits is seen
+
+
 @pytest.mark.parametrize("kwargs", [{"logits_to_keep": 3, "labels": IDS[:, -3:]}, {"num_items_in_batch": 5}])
 def test_arguments_of_the_loss(kwargs: dict[str, Any]) -> None:
     found, wanted = trained()(IDS, **{"labels": IDS, **kwargs}), expected(**kwargs)
