@@ -27,12 +27,13 @@ LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))|^(\[[^\]]+\]: )(\S+)()$", re.M
 CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 FORMULA = re.compile(r"^```math\n(.*?)^```$|\$`(.+?)`\$", re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"^<!-- commands: .* -->$", re.MULTILINE)
+LOG = "docs/log.md"  # no page of the site
 TEXT = {".txt", ".json", ".svg", ".png"}  # what a browser shows; other files are copied as .txt
 
 
 def site_path(path: str) -> str:
     """Where a file of the repository is in the site's sources."""
-    if path.startswith("docs/"):
+    if path.startswith("docs/") and path != LOG:
         return path.removeprefix("docs/")
     if path in PAGES:
         return PAGES[path]

@@ -32,7 +32,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     run = set()
     for name, *arguments in commands():
-        if name in ("swap", "lab"):  # tests/cli/test_load.py runs these
+        if name == "swap":  # tests/cli/test_load.py runs it
             continue
         smaller = [part for value in SMALLER.split() for part in ("--set", value)] if name == "train" else []
         with forget_rules():
