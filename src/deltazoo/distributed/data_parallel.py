@@ -82,12 +82,12 @@ def _layers_with_gates(model: nn.Module) -> list[DeltaRuleAttention]:
 
 
 def _gates(model: nn.Module) -> set[nn.Parameter]:
-    """What layers keep in float32; sharding replaces parameters, so ask again after it."""
+    """Parameters that layers keep in float32; sharding replaces parameters, so ask again after it."""
     return {parameter for layer in _layers_with_gates(model) for parameter in layer.kept_in_float32()}
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """As `torch.nn.utils.clip_grad_norm_`, also where some parameters are divided and others are whole.
+    """Clip as `torch.nn.utils.clip_grad_norm_`, also where some parameters are divided and others are whole.
 
     Tensor parallelism leaves norms whole on every rank, as plain tensors, and torch's function takes no mixture.
 

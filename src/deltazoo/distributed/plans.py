@@ -1,4 +1,4 @@
-"""How a model is divided among several devices: the plans that transformers reads from a configuration.
+"""Plans that divide a model among several devices, as transformers reads them from a configuration.
 
 A tensor-parallel plan names a style for every module whose weights are divided; `tensor_parallel` has the styles that
 transformers lacks. A plan lists only modules that the model has, so it is made from the configuration.

@@ -117,12 +117,12 @@ class DropInDeltaAttention(DeltaRuleAttention):
         return q, k, v
 
     def step_form(self) -> StepForm | None:
-        """That of the layer it extends; None where queries and keys have norms, or heads share keys and values."""
+        """The form of the layer it extends; None where queries and keys have norms, or heads share keys and values."""
         plain = self.qk_norm is None and self.num_kv_heads == self.num_heads
         return super().step_form() if plain else None
 
     def initializers(self, initializer_range: float | None = None) -> dict[str, Initializer]:
-        """As in `DeltaRuleAttention`; the norms of queries and keys start with factors of one."""
+        """Initializers of `DeltaRuleAttention`; the norms of queries and keys start with factors of one."""
         known = super().initializers(initializer_range)
         ones = partial(nn.init.constant_, val=1.0)
         return {name: ones if name in ("q_norm.weight", "k_norm.weight") else start for name, start in known.items()}

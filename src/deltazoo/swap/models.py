@@ -63,7 +63,7 @@ _TOKEN_MASK = "delta_token_mask"
 
 
 class SwappedConfig(AutoMapConfig):
-    """What the configuration of a swapped model adds to the original configuration class."""
+    """Additions of a swapped model's configuration to the original configuration class."""
 
     model_type: ClassVar[str]
     original_model_type: ClassVar[str]
@@ -87,7 +87,7 @@ def recorded_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
 
 
 class SwappedModel(ModelWithDeltaLayers):
-    """What a swapped model adds to the original, whatever its head."""
+    """Additions of a swapped model to the original, whatever its head."""
 
     original_class: ClassVar[type[PreTrainedModel]]
 
@@ -120,7 +120,7 @@ class SwappedModel(ModelWithDeltaLayers):
             prepare_cache_layer(cache, index)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers.
+        """Save the model as transformers does.
 
         Raises:
             ValueError: a swapped layer is not what the configuration describes, and would load as another;
@@ -152,13 +152,9 @@ class SwappedGeneration(CapturedGeneration, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *, attention_mask: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """As in the original. Padding also stays known where masks are prepared ahead of the model."""
-        inputs = super().prepare_inputs_for_generation(
-            input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
+        """Inputs of the original, which also tell of padding where masks are prepared ahead of the model."""
+        given = {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds, **kwargs}
+        inputs = super().prepare_inputs_for_generation(input_ids, **given)
         return inputs | _token_mask_argument(attention_mask, inputs)
 
 
@@ -243,7 +239,7 @@ def swapped_class(original_class: type[Any]) -> type[Any]:
 
 
 def original_classes(config_class: type[PreTrainedConfig]) -> dict[Any, type[PreTrainedModel]]:
-    """By Auto class of transformers: the model class that it loads for an original configuration class, if any."""
+    """Model classes that the Auto classes of transformers load for an original configuration class."""
     found = {auto_class: auto_class._model_mapping.get(config_class, None) for auto_class in _AUTO_CLASSES}
     return {auto_class: model_class for auto_class, model_class in found.items() if model_class is not None}
 

@@ -45,7 +45,7 @@ class LayerPlan:
     """The softmax attention that is there."""
     shape: HeadShape
     options: dict[str, Any]
-    """Of the new layer, as the configuration will record them."""
+    """Options of the new layer, as the configuration will record them."""
 
 
 def check_model(model: nn.Module) -> ModelFamily:
@@ -192,13 +192,13 @@ def plan_layers(
         ValueError: a choice that fits no layers, or attention that is not as the family's entry says.
     """
     decoder_layers = decoder_layers_of(model, family)
-    plans = []
+    plans, spec = [], get_rule(rule)
     for index in choose_layers(layers, len(decoder_layers)):
         attention = decoder_layers[index].get_submodule(family.attention)
         shape = read_shape(family, attention, model.config, index)
         options: dict[str, Any] = {
             "variant": rule,
-            "revision": get_rule(rule).revision,
+            "revision": spec.revision,
             "num_heads": shape.num_heads,
             "head_dim": shape.head_dim,
             "expand_v": 1.0,
@@ -211,11 +211,7 @@ def plan_layers(
         if qk_norm and shape.qk_norm is not None:
             options |= {"qk_norm": shape.qk_norm, "qk_norm_eps": shape.qk_norm_eps}
         if init == "transfer":
-            spec = get_rule(rule)
-            options |= {
-                "activation": "identity",
-                "beta_bias": spec.corrects,
-                "gate_bias": spec.output_gate == "full",
-            }
+            gate_bias = spec.output_gate == "full"
+            options |= {"activation": "identity", "beta_bias": spec.corrects, "gate_bias": gate_bias}
         plans.append(LayerPlan(index, attention, shape, {**options, **layer_options}))
     return plans

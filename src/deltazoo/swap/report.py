@@ -33,7 +33,7 @@ class LayerSwap:
 
     index: int
     path: str
-    """Of the attention slot in the model."""
+    """Path of the attention slot in the model."""
     copied: tuple[str, ...]
     """Parameters of the new layer, copied from the original weights."""
     created: tuple[str, ...]
@@ -41,7 +41,7 @@ class LayerSwap:
     dropped: tuple[str, ...]
     """Parameters and properties of the original attention that have no counterpart."""
     state_bytes: int
-    """Of one sequence, at any length."""
+    """Bytes of the state of one sequence, at any length."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class SwapReport:
     """Result of `swap_attention`; prints as tables."""
 
     model_type: str
-    """Of the original model."""
+    """Model type of the original."""
     rule: str
     init: str
     dry_run: bool
     """True: nothing was changed."""
     layers: tuple[LayerSwap, ...]
     num_layers: int
-    """Of the model, swapped or not."""
+    """Number of the model's layers, swapped or not."""
     parameters_before: int
     parameters_after: int
     memory: tuple[MemoryAtLength, ...]

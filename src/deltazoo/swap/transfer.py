@@ -78,11 +78,11 @@ class AttentionWeights:
     """Tensors of an attention layer, as views of its parameters where possible."""
 
     weights: dict[str, Tensor]
-    """By "q", "k", "v" and "o": `[out, in]`."""
+    """Weights `[out, in]` by "q", "k", "v" and "o"."""
     biases: dict[str, Tensor]
-    """By the same names, those that exist: `[out]`."""
+    """Biases `[out]` by the same names, those that exist."""
     norms: dict[str, Tensor]
-    """By "q" and "k": factors `[head_dim]` or `[heads * head_dim]`, offset included; empty without norms."""
+    """Factors `[head_dim]` or `[heads * head_dim]` by "q" and "k", offset included; empty without norms."""
 
 
 def read_shape(family: ModelFamily, attention: Any, config: PreTrainedConfig, index: int) -> HeadShape:

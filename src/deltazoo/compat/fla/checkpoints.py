@@ -51,7 +51,7 @@ def load_fla_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausalLM
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Those that the index names; all if there is none, or one file of all weights beside an older index."""
+    """Files that the index names; all if there is none, or one file of all weights beside an older index."""
     index = path / "model.safetensors.index.json"
     if not index.is_file() or (path / "model.safetensors").is_file():
         return sorted(path.glob("*.safetensors"))

@@ -339,7 +339,7 @@ class _Norm(nn.Module):
 
 
 def _with_residual(x: Tensor, residual: Tensor | None, residual_in_fp32: bool) -> tuple[Tensor, Tensor]:
-    """What is normalised, in float32 if it is a sum; and what `prenorm` returns."""
+    """The tensor to be normalised, in float32 if it is a sum; and the one that `prenorm` returns."""
     if residual is None:
         return x, x.float() if residual_in_fp32 else x
     if residual.shape != x.shape:

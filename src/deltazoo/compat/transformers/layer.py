@@ -62,7 +62,7 @@ class AcceleratedLayer:
     input_projections: ClassVar[tuple[str, ...]]
     """The linear maps of the layer's input, which captured steps merge."""
     deltazoo_backend: str | None = None
-    """Of the operator: None, "triton", "chunkwise" or "reference"."""
+    """Backend of the operator: None, "triton", "chunkwise" or "reference"."""
     deltazoo_fused_kernels: bool | None = None
     """Triton kernels for the convolution, the decay gate and the gated norm."""
 
@@ -145,7 +145,7 @@ class AcceleratedLayer:
         return conv.is_contiguous() and before.recurrent.is_contiguous() and self.fuses(qkv, conv)
 
     def _step(self: Any, projections: Projections, state: LayerState) -> Tensor:
-        """As `_mix` for one token per row, in fewer launches; overwrites the state."""
+        """The rule's output for one token per row, in fewer launches than `_mix`; overwrites the state."""
         widths, heads, window = _widths(projections), _head_dims(self)[:1] * 2, state.conv
         parts, weights = projections.qkv.split(widths, dim=-1), self.conv1d.weight[:, 0].split(widths)
         assert window is not None
@@ -225,12 +225,12 @@ class AcceleratedLayer:
         return fused_kernels_fit(x, state) if wanted is None else wanted
 
     def describe_rule(self: Any) -> RuleDescription:
-        """How the layer calls the operator, for `deltazoo.report`."""
+        """Description of the layer's call of the operator, for `deltazoo.report`."""
         return rule_of(self, self.arrangement, self.deltazoo_backend)
 
 
 def rule_of(layer: Any, arrangement: LayerArrangement, backend: str | None) -> RuleDescription:
-    """How a layer of that arrangement, accelerated or not, calls the operator."""
+    """Description of the operator's call by a layer of that arrangement, accelerated or not."""
     norm = layer.get_submodule(arrangement.norm)  # never quantised
     # If weights are offloaded, a hook of accelerate has the device on which the layer runs.
     device = getattr(getattr(norm, "_hf_hook", None), "execution_device", None)

@@ -196,7 +196,7 @@ class AcceleratedGeneration(CapturedGeneration):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """As in the original, but a single token comes without the description of earlier pictures.
+        """Inputs of the original, but a single token comes without the description of earlier pictures.
 
         Its positions are given. Older versions pass the description on, and one of its tensors grows with every token.
         """
