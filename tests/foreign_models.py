@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.compat.transformers.transformers_layers import LAYER_ARRANGEMENTS
+from deltazoo.compat.transformers.arrangements import LAYER_ARRANGEMENTS
 
 VOCAB = 61
 COMMON: dict[str, Any] = {

@@ -18,9 +18,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from deltazoo.names import SWAPPED_PREFIX
 from deltazoo.spec import list_rules
 
-__all__ = ["MODEL_TYPES", "SWAPPED_PREFIX", "announce_model_types", "stop_announcing"]
+__all__ = ["MODEL_TYPES", "announce_model_types", "stop_announcing"]
 
 MODEL_TYPES = (
     "delta_rule",
@@ -34,8 +35,6 @@ MODEL_TYPES = (
     "precond_gated_deltanet",
     "gla",
 )
-SWAPPED_PREFIX = "deltazoo_"
-"""Models with swapped attention (`deltazoo.swap.FAMILIES`) have the original model type after it."""
 _TABLE_MODULE = "transformers.models.auto.configuration_auto"
 
 
@@ -62,7 +61,7 @@ class _AnnouncedTypes(dict[str, Any]):
         if key in self.announced:
             importlib.import_module("deltazoo.models")
         elif original := _original_type(key):
-            importlib.import_module("deltazoo.swap.swapped_models").register_swapped_classes(original)
+            importlib.import_module("deltazoo.swap.models").register_swapped_classes(original)
         if not super().__contains__(key):
             raise KeyError(key)
         return self[key]

@@ -1,10 +1,13 @@
-"""Messages for a name that is not among the known ones, with the nearest of them."""
+"""Messages for a name that is not among the known ones, with the nearest of them; and the names of swapped models."""
 
 import os
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ["did_you_mean", "nearest", "one_slip_away", "unknown"]
+__all__ = ["SWAPPED_PREFIX", "did_you_mean", "nearest", "one_slip_away", "unknown"]
+
+SWAPPED_PREFIX = "deltazoo_"
+"""The beginning of a swapped model's type, before the original model type (`deltazoo.swap.FAMILIES`)."""
 
 
 def unknown(kind: str, value: object, known: Iterable[str], *, within: str = "") -> str:

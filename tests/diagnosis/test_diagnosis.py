@@ -20,7 +20,7 @@ from transitions import factors_and_writes
 
 import deltazoo
 from deltazoo.cli.rule_files import load_rule_file
-from deltazoo.compat.transformers.mixer import AcceleratedMixer
+from deltazoo.compat.transformers.layer import AcceleratedLayer
 from deltazoo.diagnosis import Diagnosis, Figures
 from deltazoo.diagnosis.rule_calls import delta_rule_layers, recorded_calls
 from deltazoo.layers import DeltaRuleAttention, GatedDeltaNet, LayerStates, RuleInputs, make_layer
@@ -286,7 +286,7 @@ def test_one_token_of_an_accelerated_model_that_goes_on() -> None:
     """Its step passes the operator an option by name."""
     model = foreign_model("qwen3_next")
     deltazoo.accelerate(model)
-    layer: Any = next(module for module in model.modules() if isinstance(module, AcceleratedMixer))
+    layer: Any = next(module for module in model.modules() if isinstance(module, AcceleratedLayer))
     q = torch.randn(1, 1, 2, 8)
     inputs, state = RuleInputs(q, q, q, torch.rand(1, 1, 2), -torch.rand(1, 1, 2)), torch.zeros(1, 2, 8, 8)
     with (

@@ -24,7 +24,7 @@ from tiny_models import OPTIONS, VOCAB, tiny_model
 
 from deltazoo.cli.rule_files import load_rule_file
 from deltazoo.distributed import clip_grad_norm_
-from deltazoo.distributed.together import CallTogether
+from deltazoo.distributed.tensor_parallel import CallTogether
 from deltazoo.layers import parameter_groups
 from deltazoo.models import DeltaRuleForCausalLM
 

@@ -113,5 +113,5 @@ def test_heads_that_cannot_be_divided_are_refused(case: str, overrides: dict[str
 
 
 def test_the_style_is_for_mixers() -> None:
-    with pytest.raises(TypeError, match="delta_rule_heads is a style for the mixers of deltazoo, got Linear"):
+    with pytest.raises(TypeError, match="delta_rule_heads is a style for the attention layers of deltazoo, got Linear"):
         ALL_PARALLEL_STYLES["delta_rule_heads"].validate_module(torch.nn.Linear(2, 2), TWO_RANKS)

@@ -26,7 +26,7 @@ from deltazoo.layers import (
 from deltazoo.layers import rule as rule_functions
 from deltazoo.ops import delta_rule
 from deltazoo.spec import get_rule, list_rules
-from deltazoo.swap.drop_in_layer import drop_in_class
+from deltazoo.swap.layer import drop_in_class
 
 REPEATS = 16_384
 

@@ -16,7 +16,7 @@ import deltazoo
 from deltazoo.generation.cache_argument import CACHE, takes_cache
 from deltazoo.models.block import DeltaRuleBlock
 from deltazoo.models.softmax_attention import SoftmaxAttention
-from deltazoo.swap.swapped_attention import SwappedAttention
+from deltazoo.swap.layer import SwappedAttention
 
 IDS = tokens(2, 12)
 

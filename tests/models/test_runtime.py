@@ -1,7 +1,6 @@
 """Runtime options: given when a model is made or loaded, changed later, never in config.json."""
 
 import copy
-import json
 import pickle
 import warnings
 from itertools import product
@@ -113,16 +112,6 @@ def test_a_swapped_model_keeps_runtime_options_out_of_its_configuration(tmp_path
     assert loaded.runtime == RuntimeOptions(backend="chunkwise")
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, expected)
-
-    values = json.loads((tmp_path / "config.json").read_text())
-    for options in values["delta_layers"].values():
-        options |= {"backend": "triton", "fused_kernels": True}  # as older versions recorded them
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.warns(UserWarning, match="backend='triton', fused_kernels=True, which say how") as caught:
-        old = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert len(caught) == 1
-    with torch.no_grad():
-        assert torch.equal(old(ids).logits, expected)
 
 
 def test_unknown_names_and_values_are_refused_and_change_nothing():

@@ -19,7 +19,7 @@ from deltazoo.layers import LayerStates, Sequences, describe_sequences, make_lay
 from deltazoo.layers.sequences import WHOLE_ROWS  # noqa: E402
 from deltazoo.layers.state import StateAccess  # noqa: E402
 from deltazoo.spec import get_rule, list_rules  # noqa: E402
-from deltazoo.swap.drop_in_layer import drop_in_class  # noqa: E402
+from deltazoo.swap.layer import drop_in_class  # noqa: E402
 
 PRODUCTS = {"mm", "addmm"}
 MEMORY = {"empty", "empty_like", "new_empty"}

@@ -13,7 +13,7 @@ from tiny_families import tiny_original
 from tiny_serving import tiny
 
 import deltazoo
-from deltazoo.compat.transformers.mixer import AcceleratedMixer
+from deltazoo.compat.transformers.layer import AcceleratedLayer
 from deltazoo.serving import Engine, Request
 from deltazoo.serving.model_loading import load_for_serving
 
@@ -48,7 +48,7 @@ def test_the_dtype_can_be_chosen(tmp_path: Path) -> None:
 
 def test_models_of_transformers_are_accelerated(tmp_path: Path) -> None:
     model, _ = load_for_serving(saved(foreign_model("qwen3_next", vocab_size=258), tmp_path), "cpu")
-    assert any(isinstance(module, AcceleratedMixer) for module in model.modules())
+    assert any(isinstance(module, AcceleratedLayer) for module in model.modules())
 
 
 def test_a_model_without_delta_rule_layers_is_refused(tmp_path: Path) -> None:

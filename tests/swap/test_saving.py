@@ -76,7 +76,7 @@ def test_a_fresh_process_unpickles_models_and_configurations(tmp_path):
 def test_only_classes_of_known_families_are_made():
     for name in ("DeltazooMambaConfig", "DeltazooMambaForCausalLM", "DeltazooNothing", "Nothing"):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
-            getattr(deltazoo.swap.swapped_models, name)
+            getattr(deltazoo.swap.models, name)
 
 
 def test_plain_transformers_does_not_start_attention_afresh(tmp_path):
@@ -100,21 +100,13 @@ def test_the_configuration_records_every_layer(tmp_path):
     assert saved["model_type"] == "deltazoo_llama" and saved["architectures"] == ["DeltazooLlamaForCausalLM"]
     assert set(saved["delta_layers"]) == {"1", "3"}
     recorded = saved["delta_layers"]["3"]
-    assert recorded["rule"] == "kda" and recorded["num_heads"] == 4 and recorded["head_dim"] == 8
+    assert recorded["variant"] == "kda" and recorded["num_heads"] == 4 and recorded["head_dim"] == 8
     assert recorded["conv_size"] == 3 and recorded["allow_neg_eigval"] and not recorded["rope"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.config.to_dict() == AutoConfig.from_pretrained(tmp_path).to_dict() | {
         key: loaded.config.to_dict()[key] for key in ("dtype", "architectures", "transformers_version")
     }
     assert [layer.delta.conv_size for layer in swapped_layers(loaded).values()] == [3, 3]
-
-
-def test_a_saved_kernel_size_of_layers_without_convolutions_is_left_out(tmp_path):
-    model = tiny_original("llama")
-    deltazoo.swap_attention(model, "kda", [1], use_short_conv=False)
-    model.config.delta_layers["1"]["conv_size"] = 7  # as older versions took it
-    model.config.save_pretrained(tmp_path)
-    assert "conv_size" not in AutoConfig.from_pretrained(tmp_path).delta_layers["1"]
 
 
 def test_sharded_and_saved_again(tmp_path):

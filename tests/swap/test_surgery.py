@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import deltazoo
 from deltazoo.swap import swapped_layers
-from deltazoo.swap.layer_choice import choose_layers
+from deltazoo.swap.plan import choose_layers
 
 
 class TestChoosingLayers:

@@ -11,8 +11,8 @@ import deltazoo
 from deltazoo.layers import norm
 from deltazoo.layers.rotary import rotate
 from deltazoo.swap import FAMILIES, swapped_layers
-from deltazoo.swap.drop_in_layer import DropInDeltaAttention
 from deltazoo.swap.families import decoder_layers_of
+from deltazoo.swap.layer import DropInDeltaAttention
 
 
 def captured_attention(model, index, ids):

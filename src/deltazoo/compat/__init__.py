@@ -6,13 +6,13 @@ from deltazoo._lazy import lazy_names
 
 if TYPE_CHECKING:
     from deltazoo.compat import fla
-    from deltazoo.compat.fla_checkpoints import load_fla_checkpoint
+    from deltazoo.compat.fla.checkpoints import load_fla_checkpoint
     from deltazoo.compat.transformers import accelerate, restore
 
 __all__ = ["accelerate", "fla", "load_fla_checkpoint", "restore"]
 
 __getattr__ = lazy_names(
     __name__,
-    {"transformers": ("accelerate", "restore"), "fla_checkpoints": ("load_fla_checkpoint",)},
+    {"transformers": ("accelerate", "restore"), "fla.checkpoints": ("load_fla_checkpoint",)},
     subpackages=("fla",),
 )

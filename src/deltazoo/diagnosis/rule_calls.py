@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deltazoo.compat.transformers.mixer import AcceleratedMixer
+from deltazoo.compat.transformers.layer import AcceleratedLayer
 from deltazoo.layers import DeltaRuleAttention, GatedRMSNorm, RuleInputs, Sequences
 from deltazoo.layers.backend_report import replaced_methods
 from deltazoo.layers.norm import GATE_ACTIVATIONS
@@ -49,7 +49,7 @@ def delta_rule_layers(model: nn.Module) -> dict[str, Any]:
     return {
         name or type(module).__name__: module
         for name, module in model.named_modules()
-        if isinstance(module, (DeltaRuleAttention, AcceleratedMixer))
+        if isinstance(module, (DeltaRuleAttention, AcceleratedLayer))
     }
 
 

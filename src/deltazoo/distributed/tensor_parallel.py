@@ -1,38 +1,42 @@
-"""Tensor parallelism by heads: the mixer on each rank computes its share of the heads.
+"""Tensor parallelism by heads: an attention layer, linear or softmax, computes on each rank its share of the heads.
 
 transformers divides linear maps. The styles here divide the rest that belongs to heads: the weights of the
 convolutions, decay rates, step biases and the numbers of heads. Then a layer runs the rule on its own heads as if there
 were no others. The gradient of the output norm, which all heads share, is summed over the ranks.
 
-transformers 5.17 changed the interface from hooks and plain tensors to DTensors; the classes support both. Under the
-new one a mixer and an MLP take their parts out of the DTensors once per call, and ranks exchange once in each pass
-(`together`).
+transformers 5.17 changed the interface from hooks and plain tensors to DTensors; the classes support both. The styles
+of transformers act on every linear map alone: each sums the gradient of its input over the ranks, and all of its
+tensors are DTensors, whose operations take the host many times as long as those of plain ones. Here a whole attention
+layer or MLP gets this rank's part of its parameters as plain tensors (`CallTogether`). It computes a summand of its
+output, and in the backward pass a summand of the gradient of its input, and each is summed once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-from deltazoo.distributed.together import CallTogether
-from deltazoo.layers import DeltaRuleAttention, ShortConvolution
+from deltazoo.layers import DeltaRuleAttention, RMSNorm, ShortConvolution
+from deltazoo.layers.norm import GatedRMSNorm
 
-__all__ = ["DividedHeads", "DividedMLP", "SharedNorm", "Whole"]
-
+__all__ = ["CallTogether", "DividedHeads", "DividedMLP", "SharedNorm", "Whole"]
 
 # Parameters and modules of delta-rule layers that the plan or the styles here divide.
 _DIVIDED = frozenset(
     {"A_log", "dt_bias", "o_norm", "q_conv1d", "k_conv1d", "v_conv1d"}
     | {f"{name}_proj" for name in ("q", "k", "v", "o", "b", "a", "f", "g")}
 )
+_KNOWN_PARTS = (nn.Linear, ShortConvolution, nn.Sequential, RMSNorm, GatedRMSNorm)
 
 
 class DividedHeads(TensorParallelLayer):
-    """Style of a mixer, linear or softmax; its projections have styles of their own."""
+    """Style of an attention layer, linear or softmax; its projections have styles of their own."""
 
     device_mesh: Any
     rank: Any
@@ -146,7 +150,7 @@ class _SumGradients:
 
 @runtime_checkable
 class HasHeads(Protocol):
-    """A mixer of another kind that divides by heads."""
+    """A softmax layer that divides by heads."""
 
     def head_counts(self) -> dict[str, int]:
         """Numbers that the ranks must divide, by their names in the configuration."""
@@ -164,7 +168,9 @@ def _check_heads(module: nn.Module, ranks: int) -> None:
     elif isinstance(module, HasHeads):
         counts = module.head_counts()
     else:
-        raise TypeError(f"delta_rule_heads is a style for the mixers of deltazoo, got {type(module).__name__}")
+        raise TypeError(
+            f"delta_rule_heads is a style for the attention layers of deltazoo, got {type(module).__name__}"
+        )
     for name, count in counts.items():
         if count % ranks:
             raise ValueError(
@@ -173,14 +179,14 @@ def _check_heads(module: nn.Module, ranks: int) -> None:
             )
 
 
-def _check_declared(mixer: DeltaRuleAttention) -> None:
+def _check_declared(layer: DeltaRuleAttention) -> None:
     """Refuse a subclass with parameters or modules whose division it does not declare."""
-    own = [name for name, _ in mixer.named_parameters(recurse=False)]
-    own += [name for name, child in mixer.named_children() if any(True for _ in child.parameters())]
+    own = [name for name, _ in layer.named_parameters(recurse=False)]
+    own += [name for name, child in layer.named_children() if any(True for _ in child.parameters())]
     for name in own:
-        if name not in _DIVIDED and name not in mixer.tensor_parallel:
+        if name not in _DIVIDED and name not in layer.tensor_parallel:
             raise ValueError(
-                f'{type(mixer).__name__} does not say in tensor_parallel how {name!r} is divided: "heads" if its rows '
+                f'{type(layer).__name__} does not say in tensor_parallel how {name!r} is divided: "heads" if its rows '
                 'belong to heads, "whole" if all heads share it, "low_rank" if `low_rank` made it'
             )
 
@@ -191,46 +197,222 @@ def _whole_parameters(module: nn.Module) -> list[str]:
     return [name for name, division in declared.items() if division == "whole" and name in module._parameters]
 
 
-def _whole_modules(mixer: DeltaRuleAttention) -> list[nn.Module]:
+def _whole_modules(layer: DeltaRuleAttention) -> list[nn.Module]:
     """The output norm, and what else all heads share."""
-    declared = [name for name, division in mixer.tensor_parallel.items() if division == "whole"]
-    return [module for name, module in mixer.named_children() if name in ("o_norm", *declared)]
+    declared = [name for name, division in layer.tensor_parallel.items() if division == "whole"]
+    return [module for name, module in layer.named_children() if name in ("o_norm", *declared)]
 
 
-def _convolutions(mixer: DeltaRuleAttention) -> list[ShortConvolution]:
-    return [child for child in mixer.children() if isinstance(child, ShortConvolution)]
+def _convolutions(layer: DeltaRuleAttention) -> list[ShortConvolution]:
+    return [child for child in layer.children() if isinstance(child, ShortConvolution)]
 
 
 def _divide_rows(owner: nn.Module, name: str, parameter: nn.Parameter, mesh: Any) -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     rows = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
     owner._parameters[name] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
 
 
-def _take_share(mixer: DeltaRuleAttention, mesh: Any) -> None:
+def _take_share(layer: DeltaRuleAttention, mesh: Any) -> None:
     ranks, rank = mesh.size(), mesh.get_local_rank()
-    mixer.head_share = (rank, ranks)
-    mixer.num_heads //= ranks
-    mixer.num_v_heads //= ranks
-    for convolution in _convolutions(mixer):
+    layer.head_share = (rank, ranks)
+    layer.num_heads //= ranks
+    layer.num_v_heads //= ranks
+    for convolution in _convolutions(layer):
         convolution.channels //= ranks
-    if shared := _whole_parameters(mixer):
-        mixer.register_forward_pre_hook(_SumGradients(mesh, shared))
-    for gate in _low_rank(mixer):
+    if shared := _whole_parameters(layer):
+        layer.register_forward_pre_hook(_SumGradients(mesh, shared))
+    for gate in _low_rank(layer):
         gate.forward = partial(_own_heads, gate.forward, rank, ranks)  # type: ignore[method-assign]
 
 
-def _low_rank(mixer: DeltaRuleAttention) -> list[nn.Sequential]:
+def _low_rank(layer: DeltaRuleAttention) -> list[nn.Sequential]:
     """The maps made by `low_rank`."""
-    declared = [name for name, division in mixer.tensor_parallel.items() if division == "low_rank"]
-    found = [getattr(mixer, name, None) for name in dict.fromkeys(("f_proj", "g_proj", *declared))]
+    declared = [name for name, division in layer.tensor_parallel.items() if division == "low_rank"]
+    found = [getattr(layer, name, None) for name in dict.fromkeys(("f_proj", "g_proj", *declared))]
     return [gate for gate in found if isinstance(gate, nn.Sequential)]
 
 
 def _own_heads(forward: Callable[[Tensor], Tensor], rank: int, ranks: int, x: Tensor) -> Tensor:
     """This rank's part of what a low-rank map gives, which is of all heads (see parallel_plans)."""
     return forward(x).chunk(ranks, dim=-1)[rank]
+
+
+class CallTogether:
+    """The forward pass of a module whose parts have tensor-parallel styles: all of them together where that can be.
+
+    It cannot where parts are of another kind than they had when the model was made or than this knows (adapters,
+    quantised maps), where something else has replaced their forward passes, and in compiled code. Then the parts' own
+    styles act.
+
+    Args:
+        module: whose `forward` this replaces.
+        mesh: the ranks.
+        forward: of the module without styles; the one with them is what the module has now.
+        gathered: linear maps that each rank computes whole; their weights are divided, and put together for the call.
+        prepare: called before every forward pass.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Any,
+        forward: Callable[..., Any],
+        *,
+        gathered: Sequence[nn.Module] = (),
+        prepare: Sequence[Callable[[], object]] = (),
+    ) -> None:
+        self.module, self.mesh, self.forward, self.gathered, self.prepare = module, mesh, forward, gathered, prepare
+        self.separately = module.forward
+        modules = dict(module.named_modules())
+        self.parts = [
+            (modules[name.rpartition(".")[0]], name.rpartition(".")[2], part)
+            for name, part in modules.items()
+            if part is not module and any(True for _ in part.parameters())
+        ]
+        self.known = all(type(part) in _KNOWN_PARTS for _, _, part in self.parts)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, the same on all ranks."""
+        for prepare in self.prepare:
+            prepare()
+        if not args or not self._can():
+            return self.separately(*args, **kwargs)
+        group = self.mesh.get_group()
+        x, *others = args
+        if torch.is_grad_enabled() and x.requires_grad:
+            x = _SumGradient.apply(x, group)
+        with self._parts_of_parameters():
+            result = self.forward(x, *others, **kwargs)
+        if isinstance(result, tuple):
+            return (_sum(result[0], group), *result[1:])
+        return _sum(result, group)
+
+    def _can(self) -> bool:
+        if not self.known or torch.compiler.is_compiling():
+            return False
+        for owner, name, part in self.parts:
+            if getattr(owner, name, None) is not part:
+                return False
+            forward = vars(part).get("forward")
+            if forward is not None and type(part) is not nn.Sequential and not _is_of_style(forward):
+                return False
+            if type(part) is nn.Linear and not (isinstance(part.weight, DTensor) and part.weight.device_mesh.ndim == 1):
+                return False
+        return True
+
+    @contextmanager
+    def _parts_of_parameters(self) -> Iterator[None]:
+        """Let the module and its parts have plain parameters, and no styles, within this context."""
+        modules = [self.module, *(part for _, _, part in self.parts)]
+        found = [
+            (module._parameters, name, parameter, module in self.gathered)
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if isinstance(parameter, DTensor)
+        ]
+        divided = [parameter for _, _, parameter, _ in found]
+        parts = _Parts.apply(*divided) if torch.is_grad_enabled() else [p.to_local() for p in divided]
+        forwards = [(vars(part), vars(part).pop("forward", None)) for part in modules[1:]]
+        for (parameters, name, parameter, gathered), part in zip(found, parts, strict=True):
+            parameters[name] = _gather(parameter, part, self.mesh.get_group()) if gathered else part
+        try:
+            yield
+        finally:
+            for parameters, name, parameter, _ in found:
+                parameters[name] = parameter
+            for attributes, forward in forwards:
+                if forward is not None:
+                    attributes["forward"] = forward
+
+
+def _is_of_style(forward: Any) -> bool:
+    """Whether a style of transformers made this forward pass."""
+    return getattr(forward, "__qualname__", "").startswith("TensorParallelLayer.install_forward")
+
+
+def _gather(parameter: DTensor, part: Tensor, group: Any) -> Tensor:
+    """All of a parameter whose rows are divided. Each rank makes another gradient of it, and gets the sum for its part.
+
+    Args:
+        parameter: as the model has it.
+        part: this rank's.
+        group: the ranks.
+    """
+    if part.shape[0] * dist.get_world_size(group) == parameter.shape[0]:
+        return _Gathered.apply(part, group)
+    return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of all ranks. DTensors could do the same, in several times as much of the host's time."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        rows = part.new_empty(part.shape[0] * dist.get_world_size(group), *part.shape[1:])
+        dist.all_gather_into_tensor(rows, part.contiguous(), group=group)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        part = gradient.new_empty(gradient.shape[0] // dist.get_world_size(ctx.group), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(part, gradient.contiguous(), group=ctx.group)
+        return part, None
+
+
+class _Parts(torch.autograd.Function):
+    """This rank's parts of DTensors, all at once: `to_local` for each would take the host several times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.layouts = [(p.device_mesh, p.placements, p.shape, p.stride()) for p in parameters]
+        return tuple([p.to_local().detach() for p in parameters])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
+        return tuple(
+            None
+            if gradient is None
+            else DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
+            for gradient, (mesh, placements, shape, stride) in zip(gradients, ctx.layouts, strict=True)
+        )
+
+
+class _SumGradient(torch.autograd.Function):
+    """The input, whose gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd may read it elsewhere
+        return _sum(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks, in place; its gradient is the same on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _sum(x: Tensor, group: Any) -> Tensor:
+    x = x.contiguous()
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Sum.apply(x, group)
+    dist.all_reduce(x, group=group)
+    return x
 
 
 _STYLES = {

@@ -20,7 +20,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from deltazoo.distributed.parallel_plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
+from deltazoo.distributed.plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
 from deltazoo.generation.cache_argument import CACHE
 from deltazoo.layers import make_layer
 from deltazoo.layers.batch_description import LAYER_TYPES

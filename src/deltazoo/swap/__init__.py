@@ -6,9 +6,9 @@ from deltazoo._lazy import lazy_names
 
 if TYPE_CHECKING:
     from deltazoo.swap.families import FAMILIES, ModelFamily
-    from deltazoo.swap.surgery import swap_attention, swapped_layers, unswap_attention
-    from deltazoo.swap.swap_report import SwapReport
-    from deltazoo.swap.swapped_attention import SwappedAttention
+    from deltazoo.swap.layer import SwappedAttention, swapped_layers
+    from deltazoo.swap.report import SwapReport
+    from deltazoo.swap.surgery import swap_attention, unswap_attention
 
 __all__ = [
     "FAMILIES",
@@ -24,8 +24,8 @@ __getattr__ = lazy_names(
     __name__,
     {
         "families": ("FAMILIES", "ModelFamily"),
-        "surgery": ("swap_attention", "swapped_layers", "unswap_attention"),
-        "swap_report": ("SwapReport",),
-        "swapped_attention": ("SwappedAttention",),
+        "layer": ("SwappedAttention", "swapped_layers"),
+        "report": ("SwapReport",),
+        "surgery": ("swap_attention", "unswap_attention"),
     },
 )

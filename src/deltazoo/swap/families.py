@@ -27,7 +27,7 @@ class ModelFamily:
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """Names of the query, key and value projections, or of the one that holds all three."""
     fused: Literal["stacked", "by_head"] | None = None
-    """How one projection holds all three: all queries, then keys, then values; or the three of each head in turn."""
+    """Order in one that holds all three: queries, then keys, then values; or the three of each head in turn."""
     transposed: bool = False
     """Whether weights are `[in, out]` (transformers' Conv1D) instead of `[out, in]` (nn.Linear)."""
     output: str = "o_proj"
@@ -84,7 +84,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ModelFamily(model_type="qwen3_moe", norms=_QUERY_KEY_NORMS),
     )
 }
-"""By transformers' `model_type`."""
+"""Families by transformers' `model_type`."""
 
 
 def family_of(config: PreTrainedConfig) -> ModelFamily:

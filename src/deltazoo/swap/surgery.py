@@ -3,23 +3,18 @@
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import get_rule
-from deltazoo.swap.attention_weights import read_attention
 from deltazoo.swap.families import FAMILIES, ModelFamily, decoder_layers_of
-from deltazoo.swap.layer_choice import LayerChoice
-from deltazoo.swap.starting_point import transfer
-from deltazoo.swap.suitability import check_model
-from deltazoo.swap.swap_plan import LayerPlan, check_layer_options, plan_layers
-from deltazoo.swap.swap_report import SwapReport, report_swap
-from deltazoo.swap.swapped_attention import SwappedAttention
-from deltazoo.swap.swapped_config import build_swapped_attention
-from deltazoo.swap.swapped_models import SwappedModel, register_swapped_classes, turn_back, turn_into_swapped
+from deltazoo.swap.layer import SwappedAttention, build_swapped_attention, swapped_layers
+from deltazoo.swap.models import SwappedModel, register_swapped_classes, turn_back, turn_into_swapped
+from deltazoo.swap.plan import LayerChoice, LayerPlan, check_layer_options, check_model, plan_layers
+from deltazoo.swap.report import SwapReport, report_swap
+from deltazoo.swap.transfer import read_attention, transfer
 
-__all__ = ["swap_attention", "swapped_layers", "unswap_attention"]
+__all__ = ["swap_attention", "unswap_attention"]
 
 
 def swap_attention(
@@ -47,7 +42,7 @@ def swap_attention(
         layers: `"all"`, a ratio of delta-rule to softmax layers such as `"3:1"`, numbers from 0 (also as text:
             `"0,2,5"`), or a function from number to bool.
         init: `"transfer"` copies projections and starts the rest so that the first forward pass is sane
-            (`deltazoo.swap.starting_point` says how); `"random"` starts every parameter as in the rule's paper.
+            (`deltazoo.swap.transfer` says how); `"random"` starts every parameter as in the rule's paper.
         rope: keep the rotary embedding of queries and keys, where the model has one.
         qk_norm: keep the norms of queries and keys, where the model has them, before the rule's own L2 norm.
         grouped: keep keys and values of grouped-query attention shared, in the original matrices, instead of giving
@@ -117,11 +112,6 @@ def _replace(
         replacement.freeze_teacher()
         setattr(decoder_layers[plan.index], family.attention, replacement)
     turn_into_swapped(model, {str(plan.index): plan.options for plan in plans})
-
-
-def swapped_layers(model: nn.Module) -> dict[int, SwappedAttention]:
-    """The swapped layers of a model by number, whatever it is wrapped in."""
-    return {module.layer_idx: module for module in model.modules() if isinstance(module, SwappedAttention)}
 
 
 def unswap_attention(model: PreTrainedModel) -> None:

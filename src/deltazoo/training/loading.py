@@ -7,7 +7,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import deltazoo.models  # noqa: F401  (registers our model types with the Auto classes)
-from deltazoo.compat.missing_weights import refuse_missing_weights
+from deltazoo.compat.fla.checkpoints import refuse_missing_weights
 from deltazoo.compat.transformers import accelerate, has_known_layers
 from deltazoo.training.checkpoint_path import resolve_checkpoint
 from deltazoo.training.console import say

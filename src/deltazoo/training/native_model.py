@@ -21,8 +21,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from deltazoo.compat.transformers import accelerate
-from deltazoo.compat.transformers.packing_hook import layers_over_neighbours
-from deltazoo.compat.transformers.transformers_layers import LAYER_ARRANGEMENTS
+from deltazoo.compat.transformers.arrangements import LAYER_ARRANGEMENTS
+from deltazoo.compat.transformers.packing import layers_over_neighbours
 from deltazoo.names import unknown
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.training.config import BY_TOKENIZER

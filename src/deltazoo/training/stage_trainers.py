@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from deltazoo.swap.surgery import swapped_layers, unswap_attention
-from deltazoo.swap.swapped_attention import SwappedAttention
+from deltazoo.swap.layer import SwappedAttention, swapped_layers
+from deltazoo.swap.surgery import unswap_attention
 from deltazoo.training.conversion_config import StageConfig
 from deltazoo.training.packed_rows import IGNORED
 from deltazoo.training.trainer import PackedTrainer

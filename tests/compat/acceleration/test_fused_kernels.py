@@ -19,8 +19,8 @@ from helpers import run_python
 from transformers import DynamicCache
 
 import deltazoo
-from deltazoo.compat.transformers import transformers_layers
-from deltazoo.compat.transformers.layer_states import stored_state
+from deltazoo.compat.transformers import arrangements
+from deltazoo.compat.transformers.layer import stored_state
 from deltazoo.ops.decay import softplus_decay
 
 CHILD = "import sys; sys.path[:0] = sys.argv[1:3]; import test_fused_kernels as t; t.compare(sys.argv[3:], 'cpu')"
@@ -81,7 +81,7 @@ def test_convolutions_are_fused_whatever_the_rows(monkeypatch):
     deltazoo.accelerate(model)
     layer, x = mixer_of(model), torch.randn(1, 6, 32)
     layer.deltazoo_fused_kernels = True  # accelerate() would refuse it here
-    monkeypatch.setattr(transformers_layers, "fused_softplus_decay", softplus_decay)
+    monkeypatch.setattr(arrangements, "fused_softplus_decay", softplus_decay)
     padded = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]])}
     for rows in ({}, padded, {"deltazoo_positions": torch.arange(6)[None]}):
         with pytest.raises(NotImplementedError, match="fused kernels run on NVIDIA GPUs"):
@@ -108,8 +108,8 @@ def test_a_norm_that_does_more_than_the_kernel_runs_by_itself(monkeypatch):
     deltazoo.accelerate(model)
     layer, output, gate = mixer_of(model), *torch.randn(2, 1, 6, 2, mixer_of(model).head_v_dim)
     layer.deltazoo_fused_kernels = True
-    mixer = sys.modules["deltazoo.compat.transformers.mixer"]
-    monkeypatch.setattr(mixer, "fused_gated_rms_norm", lambda *arguments: "the kernel")
+    module = sys.modules["deltazoo.compat.transformers.layer"]
+    monkeypatch.setattr(module, "fused_gated_rms_norm", lambda *arguments: "the kernel")
     assert layer._norm_and_gate(output, gate) == "the kernel"
 
     hook = layer.norm.register_forward_hook(lambda *arguments: "a hook")

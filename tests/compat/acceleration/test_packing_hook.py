@@ -20,7 +20,7 @@ from model_kinds import CACHE
 from transformers import DataCollatorWithFlattening, PreTrainedModel
 
 import deltazoo
-from deltazoo.compat.transformers.packing_hook import FORWARD_ARGUMENTS
+from deltazoo.compat.transformers.packing import FORWARD_ARGUMENTS
 
 LENGTHS = [5, 1, 66, 2]
 PACKED = [family for family in FUSED if family not in SPARSE_SOFTMAX]

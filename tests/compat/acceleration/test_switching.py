@@ -19,7 +19,7 @@ from torch import nn
 from transformers import StaticCache
 
 import deltazoo
-from deltazoo.compat.transformers.transformers_layers import LAYER_ARRANGEMENTS
+from deltazoo.compat.transformers.arrangements import LAYER_ARRANGEMENTS
 
 
 def logits(model, ids=None, **kwargs):

@@ -144,7 +144,7 @@ def swap(
 
 def _number_of_best(layers: str) -> int | None:
     """K of best:K; None for what `parse_layers` takes, ValueError for anything else."""
-    from deltazoo.swap.layer_choice import parse_layers
+    from deltazoo.swap.plan import parse_layers
 
     if best := re.fullmatch(r"best:(\d+)", layers):
         return int(best[1])

@@ -6,7 +6,7 @@ Arguments, their meanings and the results are those of flash-linear-attention 0.
 docs/coming_from_fla.md lists what differs. The package `fla` is not needed, imported or replaced.
 """
 
-from deltazoo.compat.fla.fla_functions import (
+from deltazoo.compat.fla.functions import (
     chunk_delta_rule,
     chunk_gated_delta_rule,
     chunk_gdn,
@@ -15,10 +15,8 @@ from deltazoo.compat.fla.fla_functions import (
     fused_recurrent_gated_delta_rule,
     fused_recurrent_gdn,
     fused_recurrent_kda,
-    l2norm,
 )
-from deltazoo.compat.fla.fla_norms import FusedRMSNormGated, RMSNorm
-from deltazoo.compat.fla.fla_short_convolution import ShortConvolution, causal_conv1d
+from deltazoo.compat.fla.modules import FusedRMSNormGated, RMSNorm, ShortConvolution, causal_conv1d, l2norm
 
 __all__ = [
     "FusedRMSNormGated",

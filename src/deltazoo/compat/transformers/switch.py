@@ -1,24 +1,28 @@
 """`accelerate` and `restore`: check all layers, then set their accelerated class, or set the original class again."""
 
 from collections.abc import Iterator
+from functools import cache
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 
-from deltazoo.compat.transformers.generating_model import AcceleratedGeneration, generating_class
-from deltazoo.compat.transformers.mixer import AcceleratedMixer, accelerated_class, rule_of
-from deltazoo.compat.transformers.packing_hook import describe_documents, layers_over_neighbours
-from deltazoo.compat.transformers.transformers_layers import LAYER_ARRANGEMENTS, LayerArrangement, arrangement_of
+from deltazoo.compat.transformers.arrangements import LAYER_ARRANGEMENTS, LayerArrangement, arrangement_of
+from deltazoo.compat.transformers.layer import AcceleratedLayer, accelerated_class, rule_of
+from deltazoo.compat.transformers.packing import describe_documents, layers_over_neighbours
 from deltazoo.generation.captured_generation import CapturedGeneration
 from deltazoo.layers.backend_report import ModelReport, RuleDescription, report
 from deltazoo.models.forward_arguments import remove_pre_hook, tell_of_row_head, tells_of_row_head
 from deltazoo.ops import resolve_backend
 
 __all__ = ["accelerate", "has_known_layers", "keeps_documents_apart", "restore"]
+
+_PICTURES = ("mm_token_type_ids", "image_grid_thw", "video_grid_thw")
+"""Arguments that say where in a prompt its pictures and videos are."""
 
 
 def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: bool | None = None) -> ModelReport:
@@ -60,7 +64,7 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
         _check(module, known, name, backend, fused_kernels)
 
     for module, _, _ in found:
-        if not isinstance(module, AcceleratedMixer):
+        if not isinstance(module, AcceleratedLayer):
             _become(module, accelerated_class(type(module)))
         module.deltazoo_backend = backend
         module.deltazoo_fused_kernels = fused_kernels
@@ -71,7 +75,7 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
         tell_of_row_head(around)
         generates: Any = type(around)
         if issubclass(generates, GenerationMixin) and not issubclass(generates, CapturedGeneration):
-            around.__class__ = generating_class(generates)
+            around.__class__ = _generating_class(generates)
     return report(model)
 
 
@@ -84,7 +88,7 @@ def restore(model: nn.Module) -> None:
     Raises:
         ValueError: nothing in it is accelerated.
     """
-    accelerated = [module for module in model.modules() if isinstance(module, AcceleratedMixer)]
+    accelerated = [module for module in model.modules() if isinstance(module, AcceleratedLayer)]
     if not accelerated:
         raise ValueError(f"{type(model).__name__} has no accelerated layer to restore")
     for module in accelerated:
@@ -105,12 +109,12 @@ def has_known_layers(model: nn.Module) -> bool:
 
 def keeps_documents_apart(model: PreTrainedModel) -> bool:
     """Whether a causal language model is accelerated and takes packed documents."""
-    accelerated = any(isinstance(module, AcceleratedMixer) for module in model.modules())
+    accelerated = any(isinstance(module, AcceleratedLayer) for module in model.modules())
     return accelerated and layers_over_neighbours(model.base_model.config) is None
 
 
 def _arrangement(module: nn.Module) -> LayerArrangement | None:
-    return module.arrangement if isinstance(module, AcceleratedMixer) else arrangement_of(type(module))
+    return module.arrangement if isinstance(module, AcceleratedLayer) else arrangement_of(type(module))
 
 
 def _known_layers() -> str:
@@ -133,7 +137,7 @@ def _base_model(model: nn.Module, name: str) -> PreTrainedModel:
 def _models_around(model: nn.Module) -> Iterator[PreTrainedModel]:
     """All transformers models in a module that contain accelerated layers."""
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and any(isinstance(x, AcceleratedMixer) for x in module.modules()):
+        if isinstance(module, PreTrainedModel) and any(isinstance(x, AcceleratedLayer) for x in module.modules()):
             yield module
 
 
@@ -178,3 +182,46 @@ def _become(module: nn.Module, cls: type[nn.Module]) -> None:
 
 def _is_own_forward(module: nn.Module, method: Any) -> bool:
     return isinstance(method, MethodType) and method.__func__ is type(module).forward
+
+
+class AcceleratedGeneration(CapturedGeneration):
+    """`generate` of accelerated models: transformers' own loop, whose step is captured as in our models."""
+
+    original: ClassVar[type[Any]]
+    """The class of transformers."""
+
+    def prepare_cache(self, cache: Cache) -> None:
+        """Leave the cache as it is: accelerated layers keep their states as the originals do."""
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Inputs of the original, but a single token comes without the description of earlier pictures.
+
+        Its positions are given. Older versions pass the description on, and one of its tensors grows with every token.
+        """
+        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc]
+        tokens = inputs.get("input_ids")
+        if tokens is not None and tokens.shape[1] == 1 and inputs.get("position_ids") is not None:
+            return {name: x for name, x in inputs.items() if name not in _PICTURES}
+        return inputs
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle by way of the original class: this one has its name, and no module holds it."""
+        return _empty_model, (self.original,), vars(self)
+
+
+def _empty_model(original: Any) -> Any:
+    cls: Any = _generating_class(original)
+    return cls.__new__(cls)
+
+
+@cache
+def _generating_class(original: Any) -> type[Any]:
+    """A model class of transformers with captured steps in `generate`.
+
+    It goes by the original's name, which transformers writes into saved configurations.
+    """
+    members = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    bases: tuple[type, ...] = (AcceleratedGeneration, original, GenerationMixin)
+    return type(original.__name__, bases, {**members, "original": original})

@@ -1,4 +1,4 @@
-"""How padding and packed documents reach accelerated layers, from the arguments of the base model's forward pass.
+"""Padding and packed documents for accelerated layers, from the arguments of the base model's forward pass.
 
 transformers tells its softmax layers where documents begin by `position_ids` that start again, and tells its
 delta-rule layers by other arguments, or not at all. A hook tells both, from whatever the caller passed. The layers
@@ -193,7 +193,7 @@ def _begins_where_positions_jump(positions: Tensor) -> Tensor:
 def _starts_by_positions(
     model: nn.Module, call: Mapping[str, Any], positions: Tensor | None, mask: Tensor | None
 ) -> Tensor | None:
-    """Where documents begin by positions alone; None if the batch is not packed."""
+    """`[B, T]` bool: where documents begin by positions alone; None if the batch is not packed."""
     if positions is None:
         return None
     starts = _begins_where_positions_jump(positions)
@@ -223,7 +223,7 @@ def _fills_cache(model: nn.Module, call: Mapping[str, Any]) -> bool:
 
 
 def layers_over_neighbours(config: Any) -> str | None:
-    """Which layers of a model, besides the linear ones, compute from neighbouring tokens; None if none do."""
+    """Name of the layers, besides the linear ones, that compute from neighbouring tokens; None if none do."""
     if _SPARSE_LAYER_TYPES.intersection(config.layer_types):
         return "sparse softmax layers, which pool neighbouring tokens,"
     return "n-gram layers" if getattr(config, "ple_layer_ids", None) else None

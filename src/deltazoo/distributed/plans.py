@@ -1,4 +1,4 @@
-"""How a model is divided among several devices: the plans that transformers reads from a configuration.
+"""Plans that divide a model among several devices, as transformers reads them from a configuration.
 
 A tensor-parallel plan names a style for every module whose weights are divided; `tensor_parallel` has the styles that
 transformers lacks. A plan lists only modules that the model has, so it is made from the configuration.
@@ -33,7 +33,7 @@ _STYLES = {"heads": "colwise", "whole": "delta_rule_shared_norm"}
 
 
 def tensor_parallel_plan(spec: RuleSpec | None, options: Mapping[str, Any]) -> dict[str, str]:
-    """Style per module of the base model: mixers of both kinds are divided by heads, MLPs by channels.
+    """Style per module of the base model: attention layers of both kinds are divided by heads, MLPs by channels.
 
     Projections have the same names in softmax and in linear layers, so one entry holds for both.
 
@@ -47,10 +47,10 @@ def tensor_parallel_plan(spec: RuleSpec | None, options: Mapping[str, Any]) -> d
     """
     if spec is not None and options["num_micro_steps"] > 1 and layer_class(spec).projects_micro_steps:
         return {}
-    mixer: dict[str, str] = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+    attention: dict[str, str] = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
     if spec is not None:
-        mixer |= _gates(spec, options)
-    plan = {"embeddings": "embedding_rowwise"} | {f"layers.*.attn.{name}": style for name, style in mixer.items()}
+        attention |= _gates(spec, options)
+    plan = {"embeddings": "embedding_rowwise"} | {f"layers.*.attn.{name}": style for name, style in attention.items()}
     # In this order: transformers before 5.17 takes the first entry that a parameter's name begins with.
     plan |= {"layers.*.attn_norm": "delta_rule_whole", "layers.*.attn": "delta_rule_heads"}
     plan |= {

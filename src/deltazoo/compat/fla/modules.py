@@ -1,24 +1,56 @@
-"""The short causal convolution of flash-linear-attention: `causal_conv1d` and the module `ShortConvolution`.
+"""The modules of flash-linear-attention around a rule, with its constructors, parameters and results.
 
-Its state holds the last W inputs, one more than the convolution reads, where ours holds W - 1.
+They are norms and the short causal convolution, both also as functions. The convolution's state holds the last W
+inputs, one more than it reads, where ours holds W - 1.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.compat.fla.fla_arguments import refuse_context_parallelism, require_boundaries
+from deltazoo.layers.norm import GATE_ACTIVATIONS, l2_normalize
 from deltazoo.layers.sequences import PackedSequences, Sequences, describe_sequences
 from deltazoo.layers.short_convolution import causal_sum, last_inputs, packing_of
 from deltazoo.names import unknown
-from deltazoo.ops.fused import fused_kernels_fit, fused_short_conv
+from deltazoo.ops.dtypes import at_least_float32
+from deltazoo.ops.fused import (
+    MOST_NORM_COLUMNS,
+    fused_gated_rms_norm,
+    fused_kernels_fit,
+    fused_rms_norm,
+    fused_short_conv,
+)
 
-__all__ = ["ShortConvolution", "causal_conv1d"]
+__all__ = [
+    "FusedRMSNormGated",
+    "RMSNorm",
+    "ShortConvolution",
+    "causal_conv1d",
+    "l2norm",
+    "refuse_context_parallelism",
+    "require_boundaries",
+]
 
 _ACTIVATIONS = ("silu", "swish")
 _BACKENDS = ("triton", "cuda", "mix")
+_GATE_ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
+"""Their names of a gate's activation, and ours."""
+
+
+def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
+    """`x / sqrt(sum x^2 + eps)` over the last axis, computed in float32.
+
+    Args:
+        x: `[..., D]`.
+        eps: added to the sum of squares.
+        output_dtype: of the result; None: x's.
+    """
+    if output_dtype is None:
+        return l2_normalize(x, eps, fused=None)
+    return l2_normalize(at_least_float32(x), eps, fused=None).to(output_dtype)
 
 
 def causal_conv1d(
@@ -68,10 +100,7 @@ def causal_conv1d(
         raise ValueError("causal_conv1d takes boundaries of sequences as cu_seqlens, not as seq_idx")
     if kwargs:
         raise TypeError(unknown("argument of causal_conv1d", next(iter(kwargs)), ("seq_idx",)))
-    if activation is not None and activation not in _ACTIVATIONS:
-        raise ValueError(f"{unknown('activation', activation, _ACTIVATIONS)}, None")
-    if backend not in _BACKENDS:
-        raise ValueError(unknown("backend", backend, _BACKENDS))
+    _check_choices(activation, backend, _BACKENDS)
     if weight is None or weight.ndim != 2 or x.ndim < 3 or x.shape[2:].numel() != len(weight):
         shape = None if weight is None else tuple(weight.shape)
         raise ValueError(f"expected x [B, T, D] and weight [D, W], got {tuple(x.shape)} and {shape}")
@@ -84,6 +113,32 @@ def causal_conv1d(
             raise ValueError(f"residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
         y = y + residual
     return y.to(x.dtype), last_inputs([tokens], past, sequences) if output_final_state else None
+
+
+def _check_choices(activation: str | None, backend: str | None, backends: Sequence[str]) -> None:
+    if activation is not None and activation not in _ACTIVATIONS:
+        raise ValueError(f"{unknown('activation', activation, _ACTIVATIONS)}, None")
+    if backend not in backends:
+        raise ValueError(unknown("backend", backend, backends))
+
+
+def refuse_context_parallelism(function: str, cp_context: object) -> None:
+    """Raise NotImplementedError for a context."""
+    if cp_context is not None:
+        raise NotImplementedError(
+            f"{function} computes whole sequences on one device: pass cp_context=None and every token of a sequence "
+            "to one rank. deltazoo.delta_rule and the layers share a sequence between ranks by a context of their own"
+        )
+
+
+def require_boundaries(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> None:
+    """Raise ValueError for a copy of boundaries without the boundaries, or one that differs where that can be seen."""
+    if cu_seqlens_cpu is None:
+        return
+    if cu_seqlens is None:
+        raise ValueError("cu_seqlens_cpu is a copy of cu_seqlens, which was not given: pass cu_seqlens as well")
+    if cu_seqlens.device.type == "cpu" and not torch.equal(cu_seqlens, cu_seqlens_cpu):
+        raise ValueError(f"cu_seqlens_cpu must equal cu_seqlens, got {cu_seqlens_cpu} and {cu_seqlens}")
 
 
 def _past(x: Tensor, state: Tensor | None, width: int, sequences: Sequences) -> Tensor:
@@ -153,10 +208,7 @@ class ShortConvolution(nn.Conv1d):
             device=device,
             dtype=dtype,
         )
-        if activation is not None and activation not in _ACTIVATIONS:
-            raise ValueError(f"{unknown('activation', activation, _ACTIVATIONS)}, None")
-        if backend not in _BACKENDS[:2]:
-            raise ValueError(unknown("backend", backend, _BACKENDS[:2]))
+        _check_choices(activation, backend, _BACKENDS[:2])
         self.hidden_size = hidden_size
         self.activation = activation
         self.backend = backend
@@ -235,3 +287,156 @@ def _one_token_each(x: Tensor, cu_seqlens: Tensor | None) -> bool:
     if cu_seqlens is None:
         return num_tokens == x.shape[0]
     return num_tokens == len(cu_seqlens) - 1 and bool((cu_seqlens.diff() == 1).all())
+
+
+class _Norm(nn.Module):
+    """Parameters of both modules, and what they do with a residual."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool,
+        bias: bool,
+        eps: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.elementwise_affine = elementwise_affine
+        self.eps = eps
+
+        def parameter() -> nn.Parameter:
+            return nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+
+        self.register_parameter("weight", parameter() if elementwise_affine else None)
+        self.register_parameter("bias", parameter() if elementwise_affine and bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to one and the bias to zero."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        """Size, affine or not, and epsilon, for printing."""
+        affine = "" if self.elementwise_affine else ", elementwise_affine=False"
+        return f"{self.hidden_size}{affine}, eps={self.eps}"
+
+    def _scale(self, x: Tensor) -> Tensor:
+        return x.new_ones(self.hidden_size, dtype=torch.float32) if self.weight is None else self.weight
+
+    def _plain(self, x: Tensor) -> Tensor:
+        """The norm in float32 (float64 stays), not rounded."""
+        wide = at_least_float32(x)
+        y = F.rms_norm(wide, (self.hidden_size,), self._scale(x).to(wide.dtype), self.eps)
+        return y if self.bias is None else y + self.bias
+
+
+def _with_residual(x: Tensor, residual: Tensor | None, residual_in_fp32: bool) -> tuple[Tensor, Tensor]:
+    """The tensor to be normalised, in float32 if it is a sum; and the one that `prenorm` returns."""
+    if residual is None:
+        return x, x.float() if residual_in_fp32 else x
+    if residual.shape != x.shape:
+        raise ValueError(f"x and residual must have one shape, got {tuple(x.shape)} and {tuple(residual.shape)}")
+    total = at_least_float32(x) + residual
+    return total, total.to(residual.dtype)
+
+
+class RMSNorm(_Norm):
+    """`x / sqrt(mean x^2 + eps) * weight + bias` over the last axis, in x's dtype.
+
+    Args:
+        hidden_size: of the last axis.
+        elementwise_affine: with a weight.
+        bias: with a bias, if there is a weight.
+        eps: added to the mean square.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise x `[..., hidden_size]`.
+
+        Args:
+            x: the input.
+            residual: of x's shape, added to x before.
+            prenorm: return the sum as well, in the residual's dtype; without a residual x.
+            residual_in_fp32: without a residual, return x in float32 there.
+        """
+        total, kept = _with_residual(x, residual, residual_in_fp32)
+        if self.bias is None and self.hidden_size <= MOST_NORM_COLUMNS and fused_kernels_fit(total):
+            y = fused_rms_norm(total, self._scale(x), self.eps, x.dtype)
+        else:
+            y = self._plain(total).to(x.dtype)
+        return (y, kept) if prenorm else y
+
+
+class FusedRMSNormGated(_Norm):
+    """RMSNorm times an activated gate: `x / sqrt(mean x^2 + eps) * weight * activation(g)`.
+
+    Args:
+        hidden_size: of the last axis.
+        elementwise_affine: with a weight.
+        eps: added to the mean square.
+        activation: of the gate: "swish" or "silu", which are the same, or "sigmoid".
+        device, dtype: of the weight.
+
+    Raises:
+        ValueError: another activation.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        activation: str = "swish",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, False, eps, device, dtype)
+        if activation not in _GATE_ACTIVATIONS:
+            raise ValueError(unknown("activation of the gate", activation, _GATE_ACTIVATIONS))
+        self.activation = activation
+
+    def forward(
+        self,
+        x: Tensor,
+        g: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise x `[..., hidden_size]` and multiply by the activated gate g of the same shape.
+
+        `residual`, `prenorm` and `residual_in_fp32` as of `RMSNorm`.
+        """
+        total, kept = _with_residual(x, residual, residual_in_fp32)
+        activation = _GATE_ACTIVATIONS[self.activation]
+        if fused_kernels_fit(total):
+            y = fused_gated_rms_norm(total, g.reshape(total.shape), self._scale(x), self.eps, activation)
+        else:
+            y = self._plain(total) * GATE_ACTIVATIONS[activation](at_least_float32(g)).reshape(total.shape)
+        return (y.to(x.dtype), kept) if prenorm else y.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Size, epsilon and activation, for printing."""
+        return f"{super().extra_repr()}, activation={self.activation}"

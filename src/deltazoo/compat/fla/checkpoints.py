@@ -6,19 +6,20 @@ The parameter names of today's fla-hub checkpoints are ours, so the Auto classes
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
 
-from deltazoo.compat.missing_weights import refuse_missing_weights
 from deltazoo.models.hub_classes import model_class_of
 from deltazoo.models.hub_configs import config_class_of
 from deltazoo.models.modeling import DeltaRuleForCausalLM
 
-__all__ = ["load_fla_checkpoint", "modernize_state_dict"]
+__all__ = ["load_fla_checkpoint", "modernize_state_dict", "refuse_missing_weights"]
+
+_SHOWN = 5
 
 
 def load_fla_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausalLM:
@@ -50,7 +51,7 @@ def load_fla_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausalLM
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Those that the index names; all if there is none, or one file of all weights beside an older index."""
+    """Files that the index names; all if there is none, or one file of all weights beside an older index."""
     index = path / "model.safetensors.index.json"
     if not index.is_file() or (path / "model.safetensors").is_file():
         return sorted(path.glob("*.safetensors"))
@@ -60,7 +61,7 @@ def _weight_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-# Names that older fla-hub checkpoints and Moonshot's Kimi Linear use for parameters of a mixer.
+# Names that older fla-hub checkpoints and Moonshot's Kimi Linear use for parameters of a layer.
 _OLD_NAMES = (
     (re.compile(r"\.attn\.norm\.weight$"), ".attn.o_norm.weight"),
     (re.compile(r"\.attn\.g_norm\.weight$"), ".attn.g_norm_swish_gate.weight"),
@@ -91,3 +92,16 @@ def modernize_state_dict(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             modern[name] = x
     return modern
+
+
+def refuse_missing_weights(missing: Collection[str], path: str | Path) -> None:
+    """Raise ValueError if weights are missing.
+
+    Args:
+        missing: `missing_keys` of transformers' loading info, which leaves out tied weights.
+        path: of the checkpoint.
+    """
+    if missing:
+        names = sorted(missing)
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise ValueError(f"{path} lacks weights of its model: {', '.join(names[:_SHOWN])}{more}")

@@ -5,14 +5,17 @@ A swapped Llama is a `DeltazooLlamaForCausalLM` with a `DeltazooLlamaConfig` of 
 transformers alone refuses it, so nobody loads it with softmax attention and random weights by mistake.
 """
 
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import transformers
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -20,18 +23,27 @@ from transformers.generation import GenerationMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from deltazoo._auto_registration import SWAPPED_PREFIX
-from deltazoo.generation.cache import prepare_cache_layer
+from deltazoo.generation.cache import check_cache, prepare_cache_layer
+from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.captured_generation import CapturedGeneration
-from deltazoo.models.auto_map import HEADS, auto_class_name
+from deltazoo.models.auto_map import HEADS, AutoMapConfig, auto_class_name
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates
-from deltazoo.models.forward_arguments import remove_pre_hook, tell_of_row_head, tells_of_row_head
+from deltazoo.models.forward_arguments import (
+    describe_arguments,
+    refuse_several_documents,
+    remove_pre_hook,
+    take_row_head,
+    tell_of_row_head,
+    tells_of_row_head,
+)
 from deltazoo.models.loadable_layers import refuse_undescribed
+from deltazoo.models.lora_targets import offer_lora_targets
 from deltazoo.models.outside_rules import module_of_rule
+from deltazoo.names import SWAPPED_PREFIX
+from deltazoo.ops import ContextParallel
 from deltazoo.runtime import RUNTIME_OPTIONS
-from deltazoo.swap.batch_hook import describe_batches, token_mask_for
 from deltazoo.swap.families import FAMILIES, decoder_layers_of
-from deltazoo.swap.swapped_config import SwappedConfig, build_swapped_attention, recorded_layers
+from deltazoo.swap.layer import build_swapped_attention
 
 __all__ = [
     "SwappedModel",
@@ -46,10 +58,36 @@ _AUTO_CLASSES: tuple[Any, ...] = tuple(getattr(transformers, auto_class_name(hea
 _PREFIX = "Deltazoo"
 _ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan", "_fsdp_plan")
 """Properties that transformers collects when a model is made, and that depend on the layers."""
+_TOKEN_MASK = "delta_token_mask"
+"""The argument by which `generate` tells of padding where it has prepared the masks of softmax layers."""
+
+
+class SwappedConfig(AutoMapConfig):
+    """Additions of a swapped model's configuration to the original configuration class."""
+
+    model_type: ClassVar[str]
+    original_model_type: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain values."""
+        # PEFT asks for this dictionary just before it looks up default targets, and may be imported later than we are.
+        offer_lora_targets(self.model_type, like=self.original_model_type)
+        return super().to_dict()
+
+
+def recorded_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
+    """Options of the swapped layers among those that run, by number (JSON has strings for numbers)."""
+    if not config.delta_layers:
+        raise ValueError(
+            f"a {type(config).__name__} without delta_layers describes no model; swap_attention writes them"
+        )
+    layers = {int(index): options for index, options in config.delta_layers.items()}
+    # from_pretrained(..., num_hidden_layers=n) keeps the first n layers, and so does early exit for a while.
+    return {index: options for index, options in layers.items() if index < config.num_hidden_layers}
 
 
 class SwappedModel(ModelWithDeltaLayers):
-    """What a swapped model adds to the original, whatever its head."""
+    """Additions of a swapped model to the original, whatever its head."""
 
     original_class: ClassVar[type[PreTrainedModel]]
 
@@ -82,7 +120,7 @@ class SwappedModel(ModelWithDeltaLayers):
             prepare_cache_layer(cache, index)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers.
+        """Save the model as transformers does.
 
         Raises:
             ValueError: a swapped layer is not what the configuration describes, and would load as another;
@@ -114,14 +152,10 @@ class SwappedGeneration(CapturedGeneration, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *, attention_mask: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """As in the original. Padding also stays known where masks are prepared ahead of the model."""
-        inputs = super().prepare_inputs_for_generation(
-            input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
-        return inputs | token_mask_for(attention_mask, inputs)
+        """Inputs of the original, which also tell of padding where masks are prepared ahead of the model."""
+        given = {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds, **kwargs}
+        inputs = super().prepare_inputs_for_generation(input_ids, **given)
+        return inputs | _token_mask_argument(attention_mask, inputs)
 
 
 def turn_into_swapped(model: PreTrainedModel, delta_layers: dict[str, dict[str, Any]]) -> None:
@@ -156,7 +190,7 @@ def _adapt(model: PreTrainedModel) -> None:
     base = model.base_model
     if not isinstance(base, SwappedModel):
         base.__class__ = swapped_class(type(base))
-    base._delta_hook = describe_batches(base)  # type: ignore[assignment]
+    base._delta_hook = _describe_batches(base)  # type: ignore[assignment]
     tell_of_row_head(model)
     for part in _parts(model):
         part._original_properties = {name: getattr(part, name, None) for name in _ADAPTED}  # type: ignore[assignment]
@@ -205,7 +239,7 @@ def swapped_class(original_class: type[Any]) -> type[Any]:
 
 
 def original_classes(config_class: type[PreTrainedConfig]) -> dict[Any, type[PreTrainedModel]]:
-    """By Auto class of transformers: the model class that it loads for an original configuration class, if any."""
+    """Model classes that the Auto classes of transformers load for an original configuration class."""
     found = {auto_class: auto_class._model_mapping.get(config_class, None) for auto_class in _AUTO_CLASSES}
     return {auto_class: model_class for auto_class, model_class in found.items() if model_class is not None}
 
@@ -243,3 +277,90 @@ def register_swapped_classes(model_type: str) -> None:
     conversions = get_checkpoint_conversion_mapping(model_type)
     if conversions is not None:
         register_checkpoint_conversion_mapping(config.model_type, conversions, overwrite=True)
+
+
+def _describe_batches(base_model: nn.Module) -> RemovableHandle:
+    """A hook by which `base_model` describes every batch to its swapped layers, until the handle is removed.
+
+    The mask that reaches an attention layer is about pairs of tokens, perhaps within a sliding window, and no longer
+    says which tokens are padding. So the description (`layers/batch_description.py`) is made from what the caller
+    passed. It is one more keyword argument, which every model passes on to its attention. An argument survives
+    recomputation under gradient checkpointing and leaves compiled code nothing to guard.
+    """
+    names = tuple(inspect.signature(base_model.forward).parameters)
+    return base_model.register_forward_pre_hook(partial(_describe, names), with_kwargs=True)
+
+
+def _describe(
+    names: tuple[str, ...], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """The hook: `names` are those of the forward pass's positional arguments."""
+    kwargs = dict(zip(names, args, strict=False)) | kwargs
+    context: ContextParallel | None = model.deltazoo_context
+    row_head = take_row_head(kwargs)
+    tokens = kwargs.get("input_ids")
+    if tokens is None:
+        tokens = kwargs.get("inputs_embeds")
+    if tokens is None or kwargs.get("delta_batch") is not None:
+        return (), kwargs  # the model raises; the batch is described already
+    cache, position_ids = cache_in(kwargs), kwargs.get("position_ids")
+    past_length: int | Tensor = 0
+    if cache is not None:
+        check_cache(cache, model.config.num_hidden_layers)
+        past_length = cache.get_seq_length()
+    mask = _token_mask(kwargs)
+    batch = describe_arguments(context, tokens, cache, past_length, mask, position_ids, kwargs)
+    kwargs["delta_batch"] = batch
+    if batch.beyond_one_row:
+        refuse_several_documents(row_head)
+    if context is not None:
+        kwargs |= {"attention_mask": None, "position_ids": batch.position_ids, "use_cache": False}
+    elif position_ids is None and isinstance(mask, Tensor):
+        # Else padding on the left would rotate keys further, and a decay per channel does not follow a rotation.
+        kwargs["position_ids"] = batch.position_ids
+    kwargs.pop("cu_seqlens", None)  # the one name of ours that transformers does not know
+    if batch.packed:
+        # The softmax layers that remain tell documents apart by position_ids, and only without a mask.
+        masked = kwargs.pop("attention_mask", None) is not None
+        kwargs["position_ids"] = batch.sequences.positions if masked or position_ids is None else position_ids
+        kwargs["use_cache"] = False
+    return (), kwargs
+
+
+def _token_mask(kwargs: dict[str, Any]) -> Tensor | Mapping[str, Tensor | None] | None:
+    """The mask of real tokens: the caller's, or that of `_token_mask_argument` where `generate` has prepared masks."""
+    mask = kwargs.get("attention_mask")
+    if _TOKEN_MASK in kwargs:
+        return {"linear_attention": kwargs.pop(_TOKEN_MASK)}
+    if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+        return mask
+    raise ValueError(
+        f"a swapped model takes attention_mask [batch, tokens] with 1 = real token, got {_in_words(mask)}: a linear "
+        "layer cannot follow a mask over pairs of tokens"
+    )
+
+
+def _in_words(mask: Any) -> str:
+    return f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+
+
+def _token_mask_argument(attention_mask: Tensor | None, inputs: Mapping[str, Any]) -> dict[str, Tensor | None]:
+    """The padding among the tokens of a generation step whose masks are prepared already, as an argument.
+
+    Args:
+        attention_mask: `[B, past + T]` as the user gave it.
+        inputs: what `prepare_inputs_for_generation` made of it.
+
+    Returns:
+        An argument for the base model; it is None for single tokens, which are never padding, so that compiled decoding
+        sees the same arguments at every step.
+    """
+    prepared = inputs.get("attention_mask")
+    if prepared is None or prepared is attention_mask or (isinstance(prepared, Tensor) and prepared.ndim == 2):
+        return {}
+    tokens = inputs.get("input_ids")
+    num_tokens = (inputs["inputs_embeds"] if tokens is None else tokens).shape[1]
+    if attention_mask is None or num_tokens == 1:
+        return {_TOKEN_MASK: None}
+    mask = attention_mask[:, -num_tokens:].bool()
+    return {_TOKEN_MASK: None if not torch.compiler.is_compiling() and bool(mask.all()) else mask}

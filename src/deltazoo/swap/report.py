@@ -1,19 +1,30 @@
 """The report of a swap, done or planned: per layer, in parameters, and in memory per sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from deltazoo.swap.cache_memory import CONTEXTS, MemoryAtLength, memory_of_swap, sliding_window
 from deltazoo.swap.families import ModelFamily, decoder_layers_of
-from deltazoo.swap.starting_point import copied_parameters
-from deltazoo.swap.swap_plan import LayerPlan
-from deltazoo.swap.swapped_attention import SwappedAttention
+from deltazoo.swap.layer import SwappedAttention
+from deltazoo.swap.plan import LayerPlan
+from deltazoo.swap.transfer import copied_parameters
 
-__all__ = ["LayerSwap", "SwapReport", "report_swap"]
+__all__ = ["LayerSwap", "MemoryAtLength", "SwapReport", "report_swap"]
+
+_CONTEXTS = {"1k": 1024, "32k": 32 * 1024, "1M": 1024 * 1024}
+"""Context lengths, in tokens, at which memory is compared."""
+
+
+@dataclass(frozen=True)
+class MemoryAtLength:
+    """Bytes that the cache of one sequence takes, before and after the swap."""
+
+    num_tokens: int
+    before: int
+    after: int
 
 
 @dataclass(frozen=True)
@@ -22,7 +33,7 @@ class LayerSwap:
 
     index: int
     path: str
-    """Of the attention slot in the model."""
+    """Path of the attention slot in the model."""
     copied: tuple[str, ...]
     """Parameters of the new layer, copied from the original weights."""
     created: tuple[str, ...]
@@ -30,7 +41,7 @@ class LayerSwap:
     dropped: tuple[str, ...]
     """Parameters and properties of the original attention that have no counterpart."""
     state_bytes: int
-    """Of one sequence, at any length."""
+    """Bytes of the state of one sequence, at any length."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +49,14 @@ class SwapReport:
     """Result of `swap_attention`; prints as tables."""
 
     model_type: str
-    """Of the original model."""
+    """Model type of the original."""
     rule: str
     init: str
     dry_run: bool
     """True: nothing was changed."""
     layers: tuple[LayerSwap, ...]
     num_layers: int
-    """Of the model, swapped or not."""
+    """Number of the model's layers, swapped or not."""
     parameters_before: int
     parameters_after: int
     memory: tuple[MemoryAtLength, ...]
@@ -68,18 +79,12 @@ class SwapReport:
         table = Table(title=title, caption=left if self.only_windows_left else None)
         for heading in ("layers", "copied", "created", "dropped"):
             table.add_column(heading, overflow="fold")
-        for layers in self._equal_layers():
-            first = layers[0]
-            cells = [", ".join(names) or "-" for names in (first.copied, first.created, first.dropped)]
-            table.add_row(_ranges([layer.index for layer in layers]), *cells)
-        return table
-
-    def _equal_layers(self) -> list[list[LayerSwap]]:
-        """Layers grouped by what was copied, created and dropped."""
-        groups: dict[tuple[tuple[str, ...], ...], list[LayerSwap]] = {}
+        equal: dict[tuple[tuple[str, ...], ...], list[int]] = {}
         for layer in self.layers:
-            groups.setdefault((layer.copied, layer.created, layer.dropped), []).append(layer)
-        return list(groups.values())
+            equal.setdefault((layer.copied, layer.created, layer.dropped), []).append(layer.index)
+        for parameters, indices in equal.items():
+            table.add_row(_ranges(indices), *(", ".join(names) or "-" for names in parameters))
+        return table
 
     def _summary_table(self) -> Table:
         table = Table()
@@ -87,7 +92,7 @@ class SwapReport:
             table.add_column(heading, justify="right" if heading else "left")
         ratio = self.parameters_after / self.parameters_before
         table.add_row("parameters", f"{self.parameters_before:,}", f"{self.parameters_after:,}", f"{ratio:.3f}")
-        names = {length: name for name, length in CONTEXTS.items()}
+        names = {length: name for name, length in _CONTEXTS.items()}
         for memory in self.memory:
             label = f"cache of one sequence of {names[memory.num_tokens]} tokens"
             ratio = memory.after / memory.before
@@ -121,12 +126,14 @@ def report_swap(
                 state_bytes=replacement.delta.state_bytes(model.dtype),
             )
         )
-    swapped = {layer.index for layer in layers}
-    windows = {index: sliding_window(model.config, index) for index in range(num_layers)}
-    remaining = [window for index, window in windows.items() if index not in swapped]
+    states = {layer.index: layer.state_bytes for layer in layers}
+    windows = [_window(model.config, index) for index in range(num_layers)]
+    remaining = [window for index, window in enumerate(windows) if index not in states]
     before = sum(p.numel() for p in model.parameters())
     removed = sum(p.numel() for plan in plans for p in plan.attention.parameters())
     added = sum(p.numel() for replacement in replacements for p in replacement.parameters())
+    shape = plans[0].shape
+    per_token = 2 * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
     return SwapReport(
         model_type=family.model_type,
         rule=rule,
@@ -136,11 +143,26 @@ def report_swap(
         num_layers=num_layers,
         parameters_before=before,
         parameters_after=before - removed + added,
-        memory=memory_of_swap(
-            model.config, plans[0].shape, model.dtype, num_layers, {layer.index: layer.state_bytes for layer in layers}
-        ),
-        only_windows_left=bool(remaining) and None not in remaining and None in windows.values(),
+        memory=tuple(_memory(length, per_token, windows, states) for length in _CONTEXTS.values()),
+        only_windows_left=bool(remaining) and None not in remaining and None in windows,
     )
+
+
+def _memory(
+    num_tokens: int, per_token: int, windows: Sequence[int | None], states: Mapping[int, int]
+) -> MemoryAtLength:
+    """Caches before and after, of softmax layers with these windows, some of which get states of a fixed size."""
+    kept = [per_token * min(num_tokens, window or num_tokens) for window in windows]
+    after = [states.get(index, size) for index, size in enumerate(kept)]
+    return MemoryAtLength(num_tokens, sum(kept), sum(after))
+
+
+def _window(config: PreTrainedConfig, index: int) -> int | None:
+    """The most tokens that a softmax layer's cache holds; None: all."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and layer_types[index] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
 
 
 def _dropped(model: PreTrainedModel, family: ModelFamily, plan: LayerPlan, init: str) -> list[str]:
@@ -153,7 +175,7 @@ def _dropped(model: PreTrainedModel, family: ModelFamily, plan: LayerPlan, init:
     if plan.shape.has_rope and not plan.options["rope"]:
         lost.append("rotary embedding")
     config = model.config
-    if window := sliding_window(config, plan.index):
+    if window := _window(config, plan.index):
         lost.append(f"window of {window} tokens")
     if cap := getattr(config, "attn_logit_softcapping", None):
         lost.append(f"score cap of {cap:g}")

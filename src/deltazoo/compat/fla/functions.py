@@ -3,14 +3,15 @@
 Ours choose the way to compute by themselves, so the two forms of a rule give the same results, and both have gradients.
 """
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltazoo.compat.fla.fla_arguments import refuse_context_parallelism, require_boundaries, take_state_layout
-from deltazoo.layers.norm import l2_normalize
+from deltazoo.compat.fla.modules import l2norm, refuse_context_parallelism, require_boundaries
 from deltazoo.layers.state import is_decoding_step
+from deltazoo.names import unknown
 from deltazoo.ops import delta_rule, delta_rule_step
 from deltazoo.ops.decay import bounded_decay, softplus_decay
 from deltazoo.ops.dtypes import at_least_float32
@@ -25,21 +26,10 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_kda",
-    "l2norm",
 ]
 
-
-def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
-    """`x / sqrt(sum x^2 + eps)` over the last axis, computed in float32.
-
-    Args:
-        x: `[..., D]`.
-        eps: added to the sum of squares.
-        output_dtype: of the result; None: x's.
-    """
-    if output_dtype is None:
-        return l2_normalize(x, eps, fused=None)
-    return l2_normalize(at_least_float32(x), eps, fused=None).to(output_dtype)
+_HINTS = ("chunk_size", "chunk_indices", "cu_seqlens_cpu", "safe_gate", "disable_recompute")
+"""Options that choose how flash-linear-attention computes and do not change what; ours needs none of them."""
 
 
 def chunk_delta_rule(
@@ -61,12 +51,8 @@ def chunk_delta_rule(
         q, k: `[B, T, H, K]`.
         v: `[B, T, H, V]`.
         beta: `[B, T, H]`, the step size itself, after its sigmoid.
-        scale: factor on q, `K ** -0.5` unless given.
-        initial_state: `[N, H, K, V]`; N = B, or the number of packed sequences.
-        output_final_state: return the final state; otherwise None is returned in its place.
-        use_qk_l2norm_in_kernel: first `l2norm` q and k.
-        cu_seqlens: `[N + 1]`, boundaries of sequences packed along T, with B = 1.
-        cu_seqlens_cpu: a copy of them. Like `chunk_size` a hint that changes no result.
+        initial_state: `[N, H, K, V]`.
+        scale, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu: as of `chunk_gated_delta_rule`.
         kwargs: hints of flash-linear-attention, and `head_first=False`.
 
     Returns:
@@ -75,7 +61,7 @@ def chunk_delta_rule(
     Raises:
         ValueError, TypeError: arguments that do not fit together, or are unknown.
     """
-    if take_state_layout("chunk_delta_rule", False, kwargs):
+    if _take_state_layout("chunk_delta_rule", False, kwargs):
         raise TypeError("chunk_delta_rule takes and returns states [N, H, K, V] alone, not transpose_state_layout=True")
     require_boundaries(cu_seqlens, cu_seqlens_cpu)
     _require_gate("chunk_delta_rule", "beta", beta, v, per_channel=False)
@@ -155,7 +141,7 @@ def chunk_gated_delta_rule(
     """
     name = "chunk_gated_delta_rule"
     gate = {key: kwargs.pop(key, None) for key in ("use_gate_in_kernel", "A_log", "dt_bias")}
-    state_v_first = take_state_layout(name, state_v_first, kwargs)
+    state_v_first = _take_state_layout(name, state_v_first, kwargs)
     refuse_context_parallelism(name, cp_context)
     require_boundaries(cu_seqlens, cu_seqlens_cpu)
     _require_gate(name, "g", g, v, per_channel=False)
@@ -204,7 +190,7 @@ def fused_recurrent_gated_delta_rule(
         ValueError, TypeError: as `chunk_gated_delta_rule`.
     """
     name = "fused_recurrent_gated_delta_rule"
-    state_v_first = take_state_layout(name, state_v_first, kwargs)
+    state_v_first = _take_state_layout(name, state_v_first, kwargs)
     if gv is not None:
         raise NotImplementedError(f"{name} has no decay per value channel (gv): {_WIDTH_ONE}")
     beta = _activated_step(_step_size(name, beta, v), use_beta_sigmoid_in_kernel, allow_neg_eigval)
@@ -266,7 +252,7 @@ def chunk_kda(
         NotImplementedError: `cp_context`, `return_intermediate_states` or `use_graph`.
     """
     A_log, dt_bias = kwargs.pop("A_log", None), kwargs.pop("dt_bias", None)
-    state_v_first = take_state_layout("chunk_kda", state_v_first, kwargs)
+    state_v_first = _take_state_layout("chunk_kda", state_v_first, kwargs)
     refuse_context_parallelism("chunk_kda", cp_context)
     require_boundaries(cu_seqlens, cu_seqlens_cpu)
     if return_intermediate_states:
@@ -320,7 +306,7 @@ def fused_recurrent_kda(
         ValueError, TypeError: as `chunk_kda`.
     """
     name = "fused_recurrent_kda"
-    state_v_first = take_state_layout(name, state_v_first, kwargs)
+    state_v_first = _take_state_layout(name, state_v_first, kwargs)
     _require_gate(name, "g", g, v, per_channel=True)
     beta = _activated_step(_step_size(name, beta, v), use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if use_gate_in_kernel:
@@ -421,3 +407,32 @@ _OTHER_DECAY = {
     "chunk_kda": "chunk_gated_delta_rule takes a decay per head",
     "fused_recurrent_kda": "fused_recurrent_gated_delta_rule takes a decay per head",
 }
+
+
+def _take_state_layout(function: str, state_v_first: bool, options: dict[str, Any]) -> bool:
+    """Read the keyword arguments that a signature does not name, and return `state_v_first`.
+
+    Args:
+        function: its name, for messages.
+        state_v_first: as given under that name.
+        options: the remaining keyword arguments. `head_first=False` and hints change nothing.
+
+    Raises:
+        ValueError: `head_first=True`, or two names for one option. TypeError: an unknown argument.
+    """
+    options = {name: value for name, value in options.items() if name not in _HINTS}
+    if options.pop("head_first", False):
+        raise ValueError(
+            f"{function} takes [B, T, H, ...], and flash-linear-attention 0.6 has removed head_first: pass "
+            "x.transpose(1, 2) of every input and output in place of head_first=True"
+        )
+    old_name = options.pop("transpose_state_layout", None)
+    if old_name is not None:
+        if state_v_first:
+            raise ValueError("transpose_state_layout is the old name of state_v_first: pass state_v_first alone")
+        warnings.warn("transpose_state_layout is the old name of state_v_first", DeprecationWarning, stacklevel=3)
+        state_v_first = old_name
+    if options:
+        known = ("head_first", "transpose_state_layout", *_HINTS)
+        raise TypeError(unknown(f"argument of {function}", next(iter(options)), known))
+    return state_v_first

@@ -31,7 +31,7 @@ class Projections(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerArrangement:
-    """How one layer class of transformers arranges its projections."""
+    """Arrangement of the projections in one layer class of transformers."""
 
     family: str
     """The model's folder in transformers, which is also its model type."""
@@ -114,7 +114,7 @@ LAYER_ARRANGEMENTS: Mapping[str, LayerArrangement] = {
         inputs=("q_proj", "k_proj", "v_proj", "b_proj", "g_proj"),
     ),
 }
-"""By class name: the delta-rule layers of transformers, whichever of them the installed version has."""
+"""The delta-rule layers of transformers by class name, whichever of them the installed version has."""
 
 
 def arrangement_of(cls: type[nn.Module]) -> LayerArrangement | None:

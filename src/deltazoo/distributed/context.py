@@ -1,26 +1,37 @@
-"""One sequence over several ranks: layers and models that compute on a piece of its tokens."""
+"""Context parallelism: layers and models that compute on a piece of every sequence, and the pieces of a batch."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.cache_utils import DynamicLayer
-from transformers.modeling_utils import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from deltazoo.distributed.shared_attention import SHARED_ATTENTION, register_shared_attention
 from deltazoo.generation.cache_argument import cache_in
 from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers.sequences import SharedSequences
 from deltazoo.ops import ContextParallel
 from deltazoo.ops.context.context_group import agreed_lengths, sum_over_ranks
 from deltazoo.ops.context.token_exchange import all_tokens, next_tokens
 from deltazoo.ops.fused.linear_cross_entropy import IGNORED
 
-__all__ = ["context_parallel"]
+__all__ = ["context_parallel", "local_batch", "piece_of_batch"]
 
 M = TypeVar("M", bound=nn.Module)
+
+_SHARED_ATTENTION = "deltazoo_shared"
+"""The name of `_attend_to_all_ranks` in a configuration of transformers."""
+_QUERIES = 1024
+"""Queries at a time, so that masks stay small and no key after the last of them is read."""
+_GRID = 64
+"""Pieces begin at multiples of this many tokens where the batch is long enough: a chunk of the operator."""
+_PER_TOKEN = ("input_ids", "position_ids", "labels", "shift_labels", "attention_mask")
 
 
 def context_parallel(model: M, ranks: DeviceMesh | ProcessGroup | ContextParallel | None) -> M:
@@ -73,11 +84,12 @@ def _share(model: Any, context: ContextParallel | None) -> None:
     if context is not None and model.base_model is model and _complete_cache not in model._forward_hooks.values():
         model.register_forward_hook(_complete_cache, with_kwargs=True)
     implementation = model.config._attn_implementation
-    if context is not None and implementation != SHARED_ATTENTION:
-        register_shared_attention()
+    if context is not None and implementation != _SHARED_ATTENTION:
+        ALL_ATTENTION_FUNCTIONS.register(_SHARED_ATTENTION, _attend_to_all_ranks)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(_SHARED_ATTENTION, _no_mask)
         model.deltazoo_attention = implementation
-        model.config._attn_implementation = SHARED_ATTENTION
-    elif context is None and implementation == SHARED_ATTENTION:
+        model.config._attn_implementation = _SHARED_ATTENTION
+    elif context is None and implementation == _SHARED_ATTENTION:
         model.config._attn_implementation = model.deltazoo_attention
 
 
@@ -140,3 +152,118 @@ def _next_begins_document(
         position_ids = position_ids[None] if position_ids.ndim == 1 else position_ids
         return next_tokens(position_ids, context, torch.iinfo(position_ids.dtype).max) <= position_ids
     return None
+
+
+def local_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """This rank's contiguous piece of a batch that all ranks of a mesh hold.
+
+    Labels are shifted before the cut, so that the last token of a piece predicts the first of the next.
+
+    Args:
+        batch: `input_ids`, `position_ids`, `labels`, `shift_labels`, `attention_mask` `[B, T]`, whichever are there,
+            are cut; everything else, such as global `cu_seqlens`, stays as it is.
+        mesh: of one dimension, such as `mesh["cp"]`.
+
+    Raises:
+        ValueError: fewer tokens than ranks.
+    """
+    return piece_of_batch(batch, mesh.get_local_rank(), mesh.size())
+
+
+def piece_of_batch(batch: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """`local_batch` of a given rank.
+
+    Args:
+        batch: as there.
+        rank: the number of the piece.
+        ranks: the number of pieces.
+
+    Raises:
+        ValueError: fewer tokens than ranks.
+    """
+    local = dict(batch)
+    if "labels" in local and "shift_labels" not in local:
+        local["shift_labels"] = F.pad(local["labels"][:, 1:], (0, 1), value=IGNORED)
+    begin, end = _piece_bounds(local["input_ids"].shape[1], rank, ranks)
+    return {name: value[:, begin:end] if name in _PER_TOKEN else value for name, value in local.items()}
+
+
+def _piece_bounds(tokens: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Begin and end of a rank's piece of `tokens` tokens; pieces differ by at most one grid cell.
+
+    Raises:
+        ValueError: fewer tokens than ranks.
+    """
+    if tokens < ranks:
+        raise ValueError(f"{tokens} tokens cannot be divided among {ranks} ranks: every rank needs at least one")
+    grid = _GRID if tokens >= _GRID * ranks else 1
+    cells = -(-tokens // grid)
+    return tuple(min(cells * r // ranks * grid, tokens) for r in (rank, rank + 1))  # type: ignore[return-value]
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The mask follows from the description of the batch."""
+
+
+def _attend_to_all_ranks(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    delta_batch: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of this rank's queries to the keys of all ranks, as transformers calls its implementations.
+
+    Args:
+        module: the layer.
+        query: `[B, H, T, d]`, of this rank's piece; key and value: `[B, G, T, d]`.
+        attention_mask: None.
+        scaling: of the scores, `d ** -0.5` unless given.
+        dropout: of the weights.
+        delta_batch: the description of the batch.
+        kwargs: others', without effect.
+
+    Returns:
+        `[B, T, H, d]`, and None in place of the weights.
+
+    Raises:
+        NotImplementedError: attention within a window, or with a mask or logits of its own kind.
+    """
+    sequences = None if delta_batch is None else delta_batch.sequences
+    if not isinstance(sequences, SharedSequences):
+        raise ValueError("the model around this layer was called without a description of the rows that ranks share")
+    odd = [name for name in ("sliding_window", "softcap", "s_aux") if kwargs.get(name) is not None]
+    if odd or attention_mask is not None or not getattr(module, "is_causal", True):
+        raise NotImplementedError(
+            "softmax layers of rows that several ranks share are causal and without a mask, got "
+            f"{', '.join(odd) or 'a mask'}"
+        )
+    seen = sequences.begin + sequences.num_tokens  # no query sees the tokens of later ranks
+    key, value = (all_tokens(x.transpose(1, 2), sequences.context)[:, :seen].transpose(1, 2) for x in (key, value))
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    outputs = []
+    for first in range(0, sequences.num_tokens, _QUERIES):
+        queries = query[:, :, first : first + _QUERIES]
+        begin = sequences.begin + first
+        end = begin + queries.shape[2]
+        mask = _visible(sequences, begin, end, query.device)
+        keys, values = key[:, :, :end], value[:, :, :end]
+        outputs.append(F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling))
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def _visible(sequences: SharedSequences, begin: int, end: int, device: torch.device) -> Tensor:
+    """`[end - begin, end]` bool: which tokens those from `begin` attend to: of their sequence, up to themselves."""
+    tokens = torch.arange(end, device=device)
+    queries = tokens[begin:, None]
+    visible = queries >= tokens
+    if sequences.cu_seqlens is None:
+        return visible
+    starts = sequences.cu_seqlens[torch.searchsorted(sequences.cu_seqlens, queries, right=True) - 1]
+    return visible & (tokens >= starts)

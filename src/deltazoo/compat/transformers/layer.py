@@ -2,28 +2,33 @@
 
 Accelerating replaces the class of a layer by a subclass with another `forward`. Nothing is copied, and setting the
 class back undoes it. The subclasses are attributes of this module, so that accelerated models can be pickled.
+
+States are read from and written to the model's cache as the original code does, so a cache stays valid across
+`accelerate` and `restore`. Beam search, static caches and offloading are transformers' own, but for a cache that
+records tokens to take them back: transformers would take back the convolution's alone.
 """
 
-import importlib
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 from transformers.integrations.accelerate import force_accelerate_hooks
 
-from deltazoo.compat.transformers.layer_states import keep_state, stored_state
-from deltazoo.compat.transformers.packing_hook import (
-    POSITIONS,
-    SHARED_BATCH,
-    has_explicit_packing,
-)
-from deltazoo.compat.transformers.transformers_layers import (
+from deltazoo.compat.transformers.arrangements import (
     LAYER_ARRANGEMENTS,
     LayerArrangement,
     Projections,
     arrangement_of,
+)
+from deltazoo.compat.transformers.packing import POSITIONS, SHARED_BATCH, has_explicit_packing
+from deltazoo.generation.cache import (
+    DeltaRuleCacheLayer,
+    layer_of_cache,
+    not_of_a_linear_layer,
+    refuse_to_go_back,
 )
 from deltazoo.generation.cache_argument import takes_cache
 from deltazoo.layers.backend_report import RuleDescription
@@ -41,14 +46,14 @@ from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv, fused_short_conv_step
 from deltazoo.spec import get_rule
 
-__all__ = ["AcceleratedMixer", "accelerated_class", "rule_of"]
+__all__ = ["AcceleratedLayer", "accelerated_class", "rule_of", "stored_state"]
 
 _PREFIX = "Accelerated"
 _KNOWN = (POSITIONS, SHARED_BATCH, "position_ids", "position_embeddings", "use_cache", "output_router_logits")
 """Arguments that decoder layers pass down: what the model's hook has made, and what says nothing to a linear layer."""
 
 
-class AcceleratedMixer:
+class AcceleratedLayer:
     """The methods that every accelerated subclass adds to a layer class of transformers."""
 
     original: ClassVar[type[nn.Module]]
@@ -57,7 +62,7 @@ class AcceleratedMixer:
     input_projections: ClassVar[tuple[str, ...]]
     """The linear maps of the layer's input, which captured steps merge."""
     deltazoo_backend: str | None = None
-    """Of the operator: None, "triton", "chunkwise" or "reference"."""
+    """Backend of the operator: None, "triton", "chunkwise" or "reference"."""
     deltazoo_fused_kernels: bool | None = None
     """Triton kernels for the convolution, the decay gate and the gated norm."""
 
@@ -127,7 +132,7 @@ class AcceleratedMixer:
             inputs = _forget_at_starts(inputs, positions)
         output, new_state = self.apply_rule(inputs, before, sequences)
         if cache is not None:
-            keep_state(cache, self.layer_idx, LayerState(window, new_state))
+            _keep_state(cache, self.layer_idx, LayerState(window, new_state))
         return output
 
     def _may_overwrite(self: Any, before: LayerState | None, qkv: Tensor) -> bool:
@@ -140,7 +145,7 @@ class AcceleratedMixer:
         return conv.is_contiguous() and before.recurrent.is_contiguous() and self.fuses(qkv, conv)
 
     def _step(self: Any, projections: Projections, state: LayerState) -> Tensor:
-        """As `_mix` for one token per row, in fewer launches; overwrites the state."""
+        """The rule's output for one token per row, in fewer launches than `_mix`; overwrites the state."""
         widths, heads, window = _widths(projections), _head_dims(self)[:1] * 2, state.conv
         parts, weights = projections.qkv.split(widths, dim=-1), self.conv1d.weight[:, 0].split(widths)
         assert window is not None
@@ -160,17 +165,16 @@ class AcceleratedMixer:
         described = sequences if isinstance(sequences, SharedSequences) else WHOLE_ROWS
         state = None if before is None else before.recurrent
         precision = precision_for(get_rule(self.arrangement.rule), allow_neg_eigval=self._doubles_steps())
-        return run_rule(
-            inputs, state, described, in_place=in_place, backend=self.deltazoo_backend, precision=precision
-        )  # fmt: skip
+        backend = self.deltazoo_backend
+        return run_rule(inputs, state, described, in_place=in_place, backend=backend, precision=precision)
 
     def _convolve(
         self: Any, qkv: Tensor, before: LayerState | None, sequences: Sequences, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The convolved `[B, T, C]`, and the last `conv_kernel_size` real inputs of each row, `[B, C, taps]`."""
         state, past = None if before is None else before.conv, self._inputs_before(qkv, before, sequences)
-        window = self._window(qkv, past, sequences)
         shared = isinstance(sequences, SharedSequences)
+        window = last_inputs([qkv], past, WHOLE_ROWS if shared else sequences)  # a shared piece has no padding
         if not shared and self.fuses(qkv, state) and (positions is None or state is None):
             older = None if state is None else past[:, 1:].transpose(1, 2)
             return _fused_convolution(qkv, self.conv1d.weight[:, 0], older, positions), window
@@ -185,11 +189,6 @@ class AcceleratedMixer:
         if before is None or before.conv is None:
             return qkv.new_zeros(qkv.shape[0], taps, qkv.shape[2])
         return before.conv.transpose(1, 2).to(qkv.dtype)
-
-    def _window(self: Any, qkv: Tensor, past: Tensor, sequences: Sequences) -> Tensor:
-        """The last `conv_kernel_size` real inputs of each row, `[B, C, taps]`."""
-        is_piece = isinstance(sequences, SharedSequences)  # all tokens of such a piece are real
-        return last_inputs([qkv], past, WHOLE_ROWS if is_piece else sequences)
 
     def _heads(self: Any, qkv: Tensor, projections: Projections) -> list[Tensor]:
         """q, k and v of the convolved `[B, T, C]`, each `[B, T, heads, head dimension]`."""
@@ -226,12 +225,12 @@ class AcceleratedMixer:
         return fused_kernels_fit(x, state) if wanted is None else wanted
 
     def describe_rule(self: Any) -> RuleDescription:
-        """How the layer calls the operator, for `deltazoo.report`."""
+        """Description of the layer's call of the operator, for `deltazoo.report`."""
         return rule_of(self, self.arrangement, self.deltazoo_backend)
 
 
 def rule_of(layer: Any, arrangement: LayerArrangement, backend: str | None) -> RuleDescription:
-    """How a layer of that arrangement, accelerated or not, calls the operator."""
+    """Description of the operator's call by a layer of that arrangement, accelerated or not."""
     norm = layer.get_submodule(arrangement.norm)  # never quantised
     # If weights are offloaded, a hook of accelerate has the device on which the layer runs.
     device = getattr(getattr(norm, "_hf_hook", None), "execution_device", None)
@@ -278,6 +277,48 @@ def _forget_at_starts(inputs: RuleInputs, positions: Tensor) -> RuleInputs:
     return inputs._replace(log_decay=log_decay.masked_fill(starts, -torch.inf))
 
 
+def stored_state(cache: Cache | None, layer_idx: int, taps: int, qkv: Tensor) -> LayerState | None:
+    """The convolution's last inputs `[B, C, taps]` and the recurrent state `[B, HV, K, V]`; None before any token.
+
+    Where gradients are recorded they are copies, since autograd saves them and `_keep_state` overwrites the cache's.
+
+    Args:
+        cache: of the model.
+        layer_idx: which layer asks.
+        taps: of its convolution.
+        qkv: `[B, T, C]`, what it convolves now.
+
+    Raises:
+        ValueError: the cache is of another model, or of another number of rows.
+        RuntimeError: the cache records tokens, to take them back.
+    """
+    if cache is None:
+        return None
+    layer = layer_of_cache(cache, layer_idx)
+    if not isinstance(layer, LinearAttentionCacheLayerMixin) or isinstance(layer, DeltaRuleCacheLayer):
+        raise not_of_a_linear_layer(layer, layer_idx)
+    if layer.record_past:
+        refuse_to_go_back()
+    if not layer.has_previous_state[0]:
+        return None
+    conv: Any = layer.conv_states[0]
+    conv = conv[..., -taps:]
+    if conv.shape[:2] != (qkv.shape[0], qkv.shape[2]):
+        raise ValueError(
+            f"the convolution state must have shape {(qkv.shape[0], qkv.shape[2], taps)}, got {tuple(conv.shape)}: the "
+            "cache belongs to another model, or has other rows"
+        )
+    recurrent: Any = layer.recurrent_states[0]
+    return LayerState(conv.clone(), recurrent.clone()) if torch.is_grad_enabled() else LayerState(conv, recurrent)
+
+
+def _keep_state(cache: Cache, layer_idx: int, state: LayerState) -> None:
+    """Write the state after some more tokens to the cache."""
+    assert state.conv is not None
+    cache.update_conv_state(state.conv, layer_idx, conv_kernel_size=state.conv.shape[-1])
+    cache.update_recurrent_state(state.recurrent, layer_idx)
+
+
 def accelerated_class(original: type[nn.Module]) -> type[nn.Module]:
     """The accelerated subclass of a layer class in `LAYER_ARRANGEMENTS`, made once."""
     name = _PREFIX + original.__name__
@@ -285,7 +326,7 @@ def accelerated_class(original: type[nn.Module]) -> type[nn.Module]:
         arrangement: Any = arrangement_of(original)
         members = {"__module__": __name__, "original": original, "arrangement": arrangement}
         members["input_projections"] = arrangement.inputs
-        globals()[name] = type(name, (AcceleratedMixer, original), members)
+        globals()[name] = type(name, (AcceleratedLayer, original), members)
     return globals()[name]
 
 
@@ -293,5 +334,5 @@ def __getattr__(name: str) -> Any:
     arrangement = LAYER_ARRANGEMENTS.get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
     if arrangement is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    modeling = importlib.import_module(f"transformers.models.{arrangement.family}.modeling_{arrangement.family}")
-    return accelerated_class(getattr(modeling, name.removeprefix(_PREFIX)))
+    family, original = arrangement.family, name.removeprefix(_PREFIX)
+    return accelerated_class(resolve_name(f"transformers.models.{family}.modeling_{family}:{original}"))

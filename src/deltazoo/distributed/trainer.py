@@ -7,8 +7,8 @@ from typing import Any
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer
 
-from deltazoo.distributed.batch_pieces import piece_of_batch
-from deltazoo.distributed.context_models import context_parallel as share_rows
+from deltazoo.distributed.context import context_parallel as share_rows
+from deltazoo.distributed.context import piece_of_batch
 
 __all__ = ["ContextParallelTrainer"]
 
