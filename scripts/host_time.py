@@ -2,10 +2,10 @@
 
     python scripts/host_time.py ../before/src src --rounds 9
 
-Each round measures both checkouts, each in a process of its own with one thread, the other one first in every other
-round. Times are the processes' CPU time, which does not count what else the machine does: per call the median of a
-process, of these the median of all rounds. The spread is that of the middle half of the rounds' own ratios; a ratio
-above 1 says that the new checkout is slower. Uses names alone that the public interface keeps.
+Each checkout has a process of its own with one thread. They take turns call by call, the other one first in every other
+round, and `import deltazoo` has new processes each time. Times are CPU time, which does not count what else the machine
+does: the least of some calls. Medians of all rounds and their ratio, and the range of the middle half of the rounds'
+own ratios; above 1 the new checkout is slower. A checkout against itself shows the noise. Uses public names that stay.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-BATCHES, BATCH_SECONDS = 9, 0.01
+SECONDS = 0.25
+"""Of calls per answer; the least of them counts."""
+IMPORT = "import time; t = time.process_time(); import deltazoo; print(1e6 * (time.process_time() - t))"
 TOKENS = 16
 LAYERS = ["linear_attention", "full_attention"]
 
@@ -77,55 +80,64 @@ def calls() -> Iterator[tuple[str, int, Callable[[], Any]]]:
     yield "accelerated qwen3_next: forward", 1, torch.no_grad()(partial(native, tokens))
 
 
-def measure() -> dict[str, float]:
-    """Microseconds by name, in this process."""
-    start = time.process_time()
-    import deltazoo  # noqa: F401
-
-    found = {"import deltazoo": 1e6 * (time.process_time() - start)}
+def serve() -> None:
+    """Answer each line of standard input, a number, with that call's name and microseconds."""
     import torch
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    for name, count, call in calls():
+    known = list(calls())
+    for line in sys.stdin:
+        name, count, call = known[int(line) % len(known)]
         call()
-        start = time.process_time()
-        call()
-        repetitions = max(1, int(BATCH_SECONDS / (time.process_time() - start)))
         times = []
-        for _ in range(BATCHES):
+        while len(times) < 3 or sum(times) < SECONDS:
             start = time.process_time()
-            for _ in range(repetitions):
-                call()
-            times.append((time.process_time() - start) / repetitions / count)
-        found[name] = 1e6 * median(times)
-    return found
+            call()
+            times.append(time.process_time() - start)
+        print(f"\x00{json.dumps([name, 1e6 * min(times) / count, len(known)])}", flush=True)
 
 
-def measured(source: str) -> dict[str, float]:
-    environment = os.environ | {"PYTHONPATH": str(Path(source).resolve()), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--measure"]
-    told = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return json.loads(told.splitlines()[-1])
+class Checkout:
+    def __init__(self, source: str) -> None:
+        self.environment = os.environ | {"PYTHONPATH": str(Path(source).resolve()), "OMP_NUM_THREADS": "1"}
+        command, pipe = [sys.executable, __file__, "--serve"], subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=self.environment)
+
+    def ask(self, number: int) -> tuple[str, float, int]:
+        assert self.process.stdin and self.process.stdout
+        print(number, file=self.process.stdin, flush=True)
+        return json.loads(next(line for line in self.process.stdout if line.startswith("\x00"))[1:])
+
+    def time_import(self) -> float:
+        command = [sys.executable, "-c", IMPORT]
+        return float(subprocess.run(command, stdout=subprocess.PIPE, env=self.environment, check=True).stdout)
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--measure"]:
-        print(json.dumps(measure()))
+    if sys.argv[1:] == ["--serve"]:
+        serve()
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs=2, metavar=("OLD_SRC", "NEW_SRC"), help="the folders that hold deltazoo/")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    rounds: list[dict[int, dict[str, float]]] = []
+    pair = [Checkout(source) for source in options.sources]
+    times: dict[str, tuple[list[float], list[float]]] = {"import deltazoo": ([], [])}
+    _, _, count = [checkout.ask(0) for checkout in pair][0]
     for i in range(options.rounds):
-        rounds.append({side: measured(options.sources[side]) for side in ((0, 1), (1, 0))[i % 2]})
+        order = ((0, 1), (1, 0))[i % 2]
+        for side in order:
+            times["import deltazoo"][side].append(pair[side].time_import())
+        for number, side in product(range(count), order):
+            name, found, _ = pair[side].ask(number)
+            times.setdefault(name, ([], []))[side].append(found)
     rows = []
-    print(f"{'microseconds of CPU time per call':40} {'old':>10} {'new':>10}   ratio   spread")
-    for name in rounds[0][0]:
-        old, new = (median(times[side][name] for times in rounds) for side in (0, 1))
-        low, _, high = quantiles([times[1][name] / times[0][name] for times in rounds], n=4, method="inclusive")
+    print(f"{'microseconds of CPU time per call':40} {'old':>10} {'new':>10}   ratio   middle half")
+    for name, (olds, news) in times.items():
+        old, new = median(olds), median(news)
+        low, _, high = quantiles([b / a for a, b in zip(olds, news, strict=True)], n=4, method="inclusive")
         rows.append({"call": name, "old_us": old, "new_us": new, "ratio": new / old, "middle_half": [low, high]})
         print(f"{name:40} {old:10.1f} {new:10.1f}   {new / old:.3f}   {low:.3f} to {high:.3f}")
     if options.json:
