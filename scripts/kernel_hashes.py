@@ -1,20 +1,24 @@
-"""A hash of the PTX of every kernel at many sizes, compiled for a Hopper card without one: same hash, same code.
+"""A hash of the PTX of every kernel in many calls, compiled for a Hopper card without one: same hash, same code.
 
     python scripts/kernel_hashes.py > before.txt    # on the commit to compare with
     python scripts/kernel_hashes.py before.txt      # on another: prints what differs, exit status 1 if any code does
 
-Names of kernels, source lines and comments do not count, so kernels may move and be renamed: a kernel with another name
-and the same code in the same call is printed as renamed. Another version of Triton gives other PTX. Takes minutes.
+Kernels in plain Triton and in Gluon: of the operator, of decoding and the fused ones. Their names, source lines, files
+and comments do not count, so kernels may move and be renamed: a kernel with another name and the same code in the same
+call is printed as renamed. Another version of Triton gives other PTX; `benchmarks/results/kernel_hashes_triton*.txt`
+are of 3.6.0 and 3.7.1. Takes minutes of every core.
 """
 
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import re
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,8 @@ from typing import Any
 import torch
 import triton
 from pytest import MonkeyPatch
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "ops" / "triton"), str(TESTS / "ops" / "fused")]
@@ -29,67 +35,99 @@ sys.path[:0] = [str(TESTS), str(TESTS / "ops" / "triton"), str(TESTS / "ops" / "
 import test_compile as chunks  # noqa: E402
 import test_decode_compile as decoding  # noqa: E402
 import test_fused_compile as fused  # noqa: E402
+import test_hopper as hopper  # noqa: E402
+import test_hopper_forward as inference  # noqa: E402
+from ops.triton import gluon_compile  # noqa: E402
 
-CALLS = [
-    *(
-        chunks.Call(decay=decay, precision=precision)
-        for decay, precision in product(chunks.DECAYS, (None, "fast", "strict"))
-    ),
-    *(chunks.Call(decay=decay, packed=True, state=True) for decay in chunks.DECAYS),
-    *(chunks.Call(decay=decay, segmented=True) for decay in chunks.DECAYS),
-    *(chunks.Call(K=64, V=64, decay=decay, dtype=torch.float16) for decay in chunks.DECAYS),
-    *(chunks.Call(K=64, V=64, decay=decay, dtype=torch.float32) for decay in chunks.DECAYS),
-    *(chunks.Call(K=256, V=256, decay=decay) for decay in chunks.DECAYS),
+from deltazoo.ops.triton.transition_product import transition_product  # noqa: E402
+
+Kernels = Iterable[tuple[str, CompiledKernel]]
+"""What each is, its call first, and the kernel."""
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    dict(precision="linear", packed=True, state=True),
+    dict(precision="strict", segmented=True),
+    dict(K=64, V=64, dtype=torch.float32, erase_key=True),
+    dict(K=64, V=64, dtype=torch.float16, erase_key=True, undecayed=True, num_micro_steps=2),
+]
+HOPPER_OPTIONS: list[dict[str, Any]] = [
+    {},
+    dict(keep=False, state=False, in_place=True),
+    dict(strict=False, dtype=torch.float16),
+    dict(few=True, erase_key=True),
+    dict(strict=True, erase_key=True, undecayed=True, segmented=True),
 ]
 
 
 def code(ptx: str) -> str:
     """PTX without what says where it comes from."""
-    ptx = ptx.split(".section\t.debug")[0]
     (name,) = re.findall(r"\.entry\s+(\w+)", ptx)
+    assert ".func" not in ptx, "a function that is not inlined, whose name tells the module"
     lines = (re.sub(r"//.*", "", line).strip() for line in ptx.replace(name, "kernel").splitlines())
-    return "\n".join(line for line in lines if line and not line.startswith((".file", ".loc", ".section", ".target")))
+    return "\n".join(line for line in lines if line and not line.startswith((".target", ".version")))
 
 
-class Recorder:
-    """Stands in for ptxas: keeps a hash of the PTX that Triton hands it."""
-
-    def __init__(self) -> None:
-        self.hashes: list[str] = []
-
-    def __call__(self, *arguments: Any) -> tuple[str, str] | None:
-        if not arguments:  # Triton asks what to add to the key of its cache
-            return "ptx only", "ptx only"
-        stages = arguments[1]
-        stages["cubin"] = self.assemble
-        return None
-
-    def assemble(self, ptx: str, metadata: dict[str, Any]) -> bytes:
-        self.hashes.append(hashlib.blake2b(code(ptx).encode(), digest_size=8).hexdigest())
-        return b"not assembled"
-
-    def take(self) -> list[str]:
-        taken, self.hashes = self.hashes, []
-        return taken
+def only_ptx(*arguments: Any) -> tuple[str, str] | None:
+    """Takes ptxas out of the stages of a compilation."""
+    if not arguments:  # Triton asks what to add to the key of its cache
+        return "ptx only", "ptx only"
+    arguments[1]["cubin"] = lambda ptx, metadata: b"not assembled"
+    return None
 
 
-def compile_all(recorder: Recorder) -> Iterator[str]:
-    """`hash  what` of every kernel."""
-    for call in CALLS:
-        launches = {}
-        for launch in chunks.launches_of(call, MonkeyPatch()):
-            constants = {p.name: launch.arguments[p.name] for p in launch.kernel.params if p.is_constexpr}
-            launches[str(launch), *sorted((n, str(x)) for n, x in constants.items())] = launch
-        for launch in launches.values():
-            launch.compile(call.arch)
-            yield from (f"{digest}  {call} {launch}" for digest in recorder.take())
-    for case in decoding.BUILDS:
-        if case.arch == decoding.HOPPER:
-            decoding.build(case)
-            yield from (f"{digest}  decode {case}" for digest in recorder.take())
-    for name in fused.CALLS:
-        for kernel in fused.compile_call(name, MonkeyPatch()):
-            yield from (f"{digest}  {name} {kernel.name}" for digest in recorder.take())
+def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What runs the operator's kernels on meta tensors: in plain Triton, in Gluon, and between ranks."""
+    for decay, options in product(chunks.DECAYS, OPTIONS):
+        call = chunks.Call(decay=decay, **options)
+        yield str(call), call.run
+    for decay, options in product(range(3), HOPPER_OPTIONS):
+        named = [hopper.DECAYS[decay], *(f"{name}={value}" for name, value in options.items())]
+        yield f"hopper-{'-'.join(named)}", hopper.Call(decay=decay, **options).run
+    for decay, strict in product(inference.DECAYS, (None, False)):
+        problem = inference.problem(decay, strict=strict, state=strict is None)
+        yield f"hopper-{decay}-{strict=}-inference", partial(inference.pipeline.infer, problem)
+    for K, transposed in product((64, 128), (False, True)):
+        matrices = torch.empty(4, K, K, device="meta")
+        launch = partial(transition_product.launch, matrices, matrices, None if transposed else matrices, transposed)
+        yield f"{K}x{K}-{transposed=}", launch
+
+
+def launched(name: str, run: Callable[[], Any]) -> Kernels:
+    """The kernels that a call of the operator launches."""
+    launches: list[chunks.Launch] = []
+    with MonkeyPatch.context() as patch:
+        patch.setattr(fused.launch, "DIRECT", False)
+        patch.setattr(fused.launch, "_triton_arguments", list)
+        patch.setattr(JITFunction, "__getitem__", lambda kernel, grid: chunks.Recorder(kernel, launches)[grid])
+        patch.setattr(hopper.pipeline, "available", lambda _: name.startswith("hopper"))
+        patch.setattr(hopper.pipeline, "multiprocessors", lambda _: 132)
+        run()
+    for launch in launches:
+        gluon = launch.kernel.is_gluon()
+        compiled = gluon_compile.build(launch.kernel, launch.arguments) if gluon else launch.compile(chunks.HOPPER)
+        yield f"{name} {launch}", compiled
+
+
+def fused_call(name: str) -> Kernels:
+    return ((f"{name} {compiled.name}", compiled) for compiled in fused.compile_call(name, MonkeyPatch()))
+
+
+def decoding_step(build: decoding.Build) -> Kernels:
+    yield f"decode {build}", decoding.build(build)
+
+
+COMPILATIONS: list[Callable[[], Kernels]] = [
+    *(partial(launched, name, run) for name, run in calls()),
+    *(partial(decoding_step, x) for x in (*decoding.BUILDS, *decoding.UPDATES) if x.arch == decoding.HOPPER),
+    *(partial(fused_call, name) for name in fused.CALLS),
+]
+
+
+def lines(number: int) -> list[str]:
+    """`hash  what` of every kernel of a call."""
+    hashes = ((what, hashlib.blake2b(code(x.asm["ptx"]).encode(), digest_size=8)) for what, x in COMPILATIONS[number]())
+    return list(dict.fromkeys(f"{digest.hexdigest()}  {what}" for what, digest in hashes))
 
 
 def differences(before: Iterable[str], after: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -116,14 +154,16 @@ def differences(before: Iterable[str], after: Iterable[str]) -> tuple[list[str],
 
 def main() -> int:
     before = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines() if len(sys.argv) > 1 else None
-    recorder, found = Recorder(), list[str]()
+    found: list[str] = []
     with tempfile.TemporaryDirectory() as cache:
         triton.knobs.cache.dir = cache
-        triton.knobs.runtime.add_stages_inspection_hook = recorder
-        for line in compile_all(recorder):
-            found.append(line)
-            if before is None:
-                print(line, flush=True)
+        triton.knobs.compilation.disable_line_info = True
+        triton.knobs.runtime.add_stages_inspection_hook = only_ptx
+        with multiprocessing.get_context("fork").Pool() as pool:
+            for some in pool.imap(lines, range(len(COMPILATIONS))):
+                found += some
+                if before is None:
+                    print(*some, sep="\n", flush=True)
     if before is None:
         return 0
     renamed, changed = differences(before, found)

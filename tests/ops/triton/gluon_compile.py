@@ -46,7 +46,12 @@ class Compiled:
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any]) -> Compiled:
-    """Compile as a launch would with these arguments by name: tensors (meta will do), `Tile`s, numbers, options."""
+    """What a launch with these arguments by name needs: tensors (meta will do), `Tile`s, numbers, options."""
+    return _resources(build(kernel, arguments))
+
+
+def build(kernel: Any, arguments: dict[str, Any]) -> Any:
+    """The kernel compiled as a launch would."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
     signature, constants, attributes = {}, {}, {}
@@ -68,8 +73,7 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any]) -> Compiled:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
     source = GluonASTSource(kernel, signature, constants, attributes)
     options = {name: arguments[name] for name in OPTIONS if name in arguments}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return _resources(compiled)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def _resources(compiled: Any) -> Compiled:
