@@ -158,5 +158,14 @@ def test_unknown_attributes_are_attribute_errors() -> None:
         deltazoo.no_such_name  # noqa: B018
 
 
+@pytest.mark.parametrize("name", ["spec.DeltaRuleSpec", "register_variant", "spec.get_variant", "list_variants"])
+def test_a_former_name_says_the_new_one(name: str) -> None:
+    """A file of a rule written for it stops with the line to write."""
+    package, _, name = f"deltazoo.{name}".rpartition(".")
+    new = {"DeltaRuleSpec": "RuleSpec"}.get(name, name.replace("variant", "rule"))
+    with pytest.raises(ImportError, match=f"^{package}.{name} is {package}.{new} now"):
+        exec(f"from {package} import {name}")
+
+
 def test_version_is_a_release_number() -> None:
     assert [part.isdigit() for part in deltazoo.__version__.split(".")[:2]] == [True, True]

@@ -5,6 +5,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+_FORMER = {
+    "DeltaRuleSpec": "RuleSpec",
+    "MixerState": "LayerState",
+    "get_variant": "get_rule",
+    "list_variants": "list_rules",
+    "register_variant": "register_rule",
+}
+"""Names of development versions, which files of rules may hold."""
+
 
 def lazy_names(
     package: str, modules: Mapping[str, Sequence[str]], subpackages: Sequence[str] = ()
@@ -23,6 +32,8 @@ def lazy_names(
             value: Any = importlib.import_module(f"{package}.{name}")
         elif name in module_of:
             value = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
+        elif name in _FORMER:  # an ImportError, whose message survives `from package import name`
+            raise ImportError(f"{package}.{name} is {package}.{_FORMER[name]} now: write that")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         setattr(sys.modules[package], name, value)  # the next access does not call this function

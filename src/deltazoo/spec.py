@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module  # noqa: TID251 (a registered rule names its layer)
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
+from deltazoo._lazy import lazy_names
 from deltazoo.names import unknown
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ __all__ = [
     "registered_layer",
     "registering_module",
 ]
+
+__getattr__ = lazy_names(__name__, {})  # refuses former names
 
 Decay = Literal["none", "scalar", "channel"]
 OutputGate = Literal["none", "full", "low_rank"]

@@ -1,5 +1,6 @@
 """The delta-rule attention that all rules share, the rules' layers by name, and what a model adds to them."""
 
+from deltazoo._lazy import lazy_names
 from deltazoo.layers.backend_report import LayerReport, ModelReport, report
 from deltazoo.layers.batch_description import BatchDescription, describe_batch
 from deltazoo.layers.delta_attention import DeltaRuleAttention, layer_class, make_layer
@@ -64,3 +65,5 @@ __all__ = [
     "report",
     "run_rule",
 ]
+
+__getattr__ = lazy_names(__name__, {})  # refuses former names
