@@ -10,8 +10,8 @@ Greedy, random weights. What was measured:
     token_ms, context_peak_gib        one more token after a context; peak memory of both, model included
 
 Ways to decode: `generate` is the model's method, which captures its step on a GPU if it is ours; `generate-plain` the
-same with capture_step=False; `loop` is `deltazoo.generate`, `loop-fast` of a model with every fusion there is, and
-`loop-compiled` with compile=True. A context is decoded by `loop`, and of other libraries by a loop over their forward.
+same with capture_step=False; `loop` is `deltazoo.generate`, `loop-compiled` with compile=True. A context is decoded by
+`loop`, and of other libraries by a loop over their forward.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Results, Row, Spread, clock_for
-from benchmarks.models import OUR_WAYS, Candidate, clear, model_options, model_settings
+from benchmarks.models import Candidate, clear, model_options, model_settings
 from deltazoo.generation import Decoder
 from deltazoo.generation.cache_argument import CACHE
 
-WAYS = ("generate", "generate-plain", "loop", "loop-fast", "loop-compiled")
+WAYS = ("generate", "generate-plain", "loop", "loop-compiled")
 WAYS_OF = {"deltazoo": WAYS, "accelerated": ("generate", "loop", "loop-compiled")}
 WARM_UP = 4
 """Tokens before the clock starts."""
@@ -41,8 +41,7 @@ def prepared(candidate: Candidate, setting: Row, device: str) -> tuple[Any, Tens
     """The model, which ends at no token, and a prompt."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = candidate.build(**OUR_WAYS.get(setting["way"].removeprefix("loop-"), {}))
-    model = model.to(getattr(torch, setting["dtype"])).eval()
+        model = candidate.build().to(getattr(torch, setting["dtype"])).eval()
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     return model, torch.randint(0, model.config.vocab_size, (setting["batch"], setting["tokens"]), device=device)
 

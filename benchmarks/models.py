@@ -1,4 +1,4 @@
-"""Whole models timed beside peers of the same size in the same process: training, and what it keeps and where it goes.
+"""Training of whole models beside peers of the same size in the same process.
 
     python -m benchmarks.models --out benchmarks/results/model_h200.json
     python -m benchmarks.models --out run.json --models none --peers qwen3.5 olmo-hybrid --dtypes autocast \
@@ -9,8 +9,6 @@ A step is forward, backward, clipping and AdamW on random tokens. What was measu
 
     first_step_s                   first training step of a fresh model, compilation included
     train_tok_s, train_peak_gib    tokens per second; peak memory of such a step, model and optimizer included
-    kept_kib                       KiB per token kept between forward and backward pass, logits included
-    profile_ms                     time of one kind of work in a step, `part`
 
 Ways to train: `compile` is through torch.compile; `packed` has documents of 64 to 2,048 tokens side by side, which
 transformers' own code does not keep apart; the others are runtime options of our models. Decoding: `decoding.py`.
@@ -29,8 +27,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import Results, Row, Spread, clock_for, document_positions, options
@@ -68,32 +64,14 @@ swapped: the Llama with Gated DeltaNet in three of four layers. Others: transfor
 AUTOCAST = "autocast"
 """The dtype of rows with float32 weights under bfloat16 autocast, as `deltazoo train` runs."""
 
-_NOTHING = {"liger": False, "fuse_linear_cross_entropy": False, "recompute": "none"}
 OUR_WAYS: dict[str, dict[str, Any]] = {
-    "no-options": _NOTHING,
-    "plain": {**_NOTHING, "fused_kernels": False},
-    "fused-loss": {"fuse_linear_cross_entropy": True},
+    "no-options": {"liger": False, "fuse_linear_cross_entropy": False, "recompute": "none"},
     "fast": {"liger": True, "fuse_linear_cross_entropy": True},
-    "fast-recompute": {"liger": True, "fuse_linear_cross_entropy": True, "recompute": "elementwise"},
     "recompute-elementwise": {"recompute": "elementwise"},
     "recompute-block": {"recompute": "block"},
 }
 """Ways that are runtime options of our models, beside the default, `eager`. no-options: as the default was before the
-loss was fused, elementwise results were recomputed, and SwiGLU and norms had kernels; plain: no fusion at all; fast:
-Liger's kernels."""
-
-PARTS = {
-    "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "::mm", "::addmm", "::bmm", "::linear"),
-    "delta rule": ("deltazoo", "chunkwise", "chunk_", "prepare", "invert", "scan", "chain_kernel", "delta", "kkt"),
-    "softmax attention": ("attention", "flash", "fmha", "cudnn_generated", "dot_do_o", "convert_dq"),
-    "optimizer": ("adam", "multi_tensor", "foreach", "lpnorm", "clip"),
-    "loss": ("softmax", "nll_loss", "cross_entropy"),
-    "convolution": ("conv", "addcmul"),
-    "norms": ("norm",),
-    "copies": ("memcpy", "memset", "copy_", "cat"),
-}
-"""Kinds of work by words in the names of kernels (on a CPU: of operators); the first match counts."""
-OTHER = "elementwise and other"
+loss was fused, elementwise results were recomputed, and SwiGLU and norms had kernels; fast: Liger's kernels."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +187,9 @@ class TrainingStep:
     def seconds(self) -> float:
         """Run one step and wait for it."""
         began = self.clock()
-        self.loss().backward()
+        with self.autocast:
+            loss = self.forward(**self.batch, use_cache=False).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -217,71 +197,18 @@ class TrainingStep:
             torch.cuda.synchronize()
         return self.clock() - began
 
-    def loss(self) -> torch.Tensor:
-        """The forward pass."""
-        with self.autocast:
-            return self.forward(**self.batch, use_cache=False).loss
 
-
-def measure_speed(step: TrainingStep, setting: Row, steps: int) -> Iterator[tuple[Row, Spread | float]]:
+def measure(candidate: Candidate, setting: Row, device: str, steps: int) -> Iterator[tuple[str, Spread | float]]:
     """The first step, and after another to warm up the speed and memory of further ones."""
-    yield {"measure": "first_step_s"}, step.seconds()
+    step = TrainingStep(candidate, setting, device)
+    yield "first_step_s", step.seconds()
     step.seconds()
-    if torch.cuda.is_available():
+    if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
     seconds = Spread.of([step.seconds() for _ in range(steps)])
-    yield {"measure": "train_tok_s"}, seconds.rate_of(setting["batch"] * setting["tokens"])
-    if step.device != "cpu":
-        yield {"measure": "train_peak_gib"}, torch.cuda.max_memory_allocated() / 2**30
-
-
-def measure_kept(step: TrainingStep, setting: Row, steps: int) -> Iterator[tuple[Row, float]]:
-    """Memory that a forward pass leaves allocated for the backward pass."""
-    step.seconds()
-    if step.device == "cpu":
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            loss = step.loss()
-        kept = sum(event.self_cpu_memory_usage for event in recorded.key_averages())
-    else:
-        before = torch.cuda.memory_allocated()
-        loss = step.loss()
-        kept = torch.cuda.memory_allocated() - before
-    loss.backward()  # keeps what the backward pass needs alive until here
-    yield {"measure": "kept_kib"}, kept / (setting["batch"] * setting["tokens"]) / 1024
-
-
-def measure_parts(step: TrainingStep, setting: Row, steps: int) -> Iterator[tuple[Row, float]]:
-    """Every kind of work in one step after two to warm up."""
-    for _ in range(2):
-        step.seconds()
-    on_gpu = step.device != "cpu"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as recorded:
-        step.seconds()
-    spent: dict[str, float] = {}
-    where = DeviceType.CUDA if on_gpu else DeviceType.CPU  # events of launches repeat the GPU's time
-    for event in recorded.key_averages():
-        # The profiler also lists the optimizer's whole span, beside its kernels.
-        if event.device_type == where and not (on_gpu and event.key.startswith("Optimizer.")):
-            microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            kind = kind_of_work(event.key)
-            spent[kind] = spent.get(kind, 0.0) + microseconds / 1e3
-    for kind, milliseconds in spent.items():
-        yield {"measure": "profile_ms", "part": kind}, milliseconds
-
-
-def kind_of_work(name: str) -> str:
-    """Which of `PARTS` a kernel or operator belongs to, by its name."""
-    lowered = name.lower()
-    return next((kind for kind, words in PARTS.items() if any(word in lowered for word in words)), OTHER)
-
-
-MEASURES: dict[str, Callable[..., Iterator[tuple[Row, Spread | float]]]] = {
-    "train": measure_speed,
-    "memory": measure_kept,
-    "profile": measure_parts,
-}
-FIRST = {"train": "train_tok_s", "memory": "kept_kib", "profile": "profile_ms"}
-"""The measure of a row that says why there is none."""
+    yield "train_tok_s", seconds.rate_of(setting["batch"] * setting["tokens"])
+    if device != "cpu":
+        yield "train_peak_gib", torch.cuda.max_memory_allocated() / 2**30
 
 
 def clear() -> None:
@@ -320,8 +247,7 @@ def model_settings(arguments: argparse.Namespace) -> Iterator[tuple[Candidate, R
 def main() -> int:
     """Command line; exit status 1 if a measurement failed."""
     parser = model_options(__doc__)
-    parser.add_argument("--measure", nargs="+", default=["train", "profile"], choices=MEASURES)
-    parser.add_argument("--shapes", nargs="+", help="training batches, ROWSxTOKENS; memory and profile: the first")
+    parser.add_argument("--shapes", nargs="+", help="training batches, ROWSxTOKENS")
     parser.add_argument("--ways", nargs="+", default=["eager"], choices=("eager", "compile", "packed", *OUR_WAYS))
     parser.add_argument("--steps", type=int, default=10, help="timed training steps")
     arguments = parser.parse_args()
@@ -329,19 +255,16 @@ def main() -> int:
     shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes or default.split()]
     settings = list(model_settings(arguments))
     results = Results(arguments)
-    for (candidate, names), measure in product(settings, arguments.measure):
-        for (batch, tokens), way in product(shapes if measure == "train" else shapes[:1], arguments.ways):
-            if way in OUR_WAYS and candidate.library != "deltazoo":
-                continue
-            setting = {**names, "way": way, "batch": batch, "tokens": tokens}
-            try:
-                step = TrainingStep(candidate, setting, arguments.device)
-                for what, found in MEASURES[measure](step, setting, arguments.steps):
-                    results.add({**setting, **what}, found)
-            except Exception as error:  # peers and kernels under test may raise anything
-                results.fail({**setting, "measure": FIRST[measure]}, error)
-            step = None  # type: ignore[assignment]
-            clear()
+    for (candidate, names), shape, way in product(settings, shapes, arguments.ways):
+        if way in OUR_WAYS and candidate.library != "deltazoo":
+            continue
+        setting = {**names, "way": way, "batch": shape[0], "tokens": shape[1]}
+        try:
+            for what, found in measure(candidate, setting, arguments.device, arguments.steps):
+                results.add({**setting, "measure": what}, found)
+        except Exception as error:  # peers and kernels under test may raise anything
+            results.fail({**setting, "measure": "train_tok_s"}, error)
+        clear()
     return results.status()
 
 

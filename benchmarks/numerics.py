@@ -1,7 +1,7 @@
-"""Errors of the operator on hard inputs, and errors, times and memory of each precision. Needs a GPU.
+"""Errors of the operator on hard inputs, and errors and times of each precision. Needs a GPU.
 
     python -m benchmarks.numerics --out benchmarks/results/numerics_h200.json --measure cases
-    python -m benchmarks.numerics --out benchmarks/results/precision_h200.json --measure times memory keys
+    python -m benchmarks.numerics --out benchmarks/results/precision_h200.json --measure times keys
 
 Errors are relative, norm of the difference over norm of the exact values, of output, final state and every gradient,
 against the chunk form in float64 on the same rounded inputs. `plain torch` is the chunk form in torch whose products
@@ -15,8 +15,7 @@ key, except where the keys say `longer`.
 * `keys`: each precision on keys that repeat, by step size, and by erase gain. The gradient of the decay is a running
   sum of `q dq - k dk`, and measured against these terms where they cancel.
 * `times`: medians of samples taken in turn, three calls of each precision per round, with a cold L2 cache; `over_fast`
-  and `over_strict` are medians of the quotients within a round. `memory`: of forward and backward above the inputs, and
-  kept between the two.
+  and `over_strict` are medians of the quotients within a round.
 
 Processes side by side compile most of the time: one per decay, dtype and part of the cases, and before the others one
 per operator and precision.
@@ -315,19 +314,6 @@ def measure_times(results: Results, op: str, shape: Shape, beta: float | None, r
         results.add({"kind": "times", **setting}, row)
 
 
-def measure_memory(results: Results, op: str, shape: Shape) -> None:
-    """Peak memory of forward and backward above the inputs, and memory kept between the two."""
-    x = make_inputs(shape, op, OPS[op], device="cuda")
-    for name, precision in PRECISIONS.items():
-        peak = Timer("cuda").peak_mib(calls_of(op, x, precision)["forward+backward"])
-        held = torch.cuda.memory_allocated()
-        output = output_of(x, precision)
-        kept = (torch.cuda.memory_allocated() - held) / 2**20
-        del output
-        setting = {"kind": "memory", "op": op, "shape": str(shape), "precision": name}
-        results.add(setting, {"peak_mib": peak, "kept_mib": kept})
-
-
 def compile_kernels(op: str, precision: str, rows: str) -> None:
     """Run the measured calls on short sequences, so that their kernels are in Triton's cache."""
     shape = Shape(8, 128, 16, 128, 128) if rows == "many" else Shape(1, 16384, 16, 128, 128)
@@ -343,7 +329,7 @@ def compile_kernels(op: str, precision: str, rows: str) -> None:
 def main() -> int:
     """Command line; exit status 1 if a case failed."""
     parser = options(__doc__)
-    measures = ("cases", "times", "memory", "keys")
+    measures = ("cases", "times", "keys")
     parser.add_argument("--measure", nargs="+", default=list(measures), choices=measures)
     parser.add_argument("--small", action="store_true", help="cases of sizes for the interpreter")
     parser.add_argument("--decays", nargs="+", default=list(DECAYS), choices=DECAYS, help="of the cases")
@@ -367,9 +353,6 @@ def main() -> int:
     if "times" in arguments.measure:
         for op, shape, beta in product(OPS, SHAPES, (None, 1.9)):
             measure_times(results, op, shape, beta, arguments.rounds)
-    if "memory" in arguments.measure:
-        for op in OPS:
-            measure_memory(results, op, TABLE["train"])
     if "keys" in arguments.measure:
         measure_keys(results)
     return results.status()

@@ -1,4 +1,4 @@
-"""Operators timed side by side with peers: forward, training, CUDA graphs, memory, host time, decoding steps.
+"""Operators timed side by side with peers: forward, training, CUDA graphs, memory, host time.
 
     python -m benchmarks.operators --out benchmarks/results/operators_h200.json
     python -m benchmarks.operators --out run.json --shapes train small --ops gdn --gates weak strong --peers sdpa
@@ -13,7 +13,6 @@ in a new process. What was measured:
     peak_mib                                 peak memory of forward and backward above the inputs
     host_forward_us, host_forward_grad_us    host time of a forward call on 64 tokens without and with gradients
     first_forward_s, first_training_s        first call in the process, compilation and autotuning included
-    step_us, step_tb_s                       one decoding token from a CUDA graph; bytes of the state per second
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from torch import Tensor
 
 from benchmarks.common import Results, Row, Spread, Timer, options, side_by_side
 from benchmarks.inputs import GATE_KINDS, NAMED, OPERATORS, Inputs, Shape, gates_of, make_inputs, shapes_named
-from deltazoo.ops import delta_rule, delta_rule_step, linear_attention, linear_attention_step
+from deltazoo.ops import delta_rule, linear_attention
 
-MEASURES = ("forward", "training", "graphs", "memory", "host", "decode")
+MEASURES = ("forward", "training", "graphs", "memory", "host")
 PEERS = ("fla", "fla-safe-gate", "fla-tilelang", "fla-flashqla", "flashqla", "sdpa")
 """fla: its chunk functions with default options, on its own Triton kernels, also where TileLang or FlashQLA are
 installed, whose kernels it would then take for some operators. fla-tilelang: gdn, kda and comba with the backward
@@ -47,24 +46,23 @@ kernels that it has in TileLang. fla-flashqla: gdn, handed to FlashQLA. fla-safe
 `torch.nn.functional.scaled_dot_product_attention`, causal."""
 
 _FLA = {
-    "delta": ("fla.ops.delta_rule", "chunk_delta_rule", "fused_recurrent_delta_rule"),
-    "gdn": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
-    "kda": ("fla.ops.kda", "chunk_kda", "fused_recurrent_kda"),
-    "comba": ("fla.ops.comba", "chunk_comba", "fused_recurrent_comba"),
-    "gdn2": ("fla.ops.gdn2", "chunk_gdn2", "fused_recurrent_gdn2"),
+    "delta": ("fla.ops.delta_rule", "chunk_delta_rule"),
+    "gdn": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "kda": ("fla.ops.kda", "chunk_kda"),
+    "comba": ("fla.ops.comba", "chunk_comba"),
+    "gdn2": ("fla.ops.gdn2", "chunk_gdn2"),
     **{
-        f"{rule}-n{n}": ("fla.ops.gated_delta_product", "chunk_gated_delta_product", None)
+        f"{rule}-n{n}": ("fla.ops.gated_delta_product", "chunk_gated_delta_product")
         for rule in ("delta", "gdn")
         for n in (2, 4)
     },
-    "gla": ("fla.ops.gla", "chunk_gla", None),
-    "lightning": ("fla.ops.lightning_attn", "chunk_lightning_attn", None),
+    "gla": ("fla.ops.gla", "chunk_gla"),
+    "lightning": ("fla.ops.lightning_attn", "chunk_lightning_attn"),
 }
-"""Module, function of sequences, and function of one token where it takes the same arguments. The preconditioned rules
-(PGDN, PKDA) have kernels there that normalise keys and compute the preconditioner as well, and RWKV-7's rule takes its
-two micro-steps as one: neither is an operator of ours."""
+"""Module and function. The preconditioned rules (PGDN, PKDA) have kernels there that normalise keys and compute the
+preconditioner as well, and RWKV-7's rule takes its two micro-steps as one: neither is an operator of ours."""
 
-_FLASHQLA = ("flash_qla", "chunk_gated_delta_rule", None)
+_FLASHQLA = ("flash_qla", "chunk_gated_delta_rule")
 
 _FLA_KERNELS = {
     "fla": {"FLA_TILELANG": "0", "FLA_FLASH_QLA": "0"},
@@ -145,7 +143,7 @@ def candidates_for(op: str, *, backend: str, precisions: list[str | None], peers
     ]
     for peer in peers:
         if has_peer(op, peer):
-            module, chunk_name, _ = _FLASHQLA if peer == "flashqla" else _FLA[op]
+            module, chunk_name = _FLASHQLA if peer == "flashqla" else _FLA[op]
             function = getattr(importlib.import_module(module), chunk_name)
             options = {"safe_gate": True} if peer == "fla-safe-gate" else {}
             forward = partial(_fla, op=op, function=function, options=options)
@@ -156,18 +154,6 @@ def candidates_for(op: str, *, backend: str, precisions: list[str | None], peers
 def has_peer(op: str, peer: str) -> bool:
     """Whether another library has kernels for an operator."""
     return op in _OPERATORS_OF[peer] if peer in _OPERATORS_OF else peer == "fla" and op in _FLA
-
-
-def step_candidates(op: str, *, backend: str | None, peers: list[str]) -> dict[str, Callable[[Inputs, Tensor], Any]]:
-    """The same for one decoding token: functions of `(inputs with T = 1, state [B, H, K, V])`, by library."""
-    steps: dict[str, Callable[[Inputs, Tensor], Any]] = {}
-    if backend is not None:
-        steps[our_label(backend, None)] = partial(_our_step, op=op, backend=backend)
-    module, _, step_name = _FLA.get(op, ("", None, None))
-    if "fla" in peers and step_name is not None:
-        function = getattr(importlib.import_module(module), step_name)
-        steps["fla"] = partial(_fla_step, op=op, function=function)
-    return steps
 
 
 def _our_arguments(inputs: Inputs, op: str) -> dict[str, Any]:
@@ -186,12 +172,6 @@ def _ours(inputs: Inputs, op: str, backend: str, precision: str | None) -> Tenso
     if not OPERATORS[op].corrects:
         return linear_attention(inputs.q, inputs.k, inputs.v, inputs.log_decay, backend=backend).output
     return delta_rule(**_our_arguments(inputs, op), backend=backend, precision=precision).output
-
-
-def _our_step(inputs: Inputs, state: Tensor, op: str, backend: str) -> Any:
-    if not OPERATORS[op].corrects:
-        return linear_attention_step(inputs.q, inputs.k, inputs.v, inputs.log_decay, state=state, backend=backend)
-    return delta_rule_step(**_our_arguments(inputs, op), state=state, backend=backend)
 
 
 def _fla_arguments(inputs: Inputs, op: str) -> dict[str, Any]:
@@ -216,19 +196,12 @@ def _fla(inputs: Inputs, op: str, function: Callable[..., Any], options: dict[st
     return function(**_fla_arguments(inputs, op), **options)[0]
 
 
-def _fla_step(inputs: Inputs, state: Tensor, op: str, function: Callable[..., Any]) -> Any:
-    return function(**_fla_arguments(inputs, op), initial_state=state, output_final_state=True)
-
-
 def _sdpa(inputs: Inputs) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 TINY_TOKENS = 64
-STEP_SHAPES = (Shape(64, 1, 16, 128, 128), Shape(1, 1, 16, 128, 128))
-STEPS = 16
-"""Steps per graph: the states of 64 sequences then exceed every L2 cache, and the launch of the graph hardly counts."""
 
 
 def measure_candidate(
@@ -285,35 +258,6 @@ def measure_candidate(
                 results.add({**setting, "measure": name}, {"value": None, "error": row["error"]})
             elif not arguments.warm_up_only:
                 results.measure({**setting, "measure": name}, measurement)
-
-
-def measure_steps(
-    results: Results, timer: Timer, op: str, ours: bool, peers: list[str], arguments: argparse.Namespace
-) -> None:
-    """One-token steps of every library for a full and a single-sequence batch, medium gates, float32 states."""
-    gates = "medium" if "medium" in gates_of(op) else "none"
-    steps = step_candidates(op, backend=arguments.backend if ours else None, peers=peers)
-    for shape, (library, step) in product(STEP_SHAPES, steps.items()):
-        setting = {"shape": str(shape), "op": op, "gates": gates, "library": library}
-        if arguments.resume and results.has(setting):
-            continue
-        inputs = make_inputs(shape, op, gates, device=arguments.device)
-        # A generator of its own: a graph capture that failed earlier leaves the default one unusable.
-        generator = torch.Generator(arguments.device).manual_seed(1)
-        size = (shape.B, shape.HV, shape.K, shape.V)
-        states = [torch.randn(size, generator=generator, device=arguments.device) for _ in range(STEPS)]
-
-        @torch.no_grad()
-        def call(step: Any = step, inputs: Inputs = inputs, states: list[Tensor] = states) -> None:
-            for state in states:
-                step(inputs, state)
-
-        row = results.measure(
-            {**setting, "measure": "step_us"}, lambda call=call: timer.graph_milliseconds(call).times(1e3 / STEPS)
-        )
-        if "error" not in row:
-            state_bytes = 2 * 4 * shape.B * shape.HV * shape.K * shape.V
-            results.add({**setting, "measure": "step_tb_s"}, state_bytes / row["value"] / 1e6)
 
 
 def chosen_candidates(arguments: argparse.Namespace, peers: list[str]) -> Iterator[tuple[Row, Shape, Candidate]]:
@@ -396,10 +340,6 @@ def main() -> int:
             measure_candidate(results, timer, candidate, setting, shape, arguments)
             if any("error" in row for row in results.rows if setting.items() <= row.items()):
                 check_device(timer)
-    if "decode" in arguments.measure and not arguments.warm_up_only:
-        for op in arguments.ops:
-            if op != "softmax":
-                measure_steps(results, timer, op, not arguments.peers_only, peers, arguments)
     return results.status()
 
 

@@ -12,6 +12,11 @@ whole work on one GPU, which all ranks do at the same time without a word to eac
 * `model`: bfloat16 weights with float32 gates, forward, backward, clipping, AdamW. DDP and FSDP2 have 8 rows (`--rows`)
   of 4,096 tokens per GPU; tensor parallelism as many in all; context parallelism and FSDP2 x CP one row of 131,072.
 * `million`: forward and backward of one row of 1,048,576 tokens with `recompute="block"`.
+* `trace`: of a layer, or of a training step of a model: the time of all kernels, of NCCL's, how much of the latter
+  other kernels run in, and how much of the time no kernel runs, when the GPU waits for the host. Times of a traced call
+  are longer than those of others, as the tracer works on the host, too; `wall_ms` is that of calls without it.
+
+Losses on several processes beside those on one: `ranks.py`.
 """
 
 from __future__ import annotations
@@ -31,8 +36,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -53,6 +60,7 @@ OPERATORS = {"delta_net": ("delta", "none"), "gated_deltanet": ("gdn", "medium")
 """Rule -> operator and strength of its gates."""
 LONG_ROW = 131072 // SMALL
 Rows = Iterator[Row]
+Span = tuple[float, float]
 
 
 class Ranks:
@@ -213,6 +221,74 @@ def call_rows(
             clear()
 
 
+# Traces.
+
+
+def traced(ranks: Ranks, call: Callable[[], object], row: Row, calls: int = 5) -> Rows:
+    """What kernels do in a call, each number from the rank where it is worst."""
+    wall = spread(ranks.milliseconds(call, calls))
+    # Without the host's side, which would slow the host down.
+    with profile(activities=[ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU]) as recorded:
+        ranks.wait()
+        for _ in range(calls):
+            call()
+        if ON_GPU:
+            torch.cuda.synchronize()
+    kernels = kernels_after_first_exchange(recorded)
+    exchange = union([span for name, span in kernels if "nccl" in name.lower()])
+    other = union([span for name, span in kernels if "nccl" not in name.lower()])
+    busy = union([span for _, span in kernels])
+    whole = busy[-1][1] - busy[0][0] if busy else 0.0
+    hidden = length_of(exchange) + length_of(other) - length_of(busy)
+    found = {
+        "traced_ms": ranks.most(whole / calls / 1e3),
+        "kernels_ms": ranks.most(length_of([span for _, span in kernels]) / calls / 1e3),
+        "exchange_ms": ranks.most(length_of(exchange) / calls / 1e3),
+        "idle_share": ranks.most(1 - length_of(busy) / whole if busy else 0.0),
+    }
+    if row["way"] != "alone":
+        found["hidden_share"] = -ranks.most(-(hidden / length_of(exchange) if exchange else 0.0))
+    yield {**row, "case": "trace", "measure": "wall_ms", **wall}
+    for measure, value in found.items():
+        yield {**row, "case": "trace", "measure": measure, "value": value, "samples": calls}
+
+
+def kernels_after_first_exchange(recorded: profile) -> list[tuple[str, Span]]:
+    """Kernels and copies by their begin, in microseconds, after the barrier, which is NCCL's first kernel."""
+    events = [
+        event
+        for event in recorded.events() or ()
+        # Marks of FSDP2 and of torch.distributed lie on the GPU's time line, too.
+        if event.device_type == DeviceType.CUDA
+        and not event.is_user_annotation
+        and not event.name.startswith(("nccl:", "FSDP::"))
+    ]
+    events.sort(key=lambda event: event.time_range.start)
+    barrier = next((number for number, event in enumerate(events) if "nccl" in event.name.lower()), -1)
+    return [(event.name, (event.time_range.start, event.time_range.end)) for event in events[barrier + 1 :]]
+
+
+def union(spans: list[Span]) -> list[Span]:
+    """Spans that do not overlap and cover the same time."""
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def length_of(spans: list[Span]) -> float:
+    return sum(end - start for start, end in spans)
+
+
+def trace_layer_rows(ranks: Ranks, rule: str, tokens: int, heads: int) -> Rows:
+    """Forward and backward of a layer."""
+    row = {"what": rule, "library": "deltazoo", "tokens": tokens, "heads": heads, "way": "context parallel"}
+    yield from traced(ranks, layer_call(rule, tokens, heads, True, ranks), row)
+
+
 # Whole models.
 
 
@@ -281,6 +357,11 @@ def model_step(ranks: Ranks, size: str, what: str, way: str, rows: int) -> tuple
     return TrainingStep(model, batch), {**row, "library": "transformers" if what == "llama" else "deltazoo"}
 
 
+def trace_model_rows(ranks: Ranks, size: str, what: str, way: str, rows: int) -> Rows:
+    """A training step."""
+    yield from traced(ranks, *model_step(ranks, size, what, way, rows))
+
+
 def model_rows(ranks: Ranks, size: str, what: str, way: str, rows: int, repeats: int = 4) -> Rows:
     step, row = model_step(ranks, size, what, way, rows)
     samples = ranks.milliseconds(step, repeats)
@@ -331,6 +412,9 @@ def cases(ranks: Ranks, rows: int) -> dict[str, Callable[[], Rows]]:
             found[f"model-{what}-{size}-{name}"] = partial(model_rows, ranks, size, what, way, rows)
 
     found[f"layer-{gdn}"] = partial(layer, gdn, row, heads)
+    found[f"trace-{gdn}"] = partial(trace_layer_rows, ranks, gdn, row, heads)
+    for way in ("alone", "FSDP2", "TP"):
+        found[f"trace-model-{gdn}-340m-{way}"] = partial(trace_model_rows, ranks, "340m", gdn, way, rows)
     for way in ("CP", "alone"):
         found[f"million-{gdn}-{way}"] = partial(million_rows, ranks, gdn, way)
     for what, size in ((gdn, "1.3b"), (gdn, "340m"), ("llama", "340m"), ("llama", "1.3b")):

@@ -66,11 +66,11 @@ def test_every_operator_has_inputs_of_its_own_and_gradients_for_all_of_them() ->
 
 def test_models_and_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models.SIZES, "quickstart", models.Size(32, 2, 2, 16, 48, 61))
-    options = "--models gated_deltanet --peers llama --measure train memory profile --shapes 2x16 --steps 1"
+    options = "--models gated_deltanet --peers llama --shapes 2x16 --steps 1"
     rows = run(models, tmp_path / "model.json", monkeypatch, options)
     assert all(row["value"] > 0 for row in rows)
     found = {(row["model"], row["library"], row["measure"]) for row in rows}
-    for measure in ("first_step_s", "train_tok_s", "kept_kib", "profile_ms"):
+    for measure in ("first_step_s", "train_tok_s"):
         assert {("gated_deltanet", "deltazoo", measure), ("llama", "transformers", measure)} <= found
     names = "--models gated_deltanet --peers qwen3-next"
     rows = run(decoding, tmp_path / "decoding.json", monkeypatch, f"{names} --batches 2 --contexts 8 --new-tokens 3")
