@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from deltazoo import swap_attention
 
+ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("distributed_worker.py")
 CASE, STEPS, ROWS = "hybrid_kda", 4, 4
 HYBRID_KDA = ["delta_rule: kda, hybrid"]
@@ -159,5 +160,5 @@ def test_two_stages_compute_what_one_process_does(together: dict[str, Any]) -> N
 @pytest.mark.slow
 def test_the_script_finds_no_difference() -> None:
     """DDP, FSDP2 in both precisions, tensor and context parallelism, with AdamW."""
-    output = run_two_processes(str(Path(__file__).with_name("check_distributed.py")), "--cases", "kda")
+    output = run_two_processes(str(ROOT / "tests" / "distributed" / "check_distributed.py"), "--cases", "kda")
     assert output.count("losses off by") == 6
