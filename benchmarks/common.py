@@ -120,10 +120,16 @@ class Timer:
         return Spread.of(taken)
 
     def peak_mib(self, call: Call) -> float:
-        """`peak_bytes` in MiB."""
+        """Most memory that a call holds, above what was held before, by the allocator, after a warm-up call."""
         if not self.on_gpu:
             raise NotImplementedError("peak memory is read from the CUDA allocator")
-        return peak_bytes(call) / 2**20
+        call()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - held) / 2**20
 
 
 def _host_seconds(call: Call) -> float:
@@ -145,17 +151,6 @@ def captured(call: Call) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph, stream=stream):
         call()
     return graph
-
-
-def peak_bytes(call: Call) -> int:
-    """Most memory that a call holds on a GPU, above what was held before, by the allocator, after a warm-up call."""
-    call()
-    torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - held
 
 
 def clock_for(device: torch.device | str) -> Callable[[], float]:
@@ -192,11 +187,6 @@ def git_commit() -> str:
     return f"{commit or 'unknown'}{'+changes' if changed else ''}"
 
 
-def gpu_name(device: str) -> str | None:
-    """The name of an NVIDIA GPU; None for other devices."""
-    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else None
-
-
 def processor_name() -> str:
     """The CPU's model name, or what the platform says."""
     try:
@@ -226,7 +216,8 @@ def _printed(*command: str) -> str | None:
 
 def describe_run(device: str, commit: str | None) -> Row:
     """Machine, versions, commit and command of this process."""
-    commit, date, gpu = commit or git_commit(), datetime.now(UTC), gpu_name(device)
+    commit, date = commit or git_commit(), datetime.now(UTC)
+    gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else None
     return {
         "id": f"{date:%Y%m%dT%H%M%S.%f}-{commit[:12]}",
         "date": date.isoformat(timespec="seconds"),

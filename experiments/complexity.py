@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import peak_bytes
+from benchmarks.timing import peak_bytes
 from deltazoo.layers import l2_normalize
 from deltazoo.ops import delta_rule, resolve_backend
 

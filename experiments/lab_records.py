@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import git_commit, gpu_name, package_version, processor_name
+from benchmarks.provenance import git_commit, gpu_name, package_version, processor_name
 from deltazoo import __version__
 from experiments.experiment import Experiment, Run
 from experiments.fitting import Outcome, Score

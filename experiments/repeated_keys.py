@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.inputs import Inputs
-from benchmarks.operators import candidates_for, installed_peers
+from benchmarks.operator_candidates import candidates_for, installed_peers
 from deltazoo.checks.errors import relative_error
 from deltazoo.layers import bounded_step, l2_normalize
 from deltazoo.ops import delta_rule, resolve_backend

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import one_line
+from benchmarks.result_files import one_line
 from deltazoo.generation import Decoder, snapshot
 from deltazoo.generation.cache_argument import CACHE
 from deltazoo.models import DeltaRuleForCausalLM
