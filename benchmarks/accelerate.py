@@ -1,7 +1,7 @@
 """Tokens per second of transformers' delta-rule models before and after `deltazoo.accelerate`.
 
-    python scripts/bench_accelerate.py                          # real widths, on a GPU
-    python scripts/bench_accelerate.py --device cpu --small     # a quick try on a CPU
+    python -m benchmarks.accelerate --out benchmarks/results/accelerate_h200.json    # real widths, on a GPU
+    python -m benchmarks.accelerate --out run.json --device cpu --small              # a quick try on a CPU
 
 Four layers of each model (three of delta rule and one of softmax attention) with the widths of its configuration's
 defaults, random weights, and a small vocabulary, so that the head does not hide the layers. MLPs are dense in place of
@@ -14,37 +14,30 @@ experts where the family can; Qwen3.5 MoE and Qwen4-Exp have 16 experts. Measure
     generate         `model.generate` of 64 tokens after 128; after: its step is captured, where the family allows it
     loop             the same by `deltazoo.generate`'s loop, beside transformers' `generate`
 
-Writes a JSON file with the machine, the versions and the commit, after every family, and prints its table.
+Training steps of whole models: `python -m benchmarks.models --peers qwen3.5 olmo-hybrid`.
 """
 
-import argparse
+from __future__ import annotations
+
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import deltazoo
-from benchmarks.provenance import describe_run
-from benchmarks.result_files import write_results
-from benchmarks.timing import now
+from benchmarks.common import Results, Row, document_positions, now, options, package_version
 from deltazoo.generation import Decoder
 from deltazoo.generation.cache_argument import CACHE
 
-ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ["linear_attention"] * 3 + ["full_attention"]
 DENSE = {"mlp_layer_types": ["dense"] * 4}
-FAMILIES: dict[str, dict[str, Any]] = {  # different kinds first: a run that is cut has some of each
+FAMILIES: dict[str, Row] = {  # different kinds first: a run that is cut has some of each
     "qwen3_next": {"mlp_only_layers": [0, 1, 2, 3]},
     "kimi_linear": DENSE,
     "olmo_hybrid": {},
@@ -104,42 +97,6 @@ class Phase(NamedTuple):
     warm_up: Callable[[], object] | None = None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
-    parser.add_argument("--small", action="store_true", help="narrow models, for a quick try")
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
-    parser.add_argument("--plain", action="store_true", help="accelerate(model, fused_kernels=False)")
-    parser.add_argument("--batch", type=int, default=1, help="rows (default: 1)")
-    parser.add_argument("--tokens", type=int, help="tokens per row (default: 4096, small: 512, some: fewer)")
-    parser.add_argument("--commit", help="of the code; read from git unless given")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/accelerate_DEVICE[_small][_plain].json")
-    args = parser.parse_args()
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        print("no NVIDIA GPU here; try --device cpu --small", file=sys.stderr)
-        return 1
-    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-    suffix = "_small" * args.small + "_plain" * args.plain
-    out = args.out or ROOT / "benchmarks" / "results" / f"accelerate_{args.device}{suffix}.json"
-
-    run = describe_run(device=args.device, commit=args.commit, command=sys.argv[1:])
-    rows: list[dict[str, Any]] = []
-    for family in args.families:
-        if family not in CONFIG_MAPPING:
-            print(f"transformers {version('transformers')} has no {family}: left out", file=sys.stderr)
-            continue
-        tokens = args.tokens or FEWER_TOKENS.get(family, 512 if args.small else 4096)
-        began = time.perf_counter()
-        model = make_model(family, args.small, torch.device(args.device), dtype)
-        rows += measure_family(family, model, args.batch, tokens, False if args.plain else None)
-        del model
-        write_results(out, run, rows=rows)
-        print(f"{family}: {time.perf_counter() - began:.1f} s", file=sys.stderr)
-    Console(width=110).print(table(rows))
-    print(out)
-    return 0
-
-
 def make_model(family: str, small: bool, device: torch.device, dtype: torch.dtype) -> Any:
     """A model of the family with random weights."""
     options = {**COMMON, **FAMILIES[family]}
@@ -155,41 +112,28 @@ def make_model(family: str, small: bool, device: torch.device, dtype: torch.dtyp
         return auto_class.from_config(AutoConfig.for_model(family, **options), dtype=dtype)
 
 
-def measure_family(
-    family: str, model: Any, batch: int, tokens: int, fused_kernels: bool | None
-) -> list[dict[str, Any]]:
+def measure_family(results: Results, family: str, model: Any, tokens: int) -> None:
     """One row per phase, with tokens per second before and after."""
     config = model.config.get_text_config()
-    ids = torch.randint(3, config.vocab_size, (batch, tokens), device=model.device)
-    sizes = {"model": family, "hidden_size": config.hidden_size, "batch": batch, "tokens": tokens}
-    sizes |= {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
-    sizes |= {"fused_kernels": fused_kernels}
-
-    results: dict[str, dict[str, list[Any]]] = {phase: {"before": [], "after": []} for phase in PHASES}
-    report = deltazoo.accelerate(model, fused_kernels=fused_kernels)
+    ids = torch.randint(3, config.vocab_size, (1, tokens), device=model.device)
+    setting = {"model": family, "hidden_size": config.hidden_size, "batch": 1, "tokens": tokens}
+    setting |= {"dtype": str(model.dtype).removeprefix("torch.")}
+    samples: dict[str, dict[str, list[Row]]] = {phase: {"before": [], "after": []} for phase in PHASES}
+    report = deltazoo.accelerate(model)
     for _ in range(ROUNDS):  # in turns, so that a slow minute of the machine slows both
         deltazoo.restore(model)
-        measure(model, ids, results, "before")
-        deltazoo.accelerate(model, fused_kernels=fused_kernels)
-        measure(model, ids, results, "after")
-    results["loop"]["before"] = results["generate"]["before"]
-    decoding = deltazoo.report(model.eval()).decoding
-    return [
-        {
-            **sizes,
-            "phase": phase,
-            "backend": report.layers[0].backend,
-            **({"decoding": decoding} if phase == "generate" else {}),
-            **{when: summary(samples) for when, samples in result.items()},
-        }
-        for phase, result in results.items()
-    ]
+        measure(model, ids, samples, "before")
+        deltazoo.accelerate(model)
+        measure(model, ids, samples, "after")
+    samples["loop"]["before"] = samples["generate"]["before"]
+    about = {"parameters": model.num_parameters(), "backend": report.layers[0].backend}
+    about["decoding"] = deltazoo.report(model.eval()).decoding
+    for phase, found in samples.items():
+        summaries = {when: summary(taken) for when, taken in found.items()}
+        results.add({**setting, "phase": phase}, {**summaries, **about})
 
 
-def measure(model: Any, ids: torch.Tensor, results: dict[str, dict[str, list[Any]]], when: str) -> None:
+def measure(model: Any, ids: torch.Tensor, results: dict[str, dict[str, list[Row]]], when: str) -> None:
     """Add one sample per phase: tokens per second and peak memory, or why there is none."""
     for phase in phases(model, ids, accelerated=when == "after"):
         try:
@@ -203,10 +147,10 @@ def measure(model: Any, ids: torch.Tensor, results: dict[str, dict[str, list[Any
         results[phase.name][when].append(sample)
 
 
-def measured(phase: Phase, device: torch.device) -> dict[str, Any]:
+def measured(phase: Phase, device: torch.device) -> Row:
     """Tokens per second of warm calls one after another, and the most memory that a call takes."""
     (phase.warm_up or phase.call)()
-    sample: dict[str, Any] = {}
+    sample: Row = {}
     if device.type == "cuda":
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -222,7 +166,7 @@ def measured(phase: Phase, device: torch.device) -> dict[str, Any]:
     return {"tokens_per_s": phase.tokens * count / (now(device) - began), **sample}
 
 
-def summary(samples: list[dict[str, Any]]) -> dict[str, Any] | None:
+def summary(samples: list[Row]) -> Row | None:
     """Median, least and most over the rounds."""
     failed = [sample for sample in samples if "error" in sample]
     if not samples or failed:
@@ -239,16 +183,14 @@ def phases(model: Any, ids: torch.Tensor, *, accelerated: bool) -> Iterator[Phas
         return model(input_ids=ids, use_cache=True, logits_to_keep=1)[CACHE]
 
     def train(**packing: Any) -> None:
-        rows = ids.reshape(1, -1) if packing else ids
-        model(input_ids=rows, labels=rows, use_cache=False, **packing).loss.backward()
+        model(input_ids=ids, labels=ids, use_cache=False, **packing).loss.backward()
         model.zero_grad(set_to_none=True)
 
     with inference(model):
         yield Phase("prompt", prompt, ids.numel())
     yield Phase("training", train, ids.numel())
     if accelerated:
-        lengths = document_lengths(ids.numel())
-        positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])[None]
+        positions = document_positions(ids.numel(), ids.device)
         yield Phase("packed training", partial(train, position_ids=positions), ids.numel())
     with inference(model):
         step = partial(model, input_ids=ids[:, :1], **{CACHE: prompt()})
@@ -287,29 +229,24 @@ def inference(model: Any) -> Iterator[None]:
     model.train()
 
 
-def document_lengths(total: int) -> list[int]:
-    """Documents of 64 to 2,048 tokens that fill the row."""
-    generator = torch.Generator().manual_seed(0)
-    lengths: list[int] = []
-    while (left := total - sum(lengths)) > 0:
-        lengths.append(min(left, int(2 ** torch.empty(1).uniform_(6, 11, generator=generator))))
-    return lengths
-
-
-def table(rows: list[dict[str, Any]]) -> Table:
-    result = Table(title="tokens per second")
-    for column in ("model", "phase", "batch x tokens", "before", "after", "times", "backend"):
-        result.add_column(column, justify="right" if column in ("before", "after", "times") else "left", no_wrap=True)
-    for row in rows:
-        before, after = (figure(row[when]) for when in ("before", "after"))
-        times = f"{after / before:.2f}" if isinstance(before, float) and isinstance(after, float) else ""
-        shown = [f"{x:,.0f}" if isinstance(x, float) else x for x in (before, after)]
-        result.add_row(row["model"], row["phase"], f"{row['batch']} x {row['tokens']}", *shown, times, row["backend"])
-    return result
-
-
-def figure(result: dict[str, Any] | None) -> float | str:
-    return "" if result is None else result.get("tokens_per_s", "none")
+def main() -> int:
+    """Command line; exit status 1 if a family failed."""
+    parser = options(__doc__)
+    parser.add_argument("--small", action="store_true", help="narrow models, for a quick try")
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--tokens", type=int, help="of the row (default: 4096, small: 512, some: fewer)")
+    arguments = parser.parse_args()
+    dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
+    results = Results(arguments)
+    for family in arguments.families:
+        if family not in CONFIG_MAPPING:
+            print(f"transformers {package_version('transformers')} has no {family}: left out", file=sys.stderr)
+            continue
+        tokens = arguments.tokens or FEWER_TOKENS.get(family, 512 if arguments.small else 4096)
+        model = make_model(family, arguments.small, torch.device(arguments.device), dtype)
+        measure_family(results, family, model, tokens)
+        del model
+    return results.status()
 
 
 if __name__ == "__main__":

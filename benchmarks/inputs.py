@@ -1,18 +1,119 @@
-"""Random inputs of the timed calls; what a layer does before the operator (norms, gates) is not timed."""
+"""Sizes, operators and random inputs of the timed calls; norms and gates that a layer computes before are not timed."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.operator_options import GATES, OPERATORS, UNEVEN, Operator
-from benchmarks.shapes import Shape
 
-__all__ = ["Inputs", "gate_means", "make_inputs"]
+@dataclass(frozen=True, order=True)
+class Shape:
+    """`B` sequences of `T` tokens, `H` heads, keys of `K` and values of `V` channels.
+
+    `groups` value heads share a query and key head; written `BxTxH/HVxKxV` if there are several.
+    """
+
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+    groups: int = 1
+
+    def __str__(self) -> str:
+        heads = str(self.H) if self.groups == 1 else f"{self.H}/{self.HV}"
+        return f"{self.B}x{self.T}x{heads}x{self.K}x{self.V}"
+
+    @property
+    def HV(self) -> int:
+        """Value heads."""
+        return self.H * self.groups
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Reads `BxTxHxKxV` or `BxTxH/HVxKxV`; ValueError for anything else."""
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*(/[1-9]\d*)?(x[1-9]\d*){2}", text):
+            raise ValueError(
+                "a shape reads BxTxHxKxV with positive integers, such as 8x4096x16x128x128, or BxTxH/HVxKxV with HV "
+                f"value heads; got {text!r}"
+            )
+        B, T, heads, K, V = text.split("x")
+        H, _, value_heads = heads.partition("/")
+        groups, rest = divmod(int(value_heads or H), int(H))
+        if rest or not groups:
+            raise ValueError(f"value heads are a multiple of key heads, got {heads} in {text!r}")
+        return cls(int(B), int(T), int(H), int(K), int(V), groups)
+
+
+TABLE = {
+    "train": Shape(8, 4096, 16, 128, 128),
+    "long": Shape(1, 32768, 16, 128, 128),
+    "small": Shape(4, 2048, 8, 128, 128),
+    "narrow": Shape(8, 4096, 32, 64, 64),
+    "wide": Shape(4, 4096, 6, 256, 512),
+    "grouped": Shape(8, 4096, 4, 128, 128, groups=4),
+}
+SWEEP = [Shape(1, T, 16, 128, 128) for T in (512 * 2**i for i in range(9))]
+
+
+NAMED = {**{name: [shape] for name, shape in TABLE.items()}, "table": list(TABLE.values()), "sweep": SWEEP}
+
+
+def shapes_named(names: list[str]) -> list[Shape]:
+    """Shapes of names in `NAMED` and of `BxTxHxKxV`, each once."""
+    return list(dict.fromkeys(shape for name in names for shape in NAMED.get(name) or [Shape.parse(name)]))
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The inputs of an operator.
+
+    `gated`: the erase key is k times a gate and the value v times another, both multiplied by the operator.
+    """
+
+    decay: str = "none"  # or scalar, channel, or fixed: one per head that needs no gradient
+    corrects: bool = True  # with step sizes
+    erase_key: bool = False
+    undecayed: bool = False
+    num_micro_steps: int = 1
+    gated: bool = False
+
+
+OPERATORS = {
+    "delta": Operator(),
+    "gdn": Operator("scalar"),
+    "kda": Operator("channel"),
+    "gdn-erase": Operator("scalar", erase_key=True),
+    "kda-erase": Operator("channel", erase_key=True),
+    "comba": Operator("scalar", erase_key=True, undecayed=True),
+    "gdn2": Operator("channel", gated=True),
+    **{f"delta-n{n}": Operator(num_micro_steps=n) for n in (2, 4)},
+    **{f"gdn-n{n}": Operator("scalar", num_micro_steps=n) for n in (2, 4)},
+    **{f"kda-n{n}": Operator("channel", num_micro_steps=n) for n in (2, 4)},
+    "gla": Operator("channel", corrects=False),
+    "lightning": Operator("fixed", corrects=False),
+}
+"""All operators but softmax. `-erase`: a separate erase key. `-n2`, `-n4`: micro-steps per token (Gated DeltaProduct,
+EDA). comba: its erase reads before the decay. gdn2: Gated DeltaNet-2. gla and lightning: linear attention."""
+
+GATES = {"weak": -1e-3, "medium": -0.05, "strong": -1.0}
+"""Mean log-decay per token. Each gate is uniform between 0 and twice its mean, so strong stays above -2."""
+
+UNEVEN = (-1e-3, -5.0)
+"""Of `uneven` gates: means from the first to the second, evenly in their logarithm, from channel to channel or from
+head to head. Trained models have such gates: a few channels forget within tokens, and most remember."""
+
+GATE_KINDS = (*GATES, "uneven")
+
+
+def gates_of(op: str) -> list[str]:
+    """The gate strengths an operator can be timed with: `none` where there is no gate."""
+    return list(GATE_KINDS) if op in OPERATORS and OPERATORS[op].decay in ("scalar", "channel") else ["none"]
 
 
 @dataclass(frozen=True)

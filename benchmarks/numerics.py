@@ -1,48 +1,57 @@
-"""Errors of both implementations of the Triton backend, and of plain torch, on hard inputs. Needs a GPU.
+"""Errors of the operator on hard inputs, and errors and times of each precision. Needs a GPU.
 
-    python scripts/measure_numerics.py --out benchmarks/results/numerics_h200.json --commit $(git rev-parse HEAD)
+    python -m benchmarks.numerics --out benchmarks/results/numerics_h200.json --measure cases
+    python -m benchmarks.numerics --out benchmarks/results/precision_h200.json --measure times keys
 
-Errors are relative, in the root-mean-square sense, of output, final state and every gradient, and of output and final
-state of a call that records no gradients, against the chunk form in float64 on the same rounded inputs.
+Errors are relative, norm of the difference over norm of the exact values, of output, final state and every gradient,
+against the chunk form in float64 on the same rounded inputs. `plain torch` is the chunk form in torch whose products
+round their operands to the dtype of the inputs, as the kernels' do. Step sizes are at most 2 / |k|^2 of the rounded
+key, except where the keys say `longer`.
 
-`default` is the backend as it runs: Gluon kernels where they serve the call, plain Triton kernels elsewhere. `plain`
-has the plain kernels only, and is left out where the default launched no Gluon kernel. `torch` is the chunk form in
-torch whose products round their operands to the dtype of the inputs. Step sizes are at most 2 / |k|^2 of the rounded
-key.
+* `cases`: `default` is the Triton backend as it runs, Gluon kernels where they serve the call, and plain Triton kernels
+  elsewhere; `plain` has the plain kernels only, and is left out where the default launched no Gluon kernel. `forward`
+  are errors of a call that records no gradients. Without a GPU, with TRITON_INTERPRET=1, `--device cpu --small` runs
+  the same on sizes that an interpreter can take.
+* `keys`: each precision on keys that repeat, by step size, and by erase gain. The gradient of the decay is a running
+  sum of `q dq - k dk`, and measured against these terms where they cancel.
+* `times`: medians of samples taken in turn, three calls of each precision per round, with a cold L2 cache; `over_fast`
+  and `over_strict` are medians of the quotients within a round.
 
-One process per decay, dtype and part of the cases, since compiling takes most of the time. Without a GPU, with
-TRITON_INTERPRET=1, `--device cpu --small` runs the same on sizes that an interpreter can take.
+Processes side by side compile most of the time: one per decay, dtype and part of the cases, and before the others one
+per operator and precision.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import random
+import statistics
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.provenance import describe_run
-from benchmarks.result_files import one_line, write_results
+from benchmarks.common import Results, Row, Timer, captured, one_line, options, side_by_side
+from benchmarks.inputs import TABLE, Inputs, Shape, make_inputs
 from deltazoo.checks.errors import plain_torch, relative_errors
 from deltazoo.checks.kernel_check import DTYPES, Case, case_inputs, case_results
 from deltazoo.layers import bounded_step
 from deltazoo.ops import delta_rule
-from deltazoo.ops.triton import delta_rule_operator, pipeline
+
+# Cases.
 
 DECAYS = ("none", "scalar", "channel")
 APART = ("packed rows", "4 value heads per key head", "few heads, long rows")
 """Cases whose kernels the others do not share."""
-SMALL: dict[str, Any] = dict(K=16, V=16, B=1, T=70, H=2, HV=2)
+SMALL: Row = dict(K=16, V=16, B=1, T=70, H=2, HV=2)
 
 
 def cases(decay: str, small: bool) -> dict[str, Case]:
@@ -72,30 +81,22 @@ def cases(decay: str, small: bool) -> dict[str, Case]:
     return found
 
 
-def inputs_of(name: str, case: Case, device: str) -> tuple[dict[str, Tensor | None], Tensor | None, Tensor, Tensor]:
-    """As `case_inputs`, with bounded step sizes, and infinite decay only where the name says so."""
-    inputs, cu_seqlens, d_output, d_state = case_inputs(case, device)
-    k, beta, log_decay = inputs["k"], inputs["beta"], inputs["log_decay"]
-    assert k is not None and beta is not None
-    inputs["beta"] = bounded_step(beta, k.repeat_interleave(case.HV // case.H, 2))
-    if log_decay is not None and name != "all forgotten at one token":
-        inputs["log_decay"] = log_decay.clamp(min=2 * case.mean_log_decay)
-    return inputs, cu_seqlens, d_output, d_state
-
-
 @contextmanager
-def recorded_launches() -> Iterator[list[Any]]:
-    """Collects the kernels that are launched in the meantime."""
-    kernels: list[Any] = []
+def recorded_launches() -> Iterator[list[str]]:
+    """Collects the names of the Gluon kernels that are launched in the meantime, each once, in order."""
+    from deltazoo.ops.triton import pipeline
+
+    names: list[str] = []
     launch = pipeline.launch
 
     def recording(kernel: Any, *arguments: Any) -> None:
-        kernels.append(kernel)
+        if hasattr(kernel, "is_gluon") and kernel.is_gluon() and kernel.__name__ not in names:
+            names.append(kernel.__name__)
         launch(kernel, *arguments)
 
     pipeline.launch = recording  # type: ignore[assignment]
     try:
-        yield kernels
+        yield names
     finally:
         pipeline.launch = launch
 
@@ -103,6 +104,8 @@ def recorded_launches() -> Iterator[list[Any]]:
 @contextmanager
 def plain_kernels_only() -> Iterator[None]:
     """No Gluon kernel is available in the meantime."""
+    from deltazoo.ops.triton import delta_rule_operator, pipeline
+
     modules = (pipeline, delta_rule_operator)
     kept = [module.available for module in modules]
     for module in modules:
@@ -114,89 +117,245 @@ def plain_kernels_only() -> Iterator[None]:
             module.available = available  # type: ignore[attr-defined]
 
 
-def gluon_names(kernels: list[Any]) -> list[str]:
-    """Names of the Gluon kernels among those launched, each once, in order."""
-    return list(dict.fromkeys(k.__name__ for k in kernels if hasattr(k, "is_gluon") and k.is_gluon()))
-
-
-def measure(name: str, case: Case, device: str) -> Iterator[dict[str, Any]]:
-    """One row for each implementation: its Gluon kernels and its errors."""
-    inputs, cu_seqlens, d_output, d_state = inputs_of(name, case, device)
+def measure_case(name: str, case: Case, device: str) -> Iterator[Row]:
+    """Gluon kernels and errors of each implementation."""
+    inputs, cu_seqlens, d_output, d_state = case_inputs(case, device)
+    k, beta, log_decay = inputs["k"], inputs["beta"], inputs["log_decay"]
+    assert k is not None and beta is not None
+    inputs["beta"] = bounded_step(beta, k.repeat_interleave(case.HV // case.H, 2))
+    if log_decay is not None and name != "all forgotten at one token":
+        inputs["log_decay"] = log_decay.clamp(min=2 * case.mean_log_decay)
     exact_inputs = {n: None if x is None else x.double() for n, x in inputs.items()}
     gradients = (d_output.double(), d_state.double())
     exact = case_results(exact_inputs, *gradients, backend="chunkwise", cu_seqlens=cu_seqlens)
-    row = dict(case=name, decay=case.decay, dtype=case.dtype, sizes=str(case))
 
-    def triton() -> dict[str, Any]:
+    def triton() -> Row:
         with recorded_launches() as kernels, torch.no_grad():
             output, state = delta_rule(**inputs, cu_seqlens=cu_seqlens, backend="triton")  # type: ignore[arg-type]
         forward = relative_errors({"output": output, "final_state": state}, exact, inputs)
         with recorded_launches() as more:
             found = case_results(inputs, d_output, d_state, backend="triton", cu_seqlens=cu_seqlens)
-        launched = dict(gluon_forward=gluon_names(kernels), gluon_training=gluon_names(more))
-        return launched | dict(forward=forward, errors=relative_errors(found, exact, inputs))
+        launched = {"gluon_forward": kernels, "gluon_training": more}
+        return launched | {"forward": forward, "errors": relative_errors(found, exact, inputs)}
 
     default = triton()
-    yield row | dict(implementation="default") | default
+    yield {"implementation": "default"} | default
     if default["gluon_forward"] or default["gluon_training"]:
         with plain_kernels_only():
-            yield row | dict(implementation="plain") | triton()
+            yield {"implementation": "plain"} | triton()
     found = plain_torch(inputs, d_output, d_state, cu_seqlens=cu_seqlens)
-    yield row | dict(implementation="torch", errors=relative_errors(found, exact, inputs))
+    yield {"implementation": "torch", "errors": relative_errors(found, exact, inputs)}
 
 
-def measure_group(decay: str, dtype: str, part: str, device: str, small: bool) -> Iterator[dict[str, Any]]:
-    """All rows of a decay, a dtype and a part of the cases; a case that fails gives a row with its error."""
-    for name, case in cases(decay, small).items():
-        if (name in APART) != (part == "apart"):
-            continue
-        case = replace(case, dtype=dtype)
-        try:
-            yield from measure(name, case, device)
-        except Exception as error:  # a kernel under test may raise anything
-            yield dict(case=name, decay=decay, dtype=dtype, sizes=str(case), error=one_line(error))
+def print_group(decay: str, dtype: str, part: str, arguments: argparse.Namespace) -> None:
+    """Print all rows of a decay, a dtype and a part of the cases; a case that fails gives a row with its error."""
+    for name, case in cases(decay, arguments.small).items():
+        if (name in APART) == (part == "apart"):
+            case = replace(case, dtype=dtype)
+            row = {"case": name, "decay": decay, "dtype": dtype, "sizes": str(case)}
+            try:
+                for found in measure_case(name, case, arguments.device):
+                    print(json.dumps(row | found), flush=True)
+            except Exception as error:  # a kernel under test may raise anything
+                print(json.dumps(row | {"error": one_line(error)}), flush=True)
+
+
+def measure_cases(results: Results, arguments: argparse.Namespace) -> None:
+    """All groups, each in a process of its own."""
+    groups = list(product(arguments.decays, arguments.dtypes, ("others", "apart")))
+    for group, (status, printed) in zip(groups, again_with("--group", groups, arguments), strict=True):
+        lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+        if status:
+            lines.append({"case": "the rest", "decay": group[0], "dtype": group[1], "error": f"exit status {status}"})
+        for row in lines:
+            setting = {key: row.pop(key) for key in ("case", "decay", "dtype", "sizes", "implementation") if key in row}
+            results.add({"kind": "cases", **setting}, row)
+
+
+def again_with(flag: str, groups: list[tuple[str, ...]], arguments: argparse.Namespace) -> Iterator[tuple[int, str]]:
+    """This module with its own arguments and a group, in processes side by side."""
+    command = ["-m", "benchmarks.numerics", *sys.argv[1:], flag]
+    yield from side_by_side([[*command, *group] for group in groups], arguments.jobs)
+
+
+# Precisions.
+
+PRECISIONS: dict[str, str | None] = {"default": None, "fast": "fast", "strict": "strict"}
+SHAPES = (TABLE["train"], TABLE["long"])
+OPS = {"delta": "none", "gdn": "medium", "kda": "medium"}
+"""Operator -> strength of its gates."""
+KEYS = ("one key", "two keys in turn", "nearly parallel keys")
+BETAS = (0.5, 1.0, 1.5, 1.9, 1.98, 2.0)
+GAINS = (0.9, 0.98, 1.0, 1.002, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5)
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+LOG_DECAY = -1e-3
+"""Mean log-decay with keys that repeat; the weaker, the more a key adds up."""
+
+
+def hard_inputs(keys: str, tokens: int, beta: float, decay: str, dtype: torch.dtype, *, gain: bool = False) -> Inputs:
+    """16 heads of K = V = 128: 8 rows of up to 2,048 tokens, or one longer row, which is cut into segments.
+
+    Args:
+        beta: step size of all tokens; with `gain` the erase gain instead.
+    """
+    generator = torch.Generator("cuda").manual_seed(0)
+    B, H, K = 8 if tokens <= 2048 else 1, 16, 128
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device="cuda")
+
+    k = normal(B, tokens, H, K)
+    if keys.startswith("one key"):
+        k = k[:, :1].expand_as(k)
+    elif keys == "two keys in turn":
+        k = k[:, torch.arange(tokens, device="cuda") % 2]
+    elif keys == "nearly parallel keys":  # cosine 0.99 with a common direction
+        k = 0.99 * F.normalize(k[:, :1], dim=-1) + 0.02**0.5 * F.normalize(k, dim=-1)
+    k = F.normalize(k, dim=-1).to(dtype)
+    steps = torch.full((B, tokens, H), beta, device="cuda")
+    if gain:
+        steps = steps / k.double().square().sum(-1).float()
+    elif not keys.endswith("longer"):
+        steps = bounded_step(steps, k)
+    size = {"none": None, "scalar": (B, tokens, H), "channel": (B, tokens, H, K)}[decay]
+    log_decay = None if size is None else 2 * LOG_DECAY * torch.rand(size, generator=generator, device="cuda")
+    q = F.normalize(normal(B, tokens, H, K), dim=-1).to(dtype)
+    v, d_output = (normal(B, tokens, H, K).to(dtype) for _ in range(2))
+    return Inputs(q, k, v, steps, log_decay, d_output)
+
+
+def all_results(x: Inputs, dtype: torch.dtype | None = None, **options: Any) -> dict[str, Tensor]:
+    """Output, final state and all gradients, for random gradients of both; `dtype` converts the inputs first."""
+    inputs = {n: t if t is None or dtype is None else t.to(dtype) for n, t in named(x).items()}
+    output_gradient = x.d_output if dtype is None else x.d_output.to(dtype)
+    state = state_gradient(x) if dtype is None else state_gradient(x).to(dtype)
+    return case_results(inputs, output_gradient, state, cu_seqlens=None, **options)
+
+
+def named(x: Inputs) -> dict[str, Tensor]:
+    """The arguments of `delta_rule` that are present."""
+    given = {"q": x.q, "k": x.k, "v": x.v, "beta": x.beta, "log_decay": x.log_decay}
+    return {name: tensor.detach() for name, tensor in given.items() if tensor is not None}
+
+
+def state_gradient(x: Inputs) -> Tensor:
+    """A random gradient of the final state, always the same."""
+    B, _, HV, V = x.v.shape
+    return torch.randn(B, HV, x.k.shape[-1], V, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+
+
+def measure_keys(results: Results) -> None:
+    """One row per hard case and candidate; and of the growth with the erase gain."""
+    hard: list[tuple[str, str, str, int, float]] = []
+    for dtype in HALF:
+        hard += product([dtype], ["none"], KEYS, (2048, 16384), BETAS)
+        hard += product([dtype], ["none"], ["random keys", "one key, longer"], [2048], (1.0, 2.0))
+        hard += product([dtype], ["scalar", "channel"], KEYS[::2], [2048], (1.0, 1.9, 2.0))
+    for dtype, decay, keys, tokens, beta in hard:
+        wanted = [*PRECISIONS] if (dtype, decay) == ("bfloat16", "none") else ["default"]
+        setting = {"dtype": dtype, "decay": decay, "keys": keys, "tokens": tokens, "beta": beta}
+        add_errors(results, setting, hard_inputs(keys, tokens, beta, decay, HALF[dtype]), [*wanted, "plain torch"])
+    for keys, gain in product(KEYS[:2], GAINS):
+        setting = {"dtype": "bfloat16", "decay": "none", "keys": keys, "tokens": 16384, "gain": gain}
+        x = hard_inputs(keys, 16384, gain, "none", torch.bfloat16, gain=True)
+        add_errors(results, setting, x, ["fast", "strict"])
+
+
+def add_errors(results: Results, setting: Row, x: Inputs, candidates: list[str]) -> None:
+    """Relative errors of each candidate, None if one is not finite."""
+    exact = all_results(x, torch.float64, backend="chunkwise")
+    for name in candidates:
+        if name == "plain torch":
+            found = plain_torch(named(x), x.d_output, state_gradient(x))
+        else:
+            found = all_results(x, backend="triton", precision=PRECISIONS[name])
+        row = {"errors": relative_errors(found, exact, named(x))}
+        results.add({"kind": "keys", **setting, "precision": name}, row)
+
+
+def output_of(x: Inputs, precision: str | None) -> Tensor:
+    """The output, with its graph."""
+    return delta_rule(x.q, x.k, x.v, x.beta, x.log_decay, backend="triton", precision=precision).output
+
+
+def calls_of(op: str, x: Inputs, precision: str | None) -> dict[str, Callable[[], object]]:
+    """A forward call without gradients, and one with all gradients."""
+    forward = partial(output_of, x, precision)
+    return {
+        "forward": torch.no_grad()(forward),
+        "forward+backward": lambda: torch.autograd.grad(forward(), x.leaves(op), x.d_output),
+    }
+
+
+def measure_times(results: Results, op: str, shape: Shape, beta: float | None, rounds: int) -> None:
+    """One row per pass and way of launching; step sizes below 1, or one for all tokens."""
+    timer, order = Timer("cuda"), random.Random(0)
+    x = make_inputs(shape, op, OPS[op], device="cuda")
+    if beta is not None:
+        assert x.beta is not None
+        x = replace(x, beta=torch.full_like(x.beta, beta).requires_grad_())
+    for kind, way in product(("forward", "forward+backward"), ("eager", "graph")):
+        calls = {name: calls_of(op, x, precision)[kind] for name, precision in PRECISIONS.items()}
+        graphs = {name: captured(call) for name, call in calls.items()} if way == "graph" else {}
+        calls |= {name: graph.replay for name, graph in graphs.items()}
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for i in range(rounds + 3):
+            for name in order.sample(list(calls), len(calls)):
+                sample = statistics.median(timer.samples(calls[name], 3))
+                if i >= 3:
+                    samples[name].append(sample)
+        for graph in graphs.values():
+            graph.reset()
+        row = {f"{name}_ms": statistics.median(taken) for name, taken in samples.items()} | {"rounds": rounds}
+        for name in ("fast", "strict"):
+            quotients = (a / b for a, b in zip(samples["default"], samples[name], strict=True))
+            row[f"over_{name}"] = statistics.median(quotients)
+        setting = {"op": op, "gates": OPS[op], "shape": str(shape), "beta": beta, "pass": kind, "launched": way}
+        results.add({"kind": "times", **setting}, row)
+
+
+def compile_kernels(op: str, precision: str, rows: str) -> None:
+    """Run the measured calls on short sequences, so that their kernels are in Triton's cache."""
+    shape = Shape(8, 128, 16, 128, 128) if rows == "many" else Shape(1, 16384, 16, 128, 128)
+    for dtype in HALF.values():
+        x = make_inputs(shape, op, OPS[op], device="cuda", dtype=dtype)
+        if dtype == torch.bfloat16:
+            for call in calls_of(op, x, PRECISIONS[precision]).values():
+                call()
+        if dtype == torch.bfloat16 or precision == "default":
+            all_results(x, backend="triton", precision=PRECISIONS[precision])
 
 
 def main() -> int:
     """Command line; exit status 1 if a case failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="JSON file for all rows")
-    parser.add_argument("--commit", help="of what is measured; read from git unless given")
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu with TRITON_INTERPRET=1")
-    parser.add_argument("--small", action="store_true", help="sizes for the interpreter")
-    parser.add_argument("--decays", default=",".join(DECAYS), help="some of them")
-    parser.add_argument("--dtypes", default=",".join(DTYPES), help="some of them")
-    parser.add_argument("--jobs", type=int, default=18, help="processes at a time")
+    parser = options(__doc__)
+    measures = ("cases", "times", "keys")
+    parser.add_argument("--measure", nargs="+", default=list(measures), choices=measures)
+    parser.add_argument("--small", action="store_true", help="cases of sizes for the interpreter")
+    parser.add_argument("--decays", nargs="+", default=list(DECAYS), choices=DECAYS, help="of the cases")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES, help="of the cases")
+    parser.add_argument("--rounds", type=int, default=40, help="rounds of samples of each time")
+    parser.add_argument("--jobs", type=int, default=12, help="processes at a time")
     parser.add_argument("--group", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.group:
-        decay, dtype, part = options.group
-        for row in measure_group(decay, dtype, part, options.device, options.small):
-            print(json.dumps(row), flush=True)
+    parser.add_argument("--compile", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.group:
+        print_group(*arguments.group, arguments)
         return 0
-    if options.out is None:
-        parser.error("--out is missing")
-
-    def run_group(group: tuple[str, ...]) -> list[dict[str, Any]]:
-        command = [sys.executable, *sys.argv, "--group", *group]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        rows: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        if done.returncode != 0:
-            rows.append(dict(case="the rest", decay=group[0], dtype=group[1], error=f"exit status {done.returncode}"))
-        return rows
-
-    groups = list(product(options.decays.split(","), options.dtypes.split(","), ("others", "apart")))
-    run = describe_run(device=options.device, commit=options.commit, command=[Path(sys.argv[0]).name, *sys.argv[1:]])
-    rows: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for group, found in zip(groups, pool.map(run_group, groups), strict=True):
-            rows += found
-            write_results(options.out, run, rows=rows)
-            print(*group, f"{len(found)} rows")
-    failed = [row for row in rows if "error" in row]
-    for row in failed:
-        print("FAILED", row["decay"], row["dtype"], row["case"], row["error"])
-    return 1 if failed else 0
+    if arguments.compile:
+        compile_kernels(*arguments.compile)
+        return 0
+    results = Results(arguments)
+    if "cases" in arguments.measure:
+        measure_cases(results, arguments)
+    if arguments.measure != ["cases"]:
+        list(again_with("--compile", list(product(OPS, PRECISIONS, ("many", "one"))), arguments))
+    if "times" in arguments.measure:
+        for op, shape, beta in product(OPS, SHAPES, (None, 1.9)):
+            measure_times(results, op, shape, beta, arguments.rounds)
+    if "keys" in arguments.measure:
+        measure_keys(results)
+    return results.status()
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""Throughput and time to the first token of a server with OpenAI's API, under many clients at once.
+"""Throughput and time to the first token of servers with OpenAI's API, under many clients at once, on one GPU.
 
-    scripts/load_servers.sh benchmarks/results/serving_http_h200.json COMMIT
+    python -m benchmarks.serving --out benchmarks/results/serving_http_h200.json
+    python -m benchmarks.serving --out run.json --device cpu --size quickstart --clients 1 2    # a rehearsal
+    python -m benchmarks.serving --out run.json --url http://host:port --tokenizer FOLDER --model NAME --label any
 
-calls all parts of this script. `model` saves a model of about 370 M parameters with random weights, a Gated DeltaNet or
-transformers' Qwen3-Next, and a tokenizer of Python's standard library. `wait` waits for servers, `load` asks one from
-several processes. Any server with OpenAI's API will do: transformers' own answers one request at a time, as its
-continuous batching refuses linear layers. `generate` times `deltazoo.generate` on batches of as many rows as there are
-clients. `load` and `generate` add to a result file.
+The first saves two models with random weights (Gated DeltaNet of about 370 M parameters, and transformers' Qwen3-Next)
+and a tokenizer of Python's standard library, starts servers, and asks them one after the other: `deltazoo serve` on
+both, and `transformers serve`, which answers one request at a time, as its continuous batching refuses linear layers.
+Beside them `deltazoo.generate` on one batch of as many rows as there are clients. With `--url` any server will do.
 
-Every client streams one completion after another: a slice of the standard library as prompt, a fixed number of new
-tokens, greedy. Tokens are those that the server reports. The time to the first token runs from sending the request to
-the first chunk with text.
+Every client streams `--rounds` completions, one after another: a slice of the standard library as prompt, a fixed
+number of new tokens, greedy. Tokens are those that the server reports. The time to the first token runs from sending
+the request to the first chunk with text. Needs the extras serve and test.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ import asyncio
 import json
 import os
 import statistics
+import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,7 +37,7 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer
 
-COUNTERS = {"deltazoo_steps_total": "steps", "deltazoo_pieces_total": "pieces"}
+from benchmarks.common import Results, Row, options
 
 
 @dataclass(frozen=True)
@@ -131,25 +135,17 @@ def _run_clients(url: str, prompts: list[list[str]], body: dict[str, Any], start
 
 
 def load(
-    url: str,
-    clients: int,
-    rounds: int,
-    processes: int,
-    source: Prompts,
-    body: dict[str, Any],
-    pool: ProcessPoolExecutor,
-) -> dict[str, Any]:
-    """One row of results: `clients` at once, each asking `rounds` times."""
+    url: str, clients: int, rounds: int, processes: int, source: Prompts, body: Row, pool: ProcessPoolExecutor
+) -> Row:
+    """What `clients` at once find, each asking `rounds` times."""
     texts = source.take(clients * rounds)
     prompts = [texts[client * rounds : (client + 1) * rounds] for client in range(clients)]
-    before = counted(url)
     start = time.monotonic() + 0.5
     shares = [share for number in range(processes) if (share := prompts[number::processes])]
     jobs = [pool.submit(_run_clients, url, share, body, start) for share in shares]
     asked = [entry for job in jobs for entry in job.result()]
     good = [entry for entry in asked if entry.error is None]
-    row: dict[str, Any] = {"clients": clients, "requests": len(asked), "failed": len(asked) - len(good)}
-    row |= {name: value - before[name] for name, value in counted(url).items()}
+    row: Row = {"requests": len(asked), "failed": len(asked) - len(good)}
     if len(good) < len(asked):
         row["first_error"] = next(entry.error for entry in asked if entry.error is not None)
     if good:
@@ -167,19 +163,12 @@ def load(
     return row
 
 
-def counted(url: str) -> dict[str, float]:
-    """What our server counts of its steps and pieces of prompts; nothing for another server."""
-    lines = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text.splitlines()
-    values = {name: line.split()[-1] for line in lines for name in COUNTERS if line.startswith(name + "{")}
-    return {COUNTERS[name]: float(value) for name, value in values.items()}
-
-
 def wait_for(urls: list[str], seconds: float) -> None:
     """Return once servers answer."""
     end = time.monotonic() + seconds
     while silent := [url for url in urls if not _answers(url)]:
         if time.monotonic() > end:
-            sys.exit(f"no server after {seconds:.0f} s at {', '.join(silent)}")
+            raise TimeoutError(f"no server after {seconds:.0f} s at {', '.join(silent)}")
         time.sleep(0.2)
 
 
@@ -190,124 +179,133 @@ def _answers(url: str) -> bool:
         return False
 
 
-def save_model(folder: Path, device: str, kind: str, size: str) -> None:
-    """A model with random weights in bfloat16 (on a CPU float32), and a tokenizer of its vocabulary."""
+def save_models(folder: Path, size: str, device: str) -> None:
+    """Two models with random weights in bfloat16 (on a CPU float32), and a tokenizer of their vocabulary."""
     import torch
 
-    from benchmarks.model_candidates import SIZES, candidates
+    from benchmarks.models import SIZES, candidates
     from deltazoo.training.text import Document
     from deltazoo.training.tokenizer import train_bpe
 
-    taking_part, _ = candidates(SIZES[size], ["gated_deltanet"], ["qwen3-next"], device)
-    torch.manual_seed(0)
-    candidate = next(candidate for candidate in taking_part if candidate.model.replace("-", "_") == kind)
-    with torch.device(device):
-        model = candidate.build().eval()
-    if device != "cpu":
-        model.to(torch.bfloat16)
-    for config in (model.config, model.generation_config):
-        config.bos_token_id = config.eos_token_id = config.pad_token_id = None
-    model.save_pretrained(folder)
-    text = Document("library", library_text(12_000_000), "library")
-    train_bpe([text], SIZES[size].vocab_size).save_pretrained(folder)
-    print(f"{model.num_parameters() / 1e6:.0f} M parameters, in {folder}")
+    tokenizer = train_bpe([Document("library", library_text(12_000_000), "library")], SIZES[size].vocab_size)
+    for candidate in candidates(SIZES[size], ["gated_deltanet"], ["qwen3-next"]):
+        if candidate.library != "accelerated":
+            torch.manual_seed(0)
+            with torch.device(device):
+                model = candidate.build().eval().to(torch.float32 if device == "cpu" else torch.bfloat16)
+            for config in (model.config, model.generation_config):
+                config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+            model.save_pretrained(folder / candidate.model)
+            tokenizer.save_pretrained(folder / candidate.model)
 
 
-def generate_rows(
-    path: Path, device: str, rows: list[int], prompt_tokens: int, new_tokens: int
-) -> Iterator[dict[str, Any]]:
+def measure_generate(results: Results, path: Path, arguments: argparse.Namespace) -> None:
     """Tokens per second of `deltazoo.generate`, prompts included and not, on as many rows as there are clients."""
     import torch
+    from transformers import AutoModelForCausalLM
 
     from deltazoo.generation import Decoder
-    from deltazoo.serving.model_loading import load_for_serving
 
-    model, tokenizer = load_for_serving(str(path), device)
-    source = Prompts(path, prompt_tokens)
-    for number in rows:
-        encoded = [tokenizer(text)["input_ids"][:prompt_tokens] for text in source.take(number)]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(arguments.device).eval()
+    source = Prompts(path, arguments.prompt_tokens)
+    for rows in arguments.clients:
+        encoded = [source.tokenizer.encode(text).ids[: arguments.prompt_tokens] for text in source.take(rows)]
         length = min(map(len, encoded))
-        ids = torch.tensor([tokens[:length] for tokens in encoded], device=device)
-        decoder = Decoder(model, number, max_length=length + new_tokens, eos_token_id=[])
+        ids = torch.tensor([tokens[:length] for tokens in encoded], device=arguments.device)
+        decoder = Decoder(model, rows, max_length=length + arguments.new_tokens, eos_token_id=[])
         for _ in decoder.stream(ids, max_new_tokens=4):
             pass
         times = [time.monotonic()]
-        for _ in decoder.stream(ids, max_new_tokens=new_tokens):
+        for _ in decoder.stream(ids, max_new_tokens=arguments.new_tokens):
             times.append(time.monotonic())
-        yield {
-            "rows": number,
+        found = {
             "prompt_tokens": length,
-            "tokens_per_second": number * new_tokens / (times[-1] - times[0]),
-            "tokens_per_second_without_prompts": number * (new_tokens - 1) / (times[-1] - times[1]),
+            "tokens_per_second": rows * arguments.new_tokens / (times[-1] - times[0]),
+            "tokens_per_second_without_prompts": rows * (arguments.new_tokens - 1) / (times[-1] - times[1]),
             "first_token": times[1] - times[0],
         }
+        results.add({"label": "deltazoo.generate", "clients": rows}, found)
 
 
-def add_rows(path: Path, label: str, rows: Iterable[dict[str, Any]], device: str, commit: str) -> None:
-    """Add rows to a result file as they come, with where they were measured."""
-    from benchmarks.provenance import describe_run
+def ask(
+    results: Results, label: str, url: str, model: str, tokenizer: Path, clients: list[int], arguments: Any,
+    rounds: int | None = None, processes: int | None = None,
+) -> None:  # fmt: skip
+    """Rows of one server, after a warm-up."""
+    body = {"model": model, "max_tokens": arguments.new_tokens, "temperature": 0, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    source, processes = Prompts(tokenizer, arguments.prompt_tokens), processes or arguments.processes
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        share = (processes, source, body, pool)
+        print("warm-up", load(url, processes, 1, *share), flush=True)
+        for number in clients:
+            found = load(url, number, rounds or arguments.rounds, *share)
+            results.add({"label": label, "clients": number}, found)
 
-    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"runs": []}
-    run = asdict(describe_run(device=device, commit=commit, command=sys.argv[1:]))
-    content["runs"].append({"label": label, "run": run, "rows": []})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for row in rows:
-        print(row, flush=True)
-        content["runs"][-1]["rows"].append(row)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+@contextmanager
+def servers(commands: list[list[str]], seconds: float) -> Iterator[list[str]]:
+    """Addresses of servers that run in the meantime; each command gets a port. One that starts slows the others."""
+    urls = [f"http://127.0.0.1:{18001 + number}" for number in range(len(commands))]
+    started = [
+        subprocess.Popen([sys.executable, "-m", *command, "--port", url.rpartition(":")[2]])
+        for command, url in zip(commands, urls, strict=True)
+    ]
+    try:
+        wait_for(urls, seconds)
+        yield urls
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    model = commands.add_parser("model", help="save a model with random weights and a tokenizer")
-    model.add_argument("folder", type=Path)
-    model.add_argument("--kind", choices=("gated_deltanet", "qwen3_next"), default="gated_deltanet")
-    model.add_argument("--size", default="340m", help="as in deltazoo bench model")
-    waiting = commands.add_parser("wait", help="return once all servers answer")
-    waiting.add_argument("urls", nargs="+")
-    waiting.add_argument("--seconds", type=float, default=300.0, help="after which to give up")
-    asking = commands.add_parser("load", help="ask a server")
-    asking.add_argument("--url", required=True, help="of the server")
-    asking.add_argument("--model", default="served", help="the name of the model in requests")
-    asking.add_argument("--tokenizer", type=Path, required=True, help="folder of the model, to make prompts with")
-    asking.add_argument("--label", required=True, help="of the rows in the result file")
-    asking.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64, 256])
-    asking.add_argument("--rounds", type=int, default=2, help="requests of each client")
-    asking.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
-    timing = commands.add_parser("generate", help="time deltazoo.generate")
-    timing.add_argument("path", type=Path, help="folder of the model")
-    timing.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
-    for command in (asking, timing):
-        command.add_argument("--prompt-tokens", type=int, default=1024)
-        command.add_argument("--new-tokens", type=int, default=128)
-        command.add_argument("--out", type=Path, required=True)
-        command.add_argument("--commit", help="read from git unless given")
-    for command in (model, asking, timing):
-        command.add_argument("--device", default="cuda")
-    args = parser.parse_args()
+def measure_all(results: Results, arguments: argparse.Namespace) -> None:
+    """Both models on our server, `generate`, and transformers' server last: the slowest, one request at a time."""
+    widths = "1,2,4,8,16,32,64,128,256"
+    with tempfile.TemporaryDirectory() as name:
+        folder, device = Path(name), ["--device", arguments.device]
+        save_models(folder, arguments.size, arguments.device)
+        ours, qwen = folder / "gated_deltanet", folder / "qwen3-next"
+        serve = ["deltazoo", "serve", "--name", "served", "--max-queue", "1024", *device]
+        commands = [
+            [*serve, str(ours), "--widths", widths],
+            [*serve, str(qwen), "--context-limit", "2048"],
+            ["transformers.cli.transformers", "serve", str(qwen), *device],
+        ]
+        with servers(commands, arguments.wait) as urls:
+            few = [number for number in arguments.clients if number <= 64]
+            label = f"gated_deltanet, deltazoo serve --widths {widths}"
+            ask(results, label, urls[0], "served", ours, arguments.clients, arguments)
+            ask(results, "qwen3-next, deltazoo serve --context-limit 2048", urls[1], "served", qwen, few, arguments)
+            measure_generate(results, ours, arguments)
+            ask(results, "qwen3-next, transformers serve", urls[2], str(qwen), qwen, [1, 4], arguments, 1, 1)
 
-    if args.command == "wait":
-        return wait_for(args.urls, args.seconds)
-    if args.command == "model":
-        return save_model(args.folder, args.device, args.kind, args.size)
-    if args.command == "generate":
-        found = generate_rows(args.path, args.device, args.rows, args.prompt_tokens, args.new_tokens)
-        return add_rows(args.out, "deltazoo.generate", found, args.device, args.commit)
-    body = {
-        "model": args.model,
-        "max_tokens": args.new_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    source = Prompts(args.tokenizer, args.prompt_tokens)
-    with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
-        share = (args.processes, source, body, pool)
-        print("warm-up", load(args.url, args.processes, 1, *share), flush=True)
-        rows = (load(args.url, clients, args.rounds, *share) for clients in args.clients)
-        add_rows(args.out, args.label, rows, args.device, args.commit)
+
+def main() -> int:
+    """Command line."""
+    parser = options(__doc__)
+    parser.add_argument("--size", default="340m", help="of the models, as in benchmarks.models")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--rounds", type=int, default=2, help="requests of each client")
+    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1), help="that the clients run in")
+    parser.add_argument("--wait", type=float, default=300.0, help="seconds that servers may take to start")
+    parser.add_argument("--url", help="ask this server alone")
+    parser.add_argument("--model", default="served", help="with --url: the name of the model in requests")
+    parser.add_argument("--tokenizer", type=Path, help="with --url: folder of the model, to make prompts with")
+    parser.add_argument("--label", default="server", help="with --url: of the rows")
+    arguments = parser.parse_args()
+    results = Results(arguments)
+    if arguments.url:
+        names = (arguments.label, arguments.url, arguments.model, arguments.tokenizer)
+        ask(results, *names, arguments.clients, arguments)
+    else:
+        measure_all(results, arguments)
+    return results.status()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

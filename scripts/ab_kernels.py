@@ -1,7 +1,7 @@
 """Time every kernel of one call with other launch options than the shipped ones, and check what each of them computes.
 
-    python scripts/ab_kernels.py --op gdn --out ab_gdn.json
-    python scripts/ab_kernels.py --op kda --shape narrow --out ab_narrow.json
+    python -m scripts.ab_kernels --op gdn --out ab_gdn.json
+    python -m scripts.ab_kernels --op kda --shape narrow --out ab_narrow.json
 
 Every launch of a forward and backward pass is repeated on its own, with its inputs as they were. `error` is the largest
 relative difference between an output of the rule and of the shipped form. For the scans and the
@@ -24,10 +24,8 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from benchmarks.inputs import make_inputs
-from benchmarks.operator_options import GATE_KINDS
-from benchmarks.shapes import TABLE, Shape
-from benchmarks.timing import CudaTimer
+from benchmarks.common import Timer
+from benchmarks.inputs import GATE_KINDS, TABLE, Shape, make_inputs
 from deltazoo.checks.errors import relative_error
 from deltazoo.ops import delta_rule
 from deltazoo.ops.triton import pipeline
@@ -202,7 +200,7 @@ def worst_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[
     return {name: math.inf if math.isnan(error) else error for name, error in errors.items()}
 
 
-def measure(launch: Launch, shape: Shape, timer: CudaTimer) -> list[dict[str, Any]]:
+def measure(launch: Launch, shape: Shape, timer: Timer) -> list[dict[str, Any]]:
     """One row per rule, the shipped form first."""
     run, shipped = launch.run({})
     run()
@@ -216,7 +214,7 @@ def measure(launch: Launch, shape: Shape, timer: CudaTimer) -> list[dict[str, An
             run, outputs = launch.run(changes)
             run()
             row["errors"] = worst_error(outputs, shipped)
-            row["ms"] = timer.milliseconds(run).median
+            row["ms"] = timer.milliseconds(run).value
         except (RuntimeError, triton.TritonError) as error:  # too much shared memory, or a broken kernel
             row["failed"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             timer.wait()  # raises if the kernel broke the device: then this process can measure nothing more
@@ -242,7 +240,7 @@ def main() -> None:
     shape = TABLE.get(arguments.shape) or Shape.parse(arguments.shape)
     wanted = arguments.kernels.split(",") if arguments.kernels else list(RULES)
     launches = launches_of(shape, arguments.op, arguments.gates, arguments.precision)
-    timer = CudaTimer()
+    timer = Timer("cuda")
     rows = [row for name, launch in launches.items() if name in wanted for row in measure(launch, shape, timer)]
     if arguments.out is not None:
         about = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -17,8 +16,6 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.syntax import Syntax
 
-from benchmarks.provenance import describe_run
-from benchmarks.result_files import write_results
 from deltazoo.training.run_folder import has_saved
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,10 +27,7 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="train anew even if there is a finished run")
     parser.add_argument("--output", default="runs/quickstart", help="folder of the run")
     parser.add_argument("--set", action="append", default=[], help="section.key=value, as for deltazoo train")
-    parser.add_argument("--json", help="also write machine, versions and all results to this file")
-    parser.add_argument("--commit", help="commit to record there; read from git unless given")
     arguments = parser.parse_args()
-    began = time.perf_counter()
     on_gpu = torch.cuda.is_available()
     config = f"quickstart_{'gpu' if on_gpu else 'cpu'}"
     run = Path(arguments.output)
@@ -48,18 +42,6 @@ def main() -> int:
     )
     deltazoo("eval", str(run), "--json", str(run / "score.json"))
     figures = json.loads((run / "score.json").read_text(encoding="utf-8"))
-    if arguments.json:
-        about = describe_run(
-            device="cuda" if on_gpu else "cpu", commit=arguments.commit, command=["train", config, *overrides]
-        )
-        write_results(
-            Path(arguments.json),
-            about,
-            seconds=time.perf_counter() - began,
-            training=json.loads((run / "result.json").read_text(encoding="utf-8")),
-            evaluation=figures,
-            sample=sample,
-        )
     return report(run, figures, sample["tokens_per_second"], on_gpu)
 
 

@@ -17,7 +17,6 @@ ON_ONE_WORKER = (
     "tests/ops/fused/test_fused.py",
     "tests/ops/triton/test_decode.py",
     "tests/ops/triton/test_delta_rule.py",
-    "tests/benchmarks/test_model_bench.py",
     "tests/training/test_conversion.py",
 )
 

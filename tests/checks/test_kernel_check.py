@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.cold_start import cold_start_rows
-from benchmarks.shapes import Shape
 from deltazoo.checks import kernel_check
 from deltazoo.checks.kernel_check import Case, Verdict, cases, check_case, plain_bounds, run_selfcheck
 from deltazoo.ops import delta_rule
@@ -125,18 +123,3 @@ def test_the_cases_cover_what_has_kernels_of_its_own() -> None:
         assert {case.num_micro_steps for case in mine} == {1, 2, 3}
         assert decay == "none" or any(case.erase_reads == "undecayed" for case in mine)
         assert max(case.T for case in mine) > 4096 and min(case.T for case in mine) == 1
-
-
-def test_first_calls_are_timed_in_fresh_processes() -> None:
-    rows = {
-        row.measure: row
-        for row in cold_start_rows("gdn", backend="chunkwise", device="cpu", first=Shape(1, 32, 2, 8, 8))
-    }
-    assert rows["cold_first_call_s"].value > 0 and rows["warm_first_call_s"].value > 0
-    assert rows["kernels"].value == rows["new_kernels"].value == 0  # plain torch compiles nothing
-    assert all(row.library == "deltazoo chunkwise" and row.gates == "medium" for row in rows.values())
-
-
-def test_a_first_call_that_fails_says_why() -> None:
-    rows = cold_start_rows("gdn", backend="nonsense", device="cpu", first=Shape(1, 32, 2, 8, 8))
-    assert len(rows) == 4 and all("unknown backend 'nonsense'" in row.error for row in rows)

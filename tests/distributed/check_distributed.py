@@ -1,6 +1,6 @@
 """Check that a model trains the same on several processes as on one: DDP, FSDP2, tensor and context parallelism.
 
-    torchrun --nproc-per-node 2 scripts/check_distributed.py            # --help for the options
+    torchrun --nproc-per-node 2 tests/distributed/check_distributed.py    # --help for the options
 
 Uses one GPU per process (NCCL) if there are enough, else the CPU (gloo). Every process first takes a few optimizer
 steps alone on whole batches, then the same steps together with the others. For each case the script prints the losses
