@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.models import DeltaRuleForCausalLM
-from experiments.text.text_corpus import TextCorpus
-from experiments.text.text_recipe import TextRecipe
-from experiments.text.training import autocast
-
-__all__ = ["FIRST_POSITIONS", "LengthScore", "file_bytes", "score"]
+from experiments.loop import autocast
+from experiments.text.corpus import TextCorpus
+from experiments.text.models import TextRecipe
 
 FIRST_POSITIONS = 64
 """The first group of positions; each further one is as long as all before it."""

@@ -1,13 +1,22 @@
-"""Building the text of the suite from Python packages: near-copies dropped, packages held out, tokenized.
+"""The text: token streams of a training and a held-out part, built from installed Python packages.
 
-Nothing of it is distributed: everyone builds it from the packages that are installed, and the hash tells whether it is
-the same text.
+    python -m experiments.text.corpus [--out FILE]
+
+Nothing of it is distributed: everyone builds it from the packages and versions of benchmarks/results/text_corpus.json,
+whose hash tells whether it is the same text. A part is one stream of tokens: the files of its packages in order, the
+beginning token before each, near-copies dropped.
 """
 
+import argparse
+import hashlib
+import io
+import json
+import lzma
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,15 +25,87 @@ import numpy as np
 
 from deltazoo.training.text import Document
 from deltazoo.training.tokenizer import begin_id, encode_documents, train_bpe
-from experiments.text.text_corpus import TextCorpus
 
-__all__ = ["SourceFile", "build_corpus", "installed_sources", "read_pins"]
-
+DEFAULT_PATH = Path.home() / ".cache" / "deltazoo" / "python_text.npz.xz"
+"""Where the corpus is built and looked for unless told otherwise."""
 _SHINGLE = 3
 _COPIED = 0.5
 _LETTERS = 0.4
 _IDENTIFIER = re.compile(rb"(?<![A-Za-z0-9_\x80-\xff])[A-Za-z_][A-Za-z0-9_]*")
 _SHORTEST = 3
+_ARRAYS = ("train", "held_out", "token_bytes", "file_starts", "new_identifiers")
+
+
+@dataclass(frozen=True)
+class TextCorpus:
+    """Tokens of both parts, and what is known about the held-out one."""
+
+    train: np.ndarray
+    """`[N]` uint16."""
+    held_out: np.ndarray
+    """`[M]` uint16."""
+    token_bytes: np.ndarray
+    """`[vocabulary]` uint8: UTF-8 bytes of each token, 0 for special tokens."""
+    file_starts: np.ndarray
+    """`[files]` int32: position in `held_out` of the beginning token of each held-out file."""
+    new_identifiers: np.ndarray
+    """`[n, 3]` int32, sorted: where in `held_out` an identifier that the training part lacks begins, how many tokens
+    complete it after its first one, and its number."""
+    tokenizer: str
+    """The tokenizer, as JSON of the tokenizers library."""
+    manifest: dict[str, Any]
+    """What went in: packages, versions, counts."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the tokenizer."""
+        return len(self.token_bytes)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of tokens, lengths, positions and tokenizer."""
+        content = hashlib.sha256(self.tokenizer.encode())
+        for name in _ARRAYS:
+            array = getattr(self, name)
+            content.update(f"{name} {array.dtype.str} {array.shape}".encode())
+            content.update(np.ascontiguousarray(array).tobytes())
+        return content.hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Write the file at once or not at all."""
+        packed = io.BytesIO()
+        texts = {name: np.frombuffer(text.encode(), dtype=np.uint8) for name, text in self._texts().items()}
+        np.savez(packed, **{name: getattr(self, name) for name in _ARRAYS}, **texts)  # type: ignore[arg-type]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(path.name + ".part")
+        draft.write_bytes(lzma.compress(packed.getvalue(), preset=9 | lzma.PRESET_EXTREME))
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "TextCorpus":
+        """Read a file that `save` wrote.
+
+        Raises:
+            ValueError: there is none, or it is another file or damaged.
+        """
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist: make it with python -m experiments.text.corpus")
+        try:
+            with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as arrays:
+                texts = {name: arrays[name].tobytes().decode() for name in ("tokenizer", "manifest")}
+                corpus = cls(
+                    **{name: arrays[name] for name in _ARRAYS},
+                    tokenizer=texts["tokenizer"],
+                    manifest=json.loads(texts["manifest"]),
+                )
+        except (lzma.LZMAError, EOFError, KeyError, OSError) as error:
+            raise ValueError(f"{path} is no corpus of this suite, or damaged: {error}") from error
+        if corpus.digest != corpus.manifest["sha256"]:
+            raise ValueError(f"{path} is damaged: its content has hash {corpus.digest}, its manifest says otherwise")
+        return corpus
+
+    def _texts(self) -> dict[str, str]:
+        return {"tokenizer": self.tokenizer, "manifest": json.dumps({**self.manifest, "sha256": self.digest})}
 
 
 @dataclass(frozen=True)
@@ -35,11 +116,6 @@ class SourceFile:
     version: str
     path: str
     text: str
-
-
-def read_pins(constraints: Path) -> dict[str, str]:
-    """Package -> version of the lines `package==version` of a constraints file."""
-    return dict(line.split("==") for line in constraints.read_text().splitlines() if "==" in line)
 
 
 def installed_sources(pins: Mapping[str, str]) -> Iterator[SourceFile]:
@@ -189,3 +265,23 @@ def _manifest(kept: dict[bool, list[SourceFile]], counts: dict[str, Counter[str]
             if package in versions
         ],
     }
+
+
+def main() -> None:
+    """Build the text again from the packages of the manifest and keep it if its hash is the same."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=DEFAULT_PATH)
+    arguments = parser.parse_args()
+    manifest = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "text_corpus.json"
+    known = json.loads(manifest.read_text(encoding="utf-8"))
+    pins = {package["package"]: package["version"] for package in known["packages"]}
+    held_out = [package["package"] for package in known["packages"] if package["part"] == "held out"]
+    corpus = build_corpus(installed_sources(pins), held_out, known["vocab_size"])
+    if corpus.digest != known["sha256"]:
+        raise SystemExit(f"built a text with hash {corpus.digest}, not that of {manifest.name}: {known['sha256']}")
+    corpus.save(arguments.out)
+    print(f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
