@@ -1,12 +1,13 @@
 """An experiment: one task, one recipe, several configurations; and the jobs it consists of."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from experiments.configurations import parse_configuration
 from experiments.loop import rate_factor
 from experiments.runner import Job
-from experiments.tasks import TASKS, Task
+from experiments.tasks import TASKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,37 +66,40 @@ class Recipe:
         return rate_factor(step, self.steps, max(1, round(self.warmup * self.steps)), first=0)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What is compared."""
+    """A comparison: what is compared, on what, how.
 
-    name: str
-    task: str
-    recipe: Recipe
-    configurations: tuple[str, ...]
-    rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Learning rates of configurations that do not use the recipe's."""
-    seeds: tuple[int, ...] = (0,)
-    spare_seeds: tuple[int, ...] = ()
-    """Run too when a claim on the experiment fails."""
-    headline: int | str | None = None
-    """The test condition that a gate over several experiments reads; the first of the recipe unless given."""
+    Args:
+        name: also of the task, unless `task` is another one.
+        recipe: how models are built and trained, with `changes` of its fields.
+        configurations: by name.
+        rates: learning rates of configurations that do not use the recipe's.
+        seeds: run at first; spare_seeds: run too when a claim on the experiment fails.
+        headline: the test condition that a gate over several experiments reads; the first of the recipe unless given.
+    """
 
-    def __post_init__(self) -> None:
-        self.made.check_length(self.recipe.train_lengths[0])
-        assert self.shown in self.recipe.test, self.name
+    def __init__(
+        self,
+        name: str,
+        recipe: Recipe,
+        configurations: Sequence[str],
+        *,
+        task: str | None = None,
+        rates: Mapping[str, tuple[float, ...]] | None = None,
+        seeds: tuple[int, ...] = (0,),
+        spare_seeds: tuple[int, ...] = (),
+        headline: int | str | None = None,
+        **changes: Any,
+    ) -> None:
+        self.name, self.configurations = name, tuple(configurations)
+        self.recipe = replace(recipe, **changes)
+        self.task = TASKS[task or name]
+        self.rates, self.seeds, self.spare_seeds = rates or {}, seeds, spare_seeds
+        self.headline = self.recipe.test[0] if headline is None else headline
+        self.task.check_length(self.recipe.train_lengths[0])
+        assert self.headline in self.recipe.test, name
         for configuration in self.configurations:
             parse_configuration(configuration)
-
-    @property
-    def made(self) -> Task:
-        """The task itself."""
-        return TASKS[self.task]
-
-    @property
-    def shown(self) -> int | str:
-        """As `headline`."""
-        return self.recipe.test[0] if self.headline is None else self.headline
 
     def jobs(self, *, spare: bool = False) -> list[Job]:
         """A job per configuration, learning rate and seed; those of the spare seeds too if asked."""
@@ -103,7 +107,7 @@ class Experiment:
             {
                 "id": f"{self.name} {configuration} lr={rate:g} seed={seed}",
                 "experiment": self.name,
-                "task": self.task,
+                "task": self.task.name,
                 "configuration": configuration,
                 "seed": seed,
                 "learning_rate": rate,

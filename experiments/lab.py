@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.ops import resolve_backend
 from experiments.configurations import parse_configuration
 from experiments.experiment import Recipe
 from experiments.loop import Loop
@@ -46,7 +45,7 @@ def train_and_test(job: Job, device: str, tick: Callable[[], None]) -> dict[str,
     """Train a configuration on a task and test it.
 
     The same seed gives the same numbers. All configurations of one seed see the same data, and test data never depend
-    on the seed. On an NVIDIA GPU convolutions and gated norms run in the fused kernels.
+    on the seed.
 
     Raises:
         ArithmeticError: the loss, in training or in a test, is not finite.
@@ -54,8 +53,7 @@ def train_and_test(job: Job, device: str, tick: Callable[[], None]) -> dict[str,
     recipe, task, place = Recipe(**job["recipe"]), TASKS[job["task"]], torch.device(device)
     with _repeatable():
         torch.manual_seed(job["seed"])
-        fused = place.type == "cuda" and _has_kernels(device, recipe.head_dim)
-        model = build_model(parse_configuration(job["configuration"]), recipe, task, fused_kernels=fused).to(place)
+        model = build_model(parse_configuration(job["configuration"]), recipe, task).to(place)
         loop = training_loop(model, recipe, task, job["seed"], place)
         if not loop.advance(recipe.steps, tick):
             raise ArithmeticError(f"the loss is {loop.losses[-1]} at step {loop.steps}")
@@ -129,27 +127,20 @@ def _test(model: LabModel, task: Task, index: int, recipe: Recipe, device: torch
     return {"accuracy": round(hits / answers, 5), "bits": round(bits, 5), "answers": answers}
 
 
-def _has_kernels(device: str, dim: int) -> bool:
-    name, _ = resolve_backend(None, device=device, dtype=torch.float32, head_k_dim=dim, head_v_dim=dim)
-    return name == "triton"
-
-
 @contextmanager
 def _repeatable() -> Iterator[None]:
     """Inside, one thread, which always sums in one order, and deterministic kernels; denormals are zero.
 
     Matrices are small: more threads would cost more than they bring.
     """
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # only costs time
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(False)
-        torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(False)

@@ -23,12 +23,9 @@ class LabModel(nn.Module):
         recipe: sizes.
         task: symbols or measurements in, classes out.
         mlp_width: hidden width of the MLPs; 0 leaves them out.
-        fused_kernels: as of `DeltaRuleAttention`, for mixers with a convolution or an output gate.
     """
 
-    def __init__(
-        self, configuration: Configuration, recipe: Recipe, task: Task, mlp_width: int, *, fused_kernels: bool = False
-    ) -> None:
+    def __init__(self, configuration: Configuration, recipe: Recipe, task: Task, mlp_width: int) -> None:
         super().__init__()
         width = recipe.hidden_size
         symbols, classes = task.sizes
@@ -37,9 +34,7 @@ class LabModel(nn.Module):
         else:
             self.embedding = MeasurementEmbedding(task.channels, recipe.train_lengths[1], width)
         self.layers = nn.ModuleList(
-            _make_mixer(configuration, recipe, fused_kernels)
-            if recipe.bare
-            else Layer(configuration, recipe, mlp_width, fused_kernels)
+            _make_mixer(configuration, recipe) if recipe.bare else Layer(configuration, recipe, mlp_width)
             for _ in range(recipe.num_layers)
         )
         self.micro_steps = max((mixer.num_micro_steps for mixer in self._mixers()), default=1)
@@ -76,11 +71,11 @@ class LabModel(nn.Module):
 class Layer(nn.Module):
     """Mixer and MLP, each behind a norm and added to its input."""
 
-    def __init__(self, configuration: Configuration, recipe: Recipe, mlp_width: int, fused_kernels: bool) -> None:
+    def __init__(self, configuration: Configuration, recipe: Recipe, mlp_width: int) -> None:
         super().__init__()
         width = recipe.hidden_size
         self.mixer_norm = nn.LayerNorm(width)
-        self.mixer = _make_mixer(configuration, recipe, fused_kernels)
+        self.mixer = _make_mixer(configuration, recipe)
         if mlp_width:
             self.mlp_norm = nn.LayerNorm(width)
             self.up = nn.Linear(width, mlp_width)
@@ -141,7 +136,7 @@ class RotarySoftmaxAttention(nn.Module):
         return self.attention(x, position_embeddings=self.rotary(x.float(), positions))[0]
 
 
-def _make_mixer(configuration: Configuration, recipe: Recipe, fused_kernels: bool) -> nn.Module:
+def _make_mixer(configuration: Configuration, recipe: Recipe) -> nn.Module:
     if configuration.spec is None:
         return RotarySoftmaxAttention(recipe)
     options: dict[str, Any] = dict(configuration.options)
@@ -155,7 +150,6 @@ def _make_mixer(configuration: Configuration, recipe: Recipe, fused_kernels: boo
         expand_v=1.0,
         initializer_range=recipe.initializer_range,
         use_short_conv=recipe.use_short_conv,
-        fused_kernels=fused_kernels and (recipe.use_short_conv or configuration.spec.output_gate != "none"),
         **options,
     )
     if recipe.beta_bias is not None and configuration.spec.corrects:
@@ -163,12 +157,8 @@ def _make_mixer(configuration: Configuration, recipe: Recipe, fused_kernels: boo
     return mixer
 
 
-def build_model(configuration: Configuration, recipe: Recipe, task: Task, *, fused_kernels: bool = False) -> LabModel:
+def build_model(configuration: Configuration, recipe: Recipe, task: Task) -> LabModel:
     """The configuration's model, its MLP as wide as makes the number of parameters the same for all.
-
-    Args:
-        configuration, recipe, task: what is built.
-        fused_kernels: as of `LabModel`.
 
     Raises:
         ValueError: no width of the MLP gives that number within 2%.
@@ -187,7 +177,7 @@ def build_model(configuration: Configuration, recipe: Recipe, task: Task, *, fus
             f"configuration {configuration.name!r} has {found:,} parameters, not within {_TOLERANCE:.0%} "
             f"of {wanted:,}: raise mlp_ratio={recipe.mlp_ratio} or lower mlp_multiple={recipe.mlp_multiple}"
         )
-    return LabModel(configuration, recipe, task, width, fused_kernels=fused_kernels)
+    return LabModel(configuration, recipe, task, width)
 
 
 def _count(model: nn.Module) -> int:

@@ -4,8 +4,6 @@ Each experiment repeats one of another suite at a size that a CPU allows and cha
 steps, the learning rate, the start of the decay, the context.
 """
 
-from dataclasses import replace
-
 from experiments.claims import Check, Claim, Scores, ahead_of_noise, show
 from experiments.experiment import Experiment, Recipe
 from experiments.suites.mini import DIGITS, PARITY
@@ -16,60 +14,52 @@ _DIGITS = ("efla", "delta_net", "delta_net+raw-key")
 _TEXT = ("delta_net", "gated_deltanet")
 _TEXT_RATES = (1e-3, 4e-3)
 
-PARITY_SEEDS = replace(
-    PARITY,
-    name="parity_seeds",
-    configurations=("kda+neg", "kda+neg+slow-decay", "neg_gated_deltanet"),
+PARITY_SEEDS = Experiment(
+    "parity_seeds", PARITY.recipe, ("kda+neg", "kda+neg+slow-decay", "neg_gated_deltanet"), task="parity", seeds=_SEEDS
+)
+PARITY_LONGER = Experiment(
+    "parity_longer",
+    PARITY.recipe,
+    ("kda+neg", "kda+neg+slow-decay"),
+    task="parity",
     seeds=_SEEDS,
-    spare_seeds=(),
+    steps=3 * PARITY.recipe.steps,
 )
-PARITY_LONGER = replace(
-    PARITY_SEEDS,
-    name="parity_longer",
-    configurations=("kda+neg", "kda+neg+slow-decay"),
-    recipe=replace(PARITY.recipe, steps=3 * PARITY.recipe.steps),
+PARITY_NO_WEIGHT_DECAY = Experiment(
+    "parity_no_weight_decay", PARITY.recipe, ("kda+neg",), task="parity", seeds=_SEEDS, weight_decay=0.0
 )
-PARITY_NO_WEIGHT_DECAY = replace(
-    PARITY_SEEDS,
-    name="parity_no_weight_decay",
-    configurations=("kda+neg",),
-    recipe=replace(PARITY.recipe, weight_decay=0.0),
+DIGITS_SEEDS = Experiment(
+    "digits_seeds", DIGITS.recipe, _DIGITS, task="digits", rates=dict.fromkeys(_DIGITS, _RATES), seeds=(0, 1, 2, 3)
 )
-DIGITS_SEEDS = replace(DIGITS, name="digits_seeds", rates=dict.fromkeys(_DIGITS, _RATES), seeds=(0, 1, 2, 3))
-DIGITS_LONGER = replace(
-    DIGITS,
-    name="digits_longer",
-    configurations=_DIGITS[:2],
-    recipe=replace(DIGITS.recipe, steps=4 * DIGITS.recipe.steps),
+DIGITS_LONGER = Experiment(
+    "digits_longer",
+    DIGITS.recipe,
+    _DIGITS[:2],
+    task="digits",
+    rates=DIGITS.rates,
     seeds=_SEEDS,
+    steps=4 * DIGITS.recipe.steps,
+)
+_TEXT_RECIPE = Recipe(
+    num_layers=2,
+    hidden_size=128,
+    num_heads=2,
+    head_dim=64,
+    mlp_ratio=4.0,
+    mlp_multiple=8,
+    train_lengths=(256, 256),
+    test=(256, 1024),
+    test_sequences=128,
+    batch_size=8,
+    learning_rate=1e-3,
+    weight_decay=0.1,
+    steps=200,
 )
 TEXT_RATES = Experiment(
-    name="text_rates",
-    task="byte_text",
-    recipe=Recipe(
-        num_layers=2,
-        hidden_size=128,
-        num_heads=2,
-        head_dim=64,
-        mlp_ratio=4.0,
-        mlp_multiple=8,
-        train_lengths=(256, 256),
-        test=(256, 1024),
-        test_sequences=128,
-        batch_size=8,
-        learning_rate=1e-3,
-        weight_decay=0.1,
-        steps=200,
-    ),
-    configurations=_TEXT,
-    rates=dict.fromkeys(_TEXT, _TEXT_RATES),
-    seeds=_SEEDS,
+    "text_rates", _TEXT_RECIPE, _TEXT, task="byte_text", rates=dict.fromkeys(_TEXT, _TEXT_RATES), seeds=_SEEDS
 )
-TEXT_CONTEXT = replace(
-    TEXT_RATES,
-    name="text_context",
-    recipe=replace(TEXT_RATES.recipe, train_lengths=(1024, 1024), batch_size=2),
-    rates={},
+TEXT_CONTEXT = Experiment(
+    "text_context", _TEXT_RECIPE, _TEXT, task="byte_text", seeds=_SEEDS, train_lengths=(1024, 1024), batch_size=2
 )
 
 

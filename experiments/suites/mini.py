@@ -11,51 +11,59 @@ _GROUPS = Recipe(
     train_lengths=(3, 16), test=(16, 32, 64), use_short_conv=False, learning_rate=5e-3, steps=600, mlp_ratio=3.0
 )
 PARITY = Experiment(
-    name="parity",
-    task="parity",
-    recipe=Recipe(train_lengths=(3, 40), test=(40, 64, 128, 256), learning_rate=1e-2, weight_decay=0.1, steps=300),
-    configurations=("neg_delta_net", "delta_net", "neg_gated_deltanet", "kda+neg", "kda+neg+slow-decay"),
+    "parity",
+    Recipe(),
+    ("neg_delta_net", "delta_net", "neg_gated_deltanet", "kda+neg", "kda+neg+slow-decay"),
     spare_seeds=(1,),
+    train_lengths=(3, 40),
+    test=(40, 64, 128, 256),
+    learning_rate=1e-2,
+    weight_decay=0.1,
+    steps=300,
 )
-SWAPS = Experiment(
-    name="s5_swaps", task="s5_swaps", recipe=_GROUPS, configurations=("neg_delta_net", "delta_net"), spare_seeds=(1,)
-)
-S3 = Experiment(
-    name="s3", task="s3", recipe=_GROUPS, configurations=("neg_delta_net+x2", "delta_net+x2"), spare_seeds=(1,)
-)
+SWAPS = Experiment("s5_swaps", _GROUPS, ("neg_delta_net", "delta_net"), spare_seeds=(1,))
+S3 = Experiment("s3", _GROUPS, ("neg_delta_net+x2", "delta_net+x2"), spare_seeds=(1,))
 OVERWRITE = Experiment(
-    name="overwrite",
-    task="overwrite",
-    recipe=Recipe(train_lengths=(16, 16), test=(16,), num_heads=2, learning_rate=1e-2, steps=200),
-    configurations=("linear_attention", "delta_net", "gated_deltanet", "kda", "efla"),
+    "overwrite",
+    Recipe(),
+    ("linear_attention", "delta_net", "gated_deltanet", "kda", "efla"),
     spare_seeds=(1,),
+    train_lengths=(16, 16),
+    test=(16,),
+    num_heads=2,
+    learning_rate=1e-2,
+    steps=200,
 )
 RESET = Experiment(
-    name="reset",
+    "reset",
+    Recipe(),
+    ("gated_deltanet+slow-decay", "gated_deltanet", "mamba2_style", "delta_net", "linear_attention"),
     task="reset_small",
-    recipe=Recipe(train_lengths=(16, 16), test=(16,), num_heads=1, head_dim=8, learning_rate=1e-2, steps=300),
-    configurations=("gated_deltanet+slow-decay", "gated_deltanet", "mamba2_style", "delta_net", "linear_attention"),
     spare_seeds=(1,),
+    train_lengths=(16, 16),
+    test=(16,),
+    num_heads=1,
+    head_dim=8,
+    learning_rate=1e-2,
+    steps=300,
 )
 DIGITS = Experiment(
-    name="digits",
-    task="digits",
-    recipe=Recipe(
-        train_lengths=(64, 64),
-        test=("clean", "brightness 1.5", "brightness 2", "brightness 3", "noise 0.25", "dropout 0.25"),
-        use_short_conv=False,
-        num_heads=1,
-        head_dim=64,
-        mlp_ratio=0.0,
-        bare=True,
-        initializer_range=0.1,
-        beta_bias=-2.0,
-        steps=300,
-        learning_rate=1e-3,
-    ),
-    configurations=("efla", "delta_net", "delta_net+raw-key"),
+    "digits",
+    Recipe(),
+    ("efla", "delta_net", "delta_net+raw-key"),
     rates={"efla": (3e-3,)},
     seeds=(0, 1),
+    train_lengths=(64, 64),
+    test=("clean", "brightness 1.5", "brightness 2", "brightness 3", "noise 0.25", "dropout 0.25"),
+    use_short_conv=False,
+    num_heads=1,
+    head_dim=64,
+    mlp_ratio=0.0,
+    bare=True,
+    initializer_range=0.1,
+    beta_bias=-2.0,
+    steps=300,
+    learning_rate=1e-3,
 )
 
 MINI = (

@@ -129,7 +129,7 @@ def convert(
     size = file_bytes(corpus, recipe).sum()
 
     def bits() -> float:
-        nats = score(model, corpus, recipe, [recipe.row_length])[recipe.row_length].file_nats
+        nats = score(model, corpus, recipe, [recipe.row_length])[str(recipe.row_length)]["file_nats"]
         return round(sum(nats) / math.log(2) / size, 5)
 
     points: list[tuple[str, int, float]] = [("transfer", 0, bits())]

@@ -13,13 +13,11 @@ import io
 import json
 import lzma
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -53,8 +51,6 @@ class TextCorpus:
     complete it after its first one, and its number."""
     tokenizer: str
     """The tokenizer, as JSON of the tokenizers library."""
-    manifest: dict[str, Any]
-    """What went in: packages, versions, counts."""
 
     @property
     def vocab_size(self) -> int:
@@ -74,8 +70,8 @@ class TextCorpus:
     def save(self, path: Path) -> None:
         """Write the file at once or not at all."""
         packed = io.BytesIO()
-        texts = {name: np.frombuffer(text.encode(), dtype=np.uint8) for name, text in self._texts().items()}
-        np.savez(packed, **{name: getattr(self, name) for name in _ARRAYS}, **texts)  # type: ignore[arg-type]
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        np.savez(packed, **arrays, tokenizer=np.frombuffer(self.tokenizer.encode(), dtype=np.uint8))
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(path.name + ".part")
         draft.write_bytes(lzma.compress(packed.getvalue(), preset=9 | lzma.PRESET_EXTREME))
@@ -83,29 +79,12 @@ class TextCorpus:
 
     @classmethod
     def load(cls, path: Path) -> "TextCorpus":
-        """Read a file that `save` wrote.
-
-        Raises:
-            ValueError: there is none, or it is another file or damaged.
-        """
+        """Read a file that `save` wrote; ValueError: there is none."""
         if not path.is_file():
             raise ValueError(f"{path} does not exist: make it with python -m experiments.text.corpus")
-        try:
-            with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as arrays:
-                texts = {name: arrays[name].tobytes().decode() for name in ("tokenizer", "manifest")}
-                corpus = cls(
-                    **{name: arrays[name] for name in _ARRAYS},
-                    tokenizer=texts["tokenizer"],
-                    manifest=json.loads(texts["manifest"]),
-                )
-        except (lzma.LZMAError, EOFError, KeyError, OSError) as error:
-            raise ValueError(f"{path} is no corpus of this suite, or damaged: {error}") from error
-        if corpus.digest != corpus.manifest["sha256"]:
-            raise ValueError(f"{path} is damaged: its content has hash {corpus.digest}, its manifest says otherwise")
-        return corpus
-
-    def _texts(self) -> dict[str, str]:
-        return {"tokenizer": self.tokenizer, "manifest": json.dumps({**self.manifest, "sha256": self.digest})}
+        with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as arrays:
+            tokenizer = arrays["tokenizer"].tobytes().decode()
+            return cls(**{name: arrays[name] for name in _ARRAYS}, tokenizer=tokenizer)
 
 
 @dataclass(frozen=True)
@@ -163,9 +142,8 @@ def build_corpus(sources: Iterable[SourceFile], held_out: Sequence[str], vocab_s
         parts[source.package in held_out].append(source)
     if missing := set(held_out) - {source.package for source in parts[True]}:
         raise ValueError(f"packages to hold out are not among the sources: {', '.join(sorted(missing))}")
-    counts: dict[str, Counter[str]] = {}
     seen: set[int] = set()
-    kept = {part: list(_worth_keeping(files, seen, counts)) for part, files in parts.items()}
+    kept = {part: list(_worth_keeping(files, seen)) for part, files in parts.items()}
     if not all(kept.values()):
         raise ValueError("nothing is left to train on, or nothing held out")
 
@@ -180,7 +158,6 @@ def build_corpus(sources: Iterable[SourceFile], held_out: Sequence[str], vocab_s
         token_bytes[number] = len(token) if number not in tokenizer.all_special_ids else 0
     for part, files in kept.items():
         for source, tokens in zip(files, encoded[part], strict=True):
-            counts[source.package]["tokens"] += len(tokens)
             size = int(token_bytes[tokens].sum(dtype=np.int64))
             assert size == len(source.text.encode()), source.path
             assert tokens[0] == begin_id(tokenizer)
@@ -194,31 +171,18 @@ def build_corpus(sources: Iterable[SourceFile], held_out: Sequence[str], vocab_s
         file_starts=starts.astype(np.int32),
         new_identifiers=_new_identifiers(kept[True], encoded[True], token_bytes, known),
         tokenizer=tokenizer.backend_tokenizer.to_str(),
-        manifest=_manifest(kept, counts, vocab_size),
     )
 
 
-def _worth_keeping(
-    files: Iterable[SourceFile], seen: set[int], counts: dict[str, Counter[str]]
-) -> Iterator[SourceFile]:
+def _worth_keeping(files: Iterable[SourceFile], seen: set[int]) -> Iterator[SourceFile]:
     for source in files:
-        count = counts.setdefault(source.package, Counter())
-        size = len(source.text.encode())
-        lines = [line.strip() for line in source.text.splitlines()]
-        lines = [line for line in lines if line]
-        if len(lines) < _SHINGLE:
-            reason = "short"
-        elif _share_of_letters(source.text) < _LETTERS:
-            reason = "tables"
-        else:
-            # Python's own hash of a text differs from process to process, but what is equal does not.
-            runs = [hash(tuple(lines[i : i + _SHINGLE])) for i in range(len(lines) - _SHINGLE + 1)]
-            reason = "copies" if sum(run in seen for run in runs) > _COPIED * len(runs) else "kept"
-            if reason == "kept":
-                seen.update(runs)
-        count[f"{reason}_files"] += 1
-        count[f"{reason}_bytes"] += size
-        if reason == "kept":
+        lines = [line for line in map(str.strip, source.text.splitlines()) if line]
+        if len(lines) < _SHINGLE or _share_of_letters(source.text) < _LETTERS:
+            continue
+        # Python's own hash of a text differs from process to process, but what is equal does not.
+        runs = [hash(tuple(lines[i : i + _SHINGLE])) for i in range(len(lines) - _SHINGLE + 1)]
+        if sum(run in seen for run in runs) <= _COPIED * len(runs):
+            seen.update(runs)
             yield source
 
 
@@ -247,24 +211,6 @@ def _new_identifiers(
                 found.append((first_token + first, completing, numbers.setdefault(match.group(), len(numbers))))
         first_token += len(tokens)
     return np.array(found, dtype=np.int32).reshape(-1, 3)
-
-
-def _manifest(kept: dict[bool, list[SourceFile]], counts: dict[str, Counter[str]], vocab_size: int) -> dict[str, Any]:
-    versions = {source.package: source.version for files in kept.values() for source in files}
-    held_out = {source.package for source in kept[True]}
-    return {
-        "vocab_size": vocab_size,
-        "packages": [
-            {
-                "package": package,
-                "version": versions[package],
-                "part": "held out" if package in held_out else "training",
-                **dict(sorted(count.items())),
-            }
-            for package, count in counts.items()
-            if package in versions
-        ],
-    }
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from experiments.loop import rate_factor
 HYBRID = "hybrid:"
 """Before the name of a rule: softmax attention in every fourth block."""
 _TOLERANCE = 0.02
-_FIRST = (
+_FIRST = [
     "gated_deltanet",
     "kda",
     SOFTMAX,
@@ -28,7 +28,7 @@ _FIRST = (
     "gated_deltaproduct",
     "kda+neg",
     "linear_attention",
-)
+]
 """In order of importance; the other rules follow in the zoo's order."""
 
 

@@ -117,7 +117,7 @@ def scored(model: Any, corpus: TextCorpus, recipe: TextRecipe) -> dict[str, Any]
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "file_bytes": file_bytes(corpus, recipe).tolist(),
-        "scores": {str(length): found.as_json() for length, found in score(model, corpus, recipe).items()},
+        "scores": score(model, corpus, recipe),
     }
 
 
