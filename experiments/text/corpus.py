@@ -92,7 +92,6 @@ class SourceFile:
     """One Python file of a package."""
 
     package: str
-    version: str
     path: str
     text: str
 
@@ -119,7 +118,7 @@ def installed_sources(pins: Mapping[str, str]) -> Iterator[SourceFile]:
                 text = Path(str(found.locate_file(path))).read_text(encoding="utf-8")
             except UnicodeDecodeError:  # test data in other encodings
                 continue
-            yield SourceFile(package, version, path, text)
+            yield SourceFile(package, path, text)
 
 
 def build_corpus(sources: Iterable[SourceFile], held_out: Sequence[str], vocab_size: int) -> TextCorpus:
