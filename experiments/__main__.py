@@ -61,6 +61,8 @@ def _devices(text: str) -> list[str]:
         raise SystemExit(f"--device is cpu, cuda or cuda:N, with *N for N processes, got {text!r}")
     device, count = match[1], int(match[2] or 1)
     every = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if device == "cuda" else [device]
+    if not every:
+        raise SystemExit("there is no GPU: --device cpu")
     return [every[i % len(every)] for i in range(max(count, len(every)))]
 
 

@@ -30,10 +30,10 @@ def rate_factor(
     return final + (1 - final) * left
 
 
-def autocast(device: torch.device | str, enabled: bool = True) -> torch.autocast:
+def autocast(device: torch.device | str) -> torch.autocast:
     """The precision of the text suites: bfloat16 products on a GPU, float32 elsewhere."""
     kind = torch.device(device).type
-    return torch.autocast(kind, torch.bfloat16, enabled=enabled and kind == "cuda")
+    return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
 
 
 class Loop:

@@ -92,10 +92,10 @@ def run_jobs(
                     file.write(json.dumps(found, allow_nan=False) + "\n")
                     file.flush()
                     os.fsync(file.fileno())
+                report(f"[{count}/{len(due)}] {job['id']}: {found['seconds']:.0f} s")
             elif state == "failed":
                 failures[job["id"]] = found
-            what = f"{found['seconds']:.0f} s" if state == "done" else found
-            report(f"[{count}/{len(due)}] {job['id']}: {state}, {what}")
+                report(f"[{count}/{len(due)}] {job['id']}: FAILED, {found}")
     if failures:
         raise RuntimeError("; ".join(f"{name}: {error}" for name, error in failures.items()))
     return missing
@@ -119,7 +119,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def _attempts(jobs: list[Job], work: Work, devices: list[str], deadline: float) -> Iterator[tuple[Job, str, Any]]:
-    """(job, "done", its line), (job, "failed", why) or (job, "left", why) in the order in which they end."""
+    """(job, "done", its line), (job, "failed", why) or (job, "left", None) in the order in which they end."""
     if devices == ["cpu"]:
         yield from ((job, *_attempt(job, work, "cpu", deadline)) for job in jobs)
         return
@@ -146,7 +146,7 @@ def _start_process(free: Any) -> None:
 
 def _attempt_in_process(job: Job, work: Work, deadline: float) -> tuple[str, Any]:
     if _process["lost"]:
-        return "left", "an earlier job's kernel has cost this process its GPU: the next processes do it"
+        return "left", None  # for new processes: an earlier job's kernel has cost this one its GPU
     device = _process["device"]
     state, found = _attempt(job, work, device, deadline)
     if state == "failed" and torch.device(device).type == "cuda":
@@ -167,7 +167,7 @@ def _attempt(job: Job, work: Work, device: str, deadline: float) -> tuple[str, A
         tick()
         found = work(job, device, tick)
     except OutOfTime:
-        return "left", "out of time"
+        return "left", None
     except Exception as error:  # raised at the end, so that it does not end the other jobs
         return "failed", f"{type(error).__name__}: {error}"
     spent = {"started": round(began, 1), "seconds": round(time.time() - began, 2), "device": device}
