@@ -59,8 +59,8 @@ compile-test: $(INSTALLED)  ## every kernel at many head sizes compiled for card
 gpu-test: $(INSTALLED)  ## all that needs a GPU: tests, self-check, compute-sanitizer (ARGS names the folder for results)
 	PYTHON=$(BIN)/python scripts/gpu_checks.sh $(ARGS)
 
-lab: $(INSTALLED)  ## the claims of the papers on small models, on two CPU cores (ARGS as of deltazoo lab)
-	$(BIN)/deltazoo lab $(ARGS)
+lab: $(INSTALLED)  ## the claims of the papers on small models, on two CPU cores (ARGS as of python -m experiments)
+	$(BIN)/python -m experiments $(if $(ARGS),$(ARGS),mini --device cpu*2)
 
 lint: $(INSTALLED)  ## style, format, types, who imports whom
 	$(BIN)/ruff check .

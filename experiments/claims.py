@@ -1,183 +1,207 @@
-"""Claims: what a paper says, the experiments that test it, and a gate that passes, fails or warns."""
+"""Claims: what a paper says, the experiments that test it, and gates that pass, fail or warn."""
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, NamedTuple
 
-from experiments.configurations import label_of
 from experiments.experiment import Experiment
-from experiments.lab_records import Record
-from experiments.task import get_task
+from experiments.runner import Job, Line
+from experiments.tasks import TASKS
 
-__all__ = ["Check", "Claim", "Missing", "Scores", "Verdict", "error_of_difference", "gap", "too_easy", "verdict_of"]
-
-Verdict = Literal["pass", "warn", "fail", "printed", "not run"]
-_FROM_BEST_TO_WORST: tuple[Verdict, ...] = ("printed", "pass", "warn", "fail")
+_FROM_BEST_TO_WORST = ("printed", "pass", "warn", "fail", "not run")
+Condition = int | str
 
 
 class Missing(Exception):
     """A gate asked for a run that the results do not have."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """One comparison and its outcome."""
+class Check(NamedTuple):
+    """One comparison and its outcome: "pass", "warn", "fail", or "printed", a figure without a gate."""
 
-    verdict: Verdict
+    verdict: str
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What is to be reproduced.
-
-    Attributes:
-        name: short, for tables and file names.
-        statement: the claim, one sentence.
-        paper: the paper's own figures and where they stand.
-        differences: how our recipe departs from the paper's.
-        experiments: the results that the gate reads.
-        judge: the gate.
-        picture: "lengths" (score against test length or condition), "curve" (training accuracy against step) or
-            "table" (every configuration on every experiment).
-        tried: what was tried where a gate is not met, why the verdict stands and what is open; empty otherwise.
-    """
+    """What is to be reproduced."""
 
     name: str
     statement: str
     paper: str
+    """The paper's own figures and where they stand."""
     differences: str
+    """How our recipe departs from the paper's."""
     experiments: tuple[Experiment, ...]
-    judge: Callable[["Scores"], list[Check]]
-    picture: Literal["lengths", "curve", "table"] = "lengths"
-    tried: str = ""
+    gates: tuple["Gate", ...]
 
     def checks(self, scores: "Scores") -> list[Check]:
         """The outcome of every comparison; one "not run" if results are missing."""
         try:
-            return self.judge(scores)
+            return [check for gate in self.gates for check in gate(scores)]
         except Missing as missing:
             return [Check("not run", str(missing))]
 
-
-def verdict_of(checks: Iterable[Check]) -> Verdict:
-    """The worst outcome."""
-    found = [check.verdict for check in checks]
-    if "not run" in found:
-        return "not run"
-    return max(found, key=_FROM_BEST_TO_WORST.index, default="not run")
+    def verdict(self, scores: "Scores") -> str:
+        """The worst outcome."""
+        return max((check.verdict for check in self.checks(scores)), key=_FROM_BEST_TO_WORST.index)
 
 
 class Scores:
-    """Results by experiment, configuration and condition, for gates. Best and median are over seeds."""
+    """Results by experiment, configuration, condition and, if given, learning rate; each with all its seeds."""
 
-    def __init__(self, records: Iterable[Record]) -> None:
-        self.records = list(records)
+    def __init__(self, lines: Iterable[Line]) -> None:
+        self._lines: dict[tuple[str, str], list[Line]] = {}
+        for line in lines:
+            configuration = line.get("configuration") or line["arm"]  # the key in files of before
+            self._lines.setdefault((line["experiment"], configuration), []).append(line)
 
-    def _of(self, experiment: str, configuration: str) -> list[Record]:
-        return [r for r in self.records if (r.experiment, r.configuration) == (experiment, configuration)]
+    def lines(self, experiment: str, configuration: str) -> list[Line]:
+        """The runs of one configuration."""
+        if (experiment, configuration) not in self._lines:
+            raise Missing(f"{configuration} has no result in {experiment}")
+        return self._lines[experiment, configuration]
 
-    def all(self, experiment: str, configuration: str, condition: int | str, rate: float | None = None) -> list[float]:
-        """Accuracy (bits for tasks in bits) of every seed; only at one learning rate if given.
-
-        Raises:
-            Missing: no such result.
-        """
+    def all(self, experiment: str, configuration: str, condition: Condition, rate: float | None = None) -> list[float]:
+        """Accuracy (bits for tasks in bits) of every seed."""
         found = [
-            record
-            for record in self._of(experiment, configuration)
-            if (rate is None or record.learning_rate == rate) and str(condition) in record.scores
+            line["scores"][str(condition)][TASKS[line["task"]].metric]
+            for line in self.lines(experiment, configuration)
+            if (rate is None or line["learning_rate"] == rate) and str(condition) in line["scores"]
         ]
         if not found:
-            at = "" if rate is None else f" at learning rate {rate:g}"
-            raise Missing(f"{label_of(configuration)} has no result in {experiment}{at}, condition {condition}")
-        return [getattr(record.scores[str(condition)], get_task(record.task).metric) for record in found]
+            raise Missing(
+                f"{configuration} has no result in {experiment} at {condition}, learning rate {rate or 'any'}"
+            )
+        return found
 
-    def best(self, experiment: str, configuration: str, condition: int | str, rate: float | None = None) -> float:
-        """The best seed's accuracy."""
-        return max(self.all(experiment, configuration, condition, rate))
+    def best(self, experiment: str, configuration: str, condition: Condition) -> float:
+        """The best seed."""
+        of_seeds = self.all(experiment, configuration, condition)
+        return min(of_seeds) if self.in_bits(experiment, configuration) else max(of_seeds)
 
-    def fewest_bits(self, experiment: str, configuration: str, condition: int | str) -> float:
-        """The best seed's bits per answer."""
-        return min(self.all(experiment, configuration, condition))
-
-    def mean(self, experiment: str, configuration: str, condition: int | str, rate: float | None = None) -> float:
-        """Mean over seeds."""
+    def mean(self, experiment: str, configuration: str, condition: Condition, rate: float | None = None) -> float:
+        """The mean of the seeds."""
         return statistics.fmean(self.all(experiment, configuration, condition, rate))
 
-    def steps_to(self, experiment: str, configuration: str, accuracy: float) -> int | None:
-        """First step at which the best seed's training accuracy reached a level, or None if none did."""
-        found = self._of(experiment, configuration)
-        if not found:
-            raise Missing(f"{label_of(configuration)} has no result in {experiment}")
-        reached = [next((step for step, _, now in record.curve if now >= accuracy), None) for record in found]
-        return min((step for step in reached if step is not None), default=None)
+    def in_bits(self, experiment: str, configuration: str) -> bool:
+        """Whether lower is better."""
+        return TASKS[self.lines(experiment, configuration)[0]["task"]].metric == "bits"
 
-    def training_bits(self, experiment: str, configuration: str) -> float:
-        """The best seed's bits per answer on training batches, at all positions: mean of the curve's last fifth."""
-        curves = [record.curve for record in self._of(experiment, configuration) if record.curve]
-        if not curves:
-            raise Missing(f"{label_of(configuration)} has no training curve in {experiment}")
-        return min(statistics.fmean(nats for _, nats, _ in c[-max(1, len(c) // 5) :]) for c in curves) / math.log(2)
-
-    def at_least(
-        self, experiment: str, configuration: str, condition: int | str, bound: float, *, otherwise: Verdict = "fail"
-    ) -> Check:
-        """Best seed at or above a bound."""
-        values = self.all(experiment, configuration, condition)
-        verdict: Verdict = "pass" if max(values) >= bound else otherwise
-        return Check(verdict, f"{self.describe(configuration, condition, values)}, wanted at least {bound:.2f}")
-
-    def at_most(
-        self, experiment: str, configuration: str, condition: int | str, bound: float, *, otherwise: Verdict = "fail"
-    ) -> Check:
-        """Best seed at or below a bound, for what a configuration must not be able to do."""
-        values = self.all(experiment, configuration, condition)
-        verdict: Verdict = "pass" if max(values) <= bound else otherwise
-        return Check(verdict, f"{self.describe(configuration, condition, values)}, wanted at most {bound:.2f}")
-
-    def show(
-        self,
-        experiment: str,
-        configuration: str,
-        condition: int | str,
-        rate: float | None = None,
-        *,
-        named: bool = False,
-    ) -> Check:
-        """A figure without a gate; `named` puts the experiment before it, for claims that look at several."""
-        at = "" if rate is None else f" (lr {rate:g})"
-        where = f"{experiment}, " if named else ""
-        return Check(
-            "printed",
-            where + self.describe(configuration, condition, self.all(experiment, configuration, condition, rate)) + at,
-        )
-
-    @staticmethod
-    def describe(configuration: str, condition: int | str, values: list[float]) -> str:
-        """`KDA at 128: 0.97` and, with several seeds, the median."""
-        where = f"at {condition}" if isinstance(condition, int) else f"({condition})"
-        seeds = f" (best of {len(values)} seeds, median {statistics.median(values):.3f})" if len(values) > 1 else ""
-        return f"{label_of(configuration)} {where}: {max(values):.3f}{seeds}"
+    def steps_to(self, experiment: str, configuration: str, accuracy: float) -> float:
+        """First step at which the best seed's training accuracy reached a level; infinity if none did."""
+        curves = [line["curve"] for line in self.lines(experiment, configuration)]
+        return min((step for curve in curves for step, _, now in curve if now >= accuracy), default=math.inf)
 
 
-def gap(what: str, difference: float, bound: float, *, otherwise: Verdict = "fail") -> Check:
-    """A difference at or above a bound."""
-    verdict: Verdict = "pass" if difference >= bound else otherwise
-    return Check(verdict, f"{what}: {difference:+.3f}, wanted at least {bound:+.2f}")
+Gate = Callable[[Scores], list[Check]]
+"""What judges results."""
 
 
-def error_of_difference(ours: list[float], theirs: list[float]) -> float:
-    """Standard error of the difference of two means over seeds, of at least two values each."""
-    return math.sqrt(sum(statistics.variance(values) / len(values) for values in (ours, theirs)))
+def _each(one: Any) -> Sequence[Any]:
+    return one if isinstance(one, tuple) else (one,)
 
 
-def too_easy(what: str, value: float, bound: float) -> Check:
-    """Fail if the configuration that should struggle does well: then the task shows nothing."""
-    if value > bound:
-        return Check(
-            "fail", f"too easy: {what} reaches {value:.3f}, above {bound:.2f}, so the task tells nothing apart"
-        )
-    return Check("pass", f"hard enough: {what} stays at {value:.3f}, below {bound:.2f}")
+def at_least(
+    experiment: str, configurations: Any, conditions: Any, bound: float, otherwise: str = "fail", *, sign: int = 1
+) -> Gate:
+    """The best seed at or above a bound, for each of some configurations at each of some conditions."""
+
+    def gate(scores: Scores) -> list[Check]:
+        checks = []
+        for configuration in _each(configurations):
+            for condition in _each(conditions):
+                of_seeds = scores.all(experiment, configuration, condition)
+                verdict = "pass" if sign * max(of_seeds) >= sign * bound else otherwise
+                what = f"{experiment}, {configuration} at {condition}: {max(of_seeds):.3f}"
+                checks.append(Check(verdict, f"{what}, wanted at {'least' if sign > 0 else 'most'} {bound:.2f}"))
+        return checks
+
+    return gate
+
+
+def at_most(experiment: str, configurations: Any, conditions: Any, bound: float) -> Gate:
+    """The best seed at or below a bound: what a configuration must not be able to do, or the task is too easy."""
+    return at_least(experiment, configurations, conditions, bound, sign=-1)
+
+
+def show(experiment: str, configurations: Any, conditions: Any) -> Gate:
+    """Figures without a gate."""
+    return lambda scores: [
+        Check("printed", f"{experiment}, {name} at {condition}: {scores.best(experiment, name, condition):.3f}")
+        for name in _each(configurations)
+        for condition in _each(conditions)
+    ]
+
+
+def lead(
+    experiment: str,
+    better: Any,
+    worse: str,
+    condition: Condition,
+    bound: float,
+    otherwise: str = "fail",
+    *,
+    of: Callable[..., float] = Scores.best,
+) -> Gate:
+    """One configuration, or each of several, ahead of another by at least a bound, in accuracy or in bits."""
+
+    def gate(scores: Scores) -> list[Check]:
+        checks = []
+        for name in _each(better):
+            ahead = of(scores, experiment, name, condition) - of(scores, experiment, worse, condition)
+            ahead = -ahead if scores.in_bits(experiment, name) else ahead
+            what = f"{experiment} at {condition}: {name} ahead of {worse} by {ahead:+.3f}"
+            checks.append(Check("pass" if ahead >= bound else otherwise, f"{what}, wanted at least {bound:+.2f}"))
+        return checks
+
+    return gate
+
+
+def ahead_of_noise(better: tuple[str, str, float], worse: tuple[str, str, float], condition: Condition) -> Gate:
+    """An (experiment, configuration, learning rate) ahead of another by more than two standard errors over seeds.
+
+    The rule for calling a difference was fixed before the first run.
+    """
+
+    def gate(scores: Scores) -> list[Check]:
+        ours, theirs = (scores.all(experiment, name, condition, rate) for experiment, name, rate in (better, worse))
+        ahead = statistics.fmean(ours) - statistics.fmean(theirs)
+        ahead = -ahead if scores.in_bits(*better[:2]) else ahead
+        error = math.sqrt(sum(statistics.variance(values) / len(values) for values in (ours, theirs)))
+        verdict = "pass" if ahead > 2 * error else "warn"
+        return [Check(verdict, f"{better} ahead of {worse} at {condition} by {ahead:+.3f} +- {error:.3f}")]
+
+    return gate
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A suite of claims on small models."""
+
+    claims: tuple[Claim, ...]
+
+    @property
+    def experiments(self) -> list[Experiment]:
+        """All that the claims read, each once."""
+        return list({experiment.name: experiment for claim in self.claims for experiment in claim.experiments}.values())
+
+    def jobs(self, lines: list[Line]) -> list[Job]:
+        """All jobs; once they are done, those of the spare seeds of claims that fail, too."""
+        jobs = [job for experiment in self.experiments for job in experiment.jobs()]
+        if {job["id"] for job in jobs} <= {line.get("id") for line in lines}:
+            scores = Scores(lines)
+            failed = {e.name for claim in self.claims if claim.verdict(scores) == "fail" for e in claim.experiments}
+            jobs += [job for e in self.experiments if e.name in failed for job in e.jobs(spare=True)]
+        return list({job["id"]: job for job in jobs}.values())
+
+    def verdicts(self, lines: list[Line]) -> list[str]:
+        """A line per claim and, below it, per check."""
+        scores, found = Scores(lines), []
+        for claim in self.claims:
+            found.append(f"{claim.verdict(scores):8}{claim.name}: {claim.statement}")
+            found += [f"{'':8}{verdict}: {text}" for verdict, text in claim.checks(scores)]
+        return found

@@ -1,21 +1,12 @@
 """The suite `causes`: why claims of the other suites fail or warn. One CPU core, about half an hour.
 
 Each experiment repeats one of another suite at a size that a CPU allows and changes one thing: the seeds, the number of
-steps, the learning rate, the start of the decay, the context. The rule for calling a difference was fixed before the
-first run: the means over seeds differ by more than twice the standard error of their difference.
+steps, the learning rate, the start of the decay, the context.
 """
 
-import statistics
-from dataclasses import replace
-
-from experiments.claims import Check, Claim, Scores, error_of_difference
-from experiments.configurations import label_of
-from experiments.experiment import Experiment
-from experiments.recipe import Recipe
-from experiments.suites.mini import DIGITS_MINI, PARITY_MINI
-from experiments.tasks.byte_text import BYTE_TEXT
-
-__all__ = ["CAUSES", "lead"]
+from experiments.claims import Check, Claim, Scores, ahead_of_noise, show
+from experiments.experiment import Experiment, Recipe
+from experiments.suites.mini import DIGITS, PARITY
 
 _SEEDS = (0, 1, 2)
 _RATES = (1e-3, 3e-3)
@@ -23,132 +14,64 @@ _DIGITS = ("efla", "delta_net", "delta_net+raw-key")
 _TEXT = ("delta_net", "gated_deltanet")
 _TEXT_RATES = (1e-3, 4e-3)
 
-PARITY_SEEDS = replace(
-    PARITY_MINI,
-    name="parity_seeds",
-    configurations=("kda+neg", "kda+neg+slow-decay", "neg_gated_deltanet"),
+PARITY_SEEDS = Experiment(
+    "parity_seeds", PARITY.recipe, ("kda+neg", "kda+neg+slow-decay", "neg_gated_deltanet"), task="parity", seeds=_SEEDS
+)
+PARITY_LONGER = Experiment(
+    "parity_longer",
+    PARITY.recipe,
+    ("kda+neg", "kda+neg+slow-decay"),
+    task="parity",
     seeds=_SEEDS,
-    spare_seeds=(),
+    steps=3 * PARITY.recipe.steps,
 )
-PARITY_LONGER = replace(
-    PARITY_SEEDS,
-    name="parity_longer",
-    configurations=("kda+neg", "kda+neg+slow-decay"),
-    recipe=replace(PARITY_MINI.recipe, steps=3 * PARITY_MINI.recipe.steps),
+PARITY_NO_WEIGHT_DECAY = Experiment(
+    "parity_no_weight_decay", PARITY.recipe, ("kda+neg",), task="parity", seeds=_SEEDS, weight_decay=0.0
 )
-PARITY_NO_WEIGHT_DECAY = replace(
-    PARITY_SEEDS,
-    name="parity_no_weight_decay",
-    configurations=("kda+neg",),
-    recipe=replace(PARITY_MINI.recipe, weight_decay=0.0),
+DIGITS_SEEDS = Experiment(
+    "digits_seeds", DIGITS.recipe, _DIGITS, task="digits", rates=dict.fromkeys(_DIGITS, _RATES), seeds=(0, 1, 2, 3)
 )
-DIGITS_SEEDS = replace(
-    DIGITS_MINI,
-    name="digits_seeds",
-    rates=dict.fromkeys(_DIGITS, _RATES),
-    seeds=(0, 1, 2, 3),
-)
-DIGITS_LONGER = replace(
-    DIGITS_MINI.with_configurations(_DIGITS[:2]),
-    name="digits_longer",
-    recipe=replace(DIGITS_MINI.recipe, steps=4 * DIGITS_MINI.recipe.steps),
+DIGITS_LONGER = Experiment(
+    "digits_longer",
+    DIGITS.recipe,
+    _DIGITS[:2],
+    task="digits",
+    rates=DIGITS.rates,
     seeds=_SEEDS,
+    steps=4 * DIGITS.recipe.steps,
+)
+_TEXT_RECIPE = Recipe(
+    num_layers=2,
+    hidden_size=128,
+    num_heads=2,
+    head_dim=64,
+    mlp_ratio=4.0,
+    mlp_multiple=8,
+    train_lengths=(256, 256),
+    test=(256, 1024),
+    test_sequences=128,
+    batch_size=8,
+    learning_rate=1e-3,
+    weight_decay=0.1,
+    steps=200,
 )
 TEXT_RATES = Experiment(
-    name="text_rates",
-    task=BYTE_TEXT,
-    recipe=Recipe(
-        num_layers=2,
-        hidden_size=128,
-        num_heads=2,
-        head_dim=64,
-        mlp_ratio=4.0,
-        mlp_multiple=8,
-        train_lengths=(256, 256),
-        test=(256, 1024),
-        test_sequences=128,
-        batch_size=8,
-        learning_rate=1e-3,
-        weight_decay=0.1,
-        steps=200,
-    ),
-    configurations=_TEXT,
-    rates=dict.fromkeys(_TEXT, _TEXT_RATES),
-    seeds=_SEEDS,
+    "text_rates", _TEXT_RECIPE, _TEXT, task="byte_text", rates=dict.fromkeys(_TEXT, _TEXT_RATES), seeds=_SEEDS
 )
-
-TEXT_CONTEXT = replace(
-    TEXT_RATES,
-    name="text_context",
-    recipe=replace(TEXT_RATES.recipe, train_lengths=(1024, 1024), batch_size=2),
-    rates={},
+TEXT_CONTEXT = Experiment(
+    "text_context", _TEXT_RECIPE, _TEXT, task="byte_text", seeds=_SEEDS, train_lengths=(1024, 1024), batch_size=2
 )
 
 
-def lead(
-    scores: Scores,
-    better: tuple[str, str, float],
-    worse: tuple[str, str, float],
-    condition: int | str,
-    *,
-    in_bits: bool = False,
-) -> Check:
-    """The lead of one (experiment, configuration, learning rate) over another, beside its standard error."""
-    ours, theirs = (scores.all(experiment, name, condition, rate) for experiment, name, rate in (better, worse))
-    lead = (statistics.fmean(ours) - statistics.fmean(theirs)) * (-1 if in_bits else 1)
-    error = error_of_difference(ours, theirs)
-    unit = " bits" if in_bits else ""
-    found = "ahead" if lead > 2 * error else "behind" if lead < -2 * error else "no difference"
-    first, second = (f"{label_of(name)}, lr {rate:g}, {experiment}" for experiment, name, rate in (better, worse))
-    return Check(
-        "pass" if found == "ahead" else "warn",
-        f"{first}, over {second}, at {condition}: {lead:+.3f}{unit} +- {error:.3f}, {found}",
-    )
-
-
-def _parity(scores: Scores) -> list[Check]:
-    published, slow = ("parity_seeds", "kda+neg", 1e-2), ("parity_seeds", "kda+neg+slow-decay", 1e-2)
+def _slow_decay_on_every_seed(scores: Scores) -> list[Check]:
     worst = min(scores.all("parity_seeds", "kda+neg+slow-decay", 128))
-    return [
-        lead(scores, slow, published, 128),
-        Check(
-            "pass" if worst >= 0.90 else "warn",
-            f"KDA [-1,1], decay from ~1, worst seed at 128: {worst:.3f}, wanted at least 0.90",
-        ),
-        lead(scores, ("parity_longer", "kda+neg", 1e-2), published, 128),
-        lead(scores, ("parity_no_weight_decay", "kda+neg", 1e-2), published, 128),
-        scores.show("parity_seeds", "neg_gated_deltanet", 128),
-    ]
+    return [Check("pass" if worst >= 0.90 else "warn", f"worst seed at 128: {worst:.3f}, wanted at least 0.90")]
 
 
-def _digits(scores: Scores) -> list[Check]:
-    def efla(experiment: str, condition: str, others: tuple[tuple[str, float, float], ...]) -> list[Check]:
-        return [
-            lead(scores, (experiment, "efla", rate), (experiment, name, its_rate), condition)
-            for name, rate, its_rate in others
-        ]
-
-    published = ("delta_net", 3e-3, 1e-3)
-    unit_keys = (published, *(("delta_net", rate, rate) for rate in _RATES))
-    every = (published, *((name, rate, rate) for rate in _RATES for name in _DIGITS[1:]))
-    return [
-        *efla("digits_seeds", "brightness 2", every),
-        *(check for what in ("noise 0.25", "dropout 0.25") for check in efla("digits_seeds", what, unit_keys)),
-        *efla("digits_longer", "brightness 2", (published,)),
-    ]
-
-
-def _text(scores: Scores) -> list[Check]:
-    return [
-        lead(scores, (experiment, "gated_deltanet", rate), (experiment, "delta_net", rate), length, in_bits=True)
-        for experiment, rates, lengths in (
-            ("text_rates", _TEXT_RATES, (256,)),
-            ("text_context", _RATES[:1], (256, 1024)),
-        )
-        for rate in rates
-        for length in lengths
-    ]
-
+_PUBLISHED_DECAY = ("parity_seeds", "kda+neg", 1e-2)
+_PUBLISHED_RATE = ("delta_net", 3e-3, 1e-3)
+_UNIT_KEYS = (_PUBLISHED_RATE, *(("delta_net", rate, rate) for rate in _RATES))
+_ALL_KEYS = (_PUBLISHED_RATE, *((name, rate, rate) for rate in _RATES for name in _DIGITS[1:]))
 
 CAUSES = (
     Claim(
@@ -157,7 +80,13 @@ CAUSES = (
         paper="Why the suite mini warns: its claim on parity",
         differences="mini's recipe with three seeds; then three times the steps, and no weight decay",
         experiments=(PARITY_SEEDS, PARITY_LONGER, PARITY_NO_WEIGHT_DECAY),
-        judge=_parity,
+        gates=(
+            ahead_of_noise(("parity_seeds", "kda+neg+slow-decay", 1e-2), _PUBLISHED_DECAY, 128),
+            _slow_decay_on_every_seed,
+            ahead_of_noise(("parity_longer", "kda+neg", 1e-2), _PUBLISHED_DECAY, 128),
+            ahead_of_noise(("parity_no_weight_decay", "kda+neg", 1e-2), _PUBLISHED_DECAY, 128),
+            show("parity_seeds", "neg_gated_deltanet", 128),
+        ),
     ),
     Claim(
         name="digits",
@@ -166,7 +95,16 @@ CAUSES = (
         paper="Why the suites mini and full warn or fail: their claims on digits (arXiv:2512.12602)",
         differences="mini's images of 8 x 8, four seeds and two learning rates; then four times the steps",
         experiments=(DIGITS_SEEDS, DIGITS_LONGER),
-        judge=_digits,
+        gates=tuple(
+            ahead_of_noise((experiment, "efla", rate), (experiment, name, its_rate), condition)
+            for experiment, condition, others in (
+                ("digits_seeds", "brightness 2", _ALL_KEYS),
+                ("digits_seeds", "noise 0.25", _UNIT_KEYS),
+                ("digits_seeds", "dropout 0.25", _UNIT_KEYS),
+                ("digits_longer", "brightness 2", (_PUBLISHED_RATE,)),
+            )
+            for name, rate, its_rate in others
+        ),
     ),
     Claim(
         name="text",
@@ -177,6 +115,14 @@ CAUSES = (
         "three seeds. Rows of 256 bytes, then of 1,024, where a test grades the last 256 bytes of its length. The "
         "second was added when the training curves of the suite full were compared with its scores",
         experiments=(TEXT_RATES, TEXT_CONTEXT),
-        judge=_text,
+        gates=tuple(
+            ahead_of_noise((experiment, "gated_deltanet", rate), (experiment, "delta_net", rate), length)
+            for experiment, rate, length in (
+                ("text_rates", 1e-3, 256),
+                ("text_rates", 4e-3, 256),
+                ("text_context", 1e-3, 256),
+                ("text_context", 1e-3, 1024),
+            )
+        ),
     ),
 )

@@ -6,9 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from experiments.task import Batch, Task, register_task
-
-__all__ = ["BYTE_TEXT", "ByteText"]
+from deltazoo.training.text import is_held_out, standard_library
+from experiments.tasks.task import Batch, Task
 
 _HELD_OUT = 0.05
 
@@ -20,27 +19,13 @@ class ByteText(Task):
     Tests grade the last `graded_bytes` of each window, so that test lengths differ in context alone.
     """
 
-    title = "byte-level language modelling"
-    source = "orders of arXiv:2406.06484 and arXiv:2412.06464 (there: 15 and 100 billion tokens of web text)"
-    length_is = "bytes"
     metric = "bits"
 
     graded_bytes: int = 256
 
     @property
-    def vocab_size(self) -> int:
-        """Bytes."""
-        return 256
-
-    @property
-    def num_classes(self) -> int:
-        """Bytes."""
-        return 256
-
-    @property
-    def chance(self) -> float:
-        """Share of the most frequent byte, the space."""
-        return 0.30
+    def sizes(self) -> tuple[int, int]:
+        return 256, 256
 
     def sample(self, batch_size: int, length: int, generator: torch.Generator) -> Batch:
         """Draw training windows."""
@@ -48,13 +33,9 @@ class ByteText(Task):
 
     def test_sample(self, condition: int | str, batch_size: int, generator: torch.Generator) -> Batch:
         """Draw windows of held-out files."""
-        if not isinstance(condition, int):
-            raise ValueError(f"task {self.name!r} is tested by length, got the condition {condition!r}")
-        return self._windows(_text()[1], batch_size, condition, generator)
+        return self._windows(_text()[1], batch_size, int(condition), generator)
 
     def _windows(self, text: Tensor, batch_size: int, length: int, generator: torch.Generator) -> Batch:
-        if length + 1 > len(text):
-            raise ValueError(f"task {self.name!r} has {len(text)} bytes of text, fewer than a window of {length + 1}")
         starts = torch.randint(len(text) - length, (batch_size, 1), generator=generator)
         windows = text[starts + torch.arange(length + 1)].long()
         graded = (torch.arange(length) >= length - self.graded_bytes).expand(batch_size, length)
@@ -64,8 +45,6 @@ class ByteText(Task):
 @cache
 def _text() -> tuple[Tensor, Tensor]:
     """Training and held-out files, each concatenated as uint8."""
-    from deltazoo.training.text import is_held_out, standard_library
-
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for document in standard_library().documents():
         parts[is_held_out(document.split_key, _HELD_OUT)].append(document.text.encode("utf-8"))
@@ -73,6 +52,3 @@ def _text() -> tuple[Tensor, Tensor]:
         torch.frombuffer(bytearray(b"\n".join(parts[part])), dtype=torch.uint8) for part in (False, True)
     )
     return train, held_out
-
-
-BYTE_TEXT = register_task(ByteText(name="byte_text"))

@@ -1,6 +1,7 @@
-"""Handwritten digits, one pixel per token, tested under brightness, noise and lost pixels.
+"""Handwritten digits, one pixel per token, tested under brightness, noise and lost pixels (arXiv:2512.12602, 4).
 
-Images come with scikit-learn (1,797 of 8 x 8 pixels); it is imported when the task is first drawn from.
+Images come with scikit-learn (1,797 of 8 x 8 pixels, where the paper has MNIST); it is imported when the task is first
+drawn from.
 """
 
 from dataclasses import dataclass
@@ -10,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.task import IGNORED, Batch, Task, register_task
-
-__all__ = ["DIGITS", "DIGITS_LARGE", "Digits"]
+from experiments.tasks.task import IGNORED, Batch, Task, asked_alone
 
 _TEST_IMAGES = 397
 
@@ -25,28 +24,14 @@ class Digits(Task):
     the same held-out images; noise is drawn from the generator.
     """
 
-    title = "sequential digits"
-    source = "arXiv:2512.12602, section 4 (there: MNIST at 28 x 28)"
-    length_is = "pixels"
     channels = 1
 
     size: int = 8
     max_shift: int = 0
 
     @property
-    def vocab_size(self) -> int:
-        """No symbols."""
-        return 0
-
-    @property
-    def num_classes(self) -> int:
-        """Ten digits."""
-        return 10
-
-    @property
-    def chance(self) -> float:
-        """Share of the most frequent digit."""
-        return 0.104
+    def sizes(self) -> tuple[int, int]:
+        return 0, 10
 
     def check_length(self, length: int) -> None:
         """Images have one size."""
@@ -69,11 +54,6 @@ class Digits(Task):
     def test_sample(self, condition: int | str, batch_size: int, generator: torch.Generator) -> Batch:
         """All held-out images under a condition."""
         kind, _, amount = str(condition).partition(" ")
-        if kind not in ("clean", "brightness", "noise", "dropout") or bool(amount) == (kind == "clean"):
-            raise ValueError(
-                f"task {self.name!r} is tested as 'clean', 'brightness 2', 'noise 0.25' or 'dropout 0.25', "
-                f"got {condition!r}"
-            )
         images, classes = _images(self.size)
         images, classes = images[-_TEST_IMAGES:], classes[-_TEST_IMAGES:]
         if kind == "brightness":
@@ -82,6 +62,11 @@ class Digits(Task):
             images = images + float(amount) * torch.randn(images.shape, generator=generator)
         elif kind == "dropout":
             images = images * (torch.rand(images.shape, generator=generator) >= float(amount))
+        elif condition != "clean":
+            raise ValueError(
+                f"task {self.name!r} is tested as 'clean', 'brightness 2', 'noise 0.25' or 'dropout 0.25', "
+                f"got {condition!r}"
+            )
         return _batch(images, classes)
 
 
@@ -89,7 +74,7 @@ def _batch(images: Tensor, classes: Tensor) -> Batch:
     pixels = images.flatten(1)
     targets = torch.full(pixels.shape, IGNORED)
     targets[:, -1] = classes
-    return Batch(pixels[..., None], targets, targets != IGNORED)
+    return asked_alone(pixels[..., None], targets)
 
 
 @cache
@@ -105,7 +90,3 @@ def _images(size: int) -> tuple[Tensor, Tensor]:
         images = F.interpolate(images[:, None], (size, size), mode="bilinear", align_corners=False)[:, 0]
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     return images[order], torch.from_numpy(data.target).long()[order]
-
-
-DIGITS = register_task(Digits(name="digits"))
-DIGITS_LARGE = register_task(Digits(name="digits_large", size=28, max_shift=2))

@@ -1,5 +1,1 @@
-"""The suite `text`: every rule, softmax attention and hybrids as language models of one size on real text.
-
-`building` makes the text from installed packages, `text_recipe` fixes sizes and schedule, `suite` trains what a result
-file lacks, `text_page` makes the page from that file alone.
-"""
+"""Language models of one size on real text: every rule, softmax attention, hybrids; a softmax model converted."""

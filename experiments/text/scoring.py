@@ -1,8 +1,10 @@
-"""Scores of a trained model on the held-out stream: nats by file and position, recall of new identifiers."""
+"""Scores of a trained model on the held-out stream: nats by file, recall of new identifiers.
 
-import math
+The stream is cut into rows of one length; every row is read from an empty state. All tokens are scored but those
+without bytes, which mark the beginning of a file, and the stream's end, which fills no row of the longest length.
+"""
+
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,48 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.models import DeltaRuleForCausalLM
-from experiments.text.text_corpus import TextCorpus
-from experiments.text.text_recipe import TextRecipe
-from experiments.text.training import autocast
+from experiments.loop import autocast
+from experiments.text.corpus import TextCorpus
+from experiments.text.models import TextRecipe
 
-__all__ = ["FIRST_POSITIONS", "LengthScore", "file_bytes", "score"]
-
-FIRST_POSITIONS = 64
-"""The first group of positions; each further one is as long as all before it."""
+_NEAREST = 64
+"""The first group of distances reaches so far; each further one is as long as all before it."""
 
 _TOKENS_AT_ONCE = 2**17
 _LOGITS_AT_ONCE = 2**13
-
-
-@dataclass(frozen=True)
-class LengthScore:
-    """Of the held-out stream cut into rows of one length.
-
-    Every row is read from an empty state. All tokens are scored but those without bytes, which mark the beginning of a
-    file, and the stream's end, which fills no row of the longest length.
-    """
-
-    file_nats: list[float]
-    """Of each held-out file, summed over its scored tokens."""
-    position_nats: list[float]
-    """Of the groups of positions, summed."""
-    position_bytes: list[int]
-    recall: dict[str, list[int]]
-    """Identifiers that no training file has, by how often the row has had them before: "first", or by the distance to
-    the first occurrence for the second one, in tokens, a power of two that it does not reach: how many, how many of
-    them the model completes (every token after the first is its likeliest), the tokens that complete them."""
-    recall_nats: dict[str, float]
-    """Of those tokens, summed."""
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields as a result file has them."""
-        return {
-            "file_nats": [round(x, 1) for x in self.file_nats],
-            "position_nats": [round(x, 1) for x in self.position_nats],
-            "position_bytes": self.position_bytes,
-            "recall": self.recall,
-            "recall_nats": {key: round(x, 1) for key, x in self.recall_nats.items()},
-        }
 
 
 def scored_tokens(corpus: TextCorpus, recipe: TextRecipe) -> int:
@@ -76,16 +45,25 @@ def file_bytes(corpus: TextCorpus, recipe: TextRecipe) -> np.ndarray:
 @torch.no_grad()
 def score(
     model: DeltaRuleForCausalLM, corpus: TextCorpus, recipe: TextRecipe, lengths: Sequence[int] | None = None
-) -> dict[int, LengthScore]:
-    """The score at each of the recipe's lengths, or at some of them. The model is in evaluation mode afterwards."""
+) -> dict[str, dict[str, Any]]:
+    """By row length, all of the recipe's or some; the model is in evaluation mode afterwards.
+
+    Returns:
+        `file_nats` of each held-out file, summed over its scored tokens; `recall` of identifiers that no training file
+        has, by how often the row has had them before: "first", or for the second time a power of two that the distance
+        to the first does not reach: how many, how many of them the model completes (every token after the first is its
+        likeliest), the tokens that complete them; `recall_nats` of those tokens, summed.
+    """
     model.eval()
     stream = torch.from_numpy(corpus.held_out.astype(np.int64)).to(model.device)
-    return {length: _score_rows(model, stream, corpus, recipe, length) for length in lengths or recipe.scored_lengths}
+    return {
+        str(length): _score_rows(model, stream, corpus, recipe, length) for length in lengths or recipe.scored_lengths
+    }
 
 
 def _score_rows(
     model: DeltaRuleForCausalLM, stream: Tensor, corpus: TextCorpus, recipe: TextRecipe, length: int
-) -> LengthScore:
+) -> dict[str, Any]:
     bytes_of = _target_bytes(corpus, recipe)
     rows = stream[: len(bytes_of)].view(-1, length)
     successors = stream[1 : len(bytes_of) + 1].view(-1, length)
@@ -99,16 +77,11 @@ def _score_rows(
         raise ArithmeticError(f"the model computes NaN or infinity on the held-out part, in rows of {length} tokens")
     hits = np.concatenate([part[1] for part in parts])
     recall, recall_nats = _recall(nats, hits, corpus, length)
-    edges = [0, *_position_ends(length)]
-    spans = list(zip(edges, edges[1:], strict=False))
-    by_position, bytes_by_position = nats.reshape(-1, length).sum(0), bytes_of.reshape(-1, length).sum(0)
-    return LengthScore(
-        file_nats=_by_file(nats, corpus).tolist(),
-        position_nats=[float(by_position[a:b].sum()) for a, b in spans],
-        position_bytes=[int(bytes_by_position[a:b].sum()) for a, b in spans],
-        recall=recall,
-        recall_nats=recall_nats,
-    )
+    return {
+        "file_nats": [round(x, 1) for x in _by_file(nats, corpus).tolist()],
+        "recall": recall,
+        "recall_nats": {key: round(x, 1) for key, x in recall_nats.items()},
+    }
 
 
 def _nats_and_hits(model: DeltaRuleForCausalLM, rows: Tensor, successors: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -134,12 +107,6 @@ def _by_file(values: np.ndarray, corpus: TextCorpus) -> np.ndarray:
     return np.bincount(files, weights=values, minlength=len(corpus.file_starts))
 
 
-def _position_ends(length: int) -> list[int]:
-    """Ends of the groups of positions in a row: 64, 128, 256, ... and the row's length."""
-    count = max(0, math.ceil(math.log2(length / FIRST_POSITIONS)))
-    return [*(FIRST_POSITIONS * 2**power for power in range(count)), length]
-
-
 def _recall(
     nats: np.ndarray, hits: np.ndarray, corpus: TextCorpus, length: int
 ) -> tuple[dict[str, list[int]], dict[str, float]]:
@@ -153,7 +120,7 @@ def _recall(
     new[1:] = (rows[1:] != rows[:-1]) | (names[1:] != names[:-1])
     second = np.zeros_like(new)
     second[1:] = new[:-1] & ~new[1:]
-    ends = [FIRST_POSITIONS * 2**power for power in range(64) if FIRST_POSITIONS * 2**power < 2 * length]
+    ends = [_NEAREST * 2**power for power in range(64) if _NEAREST * 2**power < 2 * length]
     distance = np.diff(begins, prepend=0)
     groups = {"first": new}
     for low, high in zip([0, *ends], ends, strict=False):

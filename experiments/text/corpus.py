@@ -1,30 +1,90 @@
-"""Building the text of the suite from Python packages: near-copies dropped, packages held out, tokenized.
+"""The text: token streams of a training and a held-out part, built from installed Python packages.
 
-Nothing of it is distributed: everyone builds it from the packages that are installed, and the hash tells whether it is
-the same text.
+    python -m experiments.text.corpus [--out FILE]
+
+Nothing of it is distributed: everyone builds it from the packages and versions of benchmarks/results/text_corpus.json,
+whose hash tells whether it is the same text. A part is one stream of tokens: the files of its packages in order, the
+beginning token before each, near-copies dropped.
 """
 
+import argparse
+import hashlib
+import io
+import json
+import lzma
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from deltazoo.training.text import Document
 from deltazoo.training.tokenizer import begin_id, encode_documents, train_bpe
-from experiments.text.text_corpus import TextCorpus
 
-__all__ = ["SourceFile", "build_corpus", "installed_sources", "read_pins"]
-
+DEFAULT_PATH = Path.home() / ".cache" / "deltazoo" / "python_text.npz.xz"
+"""Where the corpus is built and looked for unless told otherwise."""
 _SHINGLE = 3
 _COPIED = 0.5
 _LETTERS = 0.4
 _IDENTIFIER = re.compile(rb"(?<![A-Za-z0-9_\x80-\xff])[A-Za-z_][A-Za-z0-9_]*")
 _SHORTEST = 3
+_ARRAYS = ("train", "held_out", "token_bytes", "file_starts", "new_identifiers")
+
+
+@dataclass(frozen=True)
+class TextCorpus:
+    """Tokens of both parts, and what is known about the held-out one."""
+
+    train: np.ndarray
+    """`[N]` uint16."""
+    held_out: np.ndarray
+    """`[M]` uint16."""
+    token_bytes: np.ndarray
+    """`[vocabulary]` uint8: UTF-8 bytes of each token, 0 for special tokens."""
+    file_starts: np.ndarray
+    """`[files]` int32: position in `held_out` of the beginning token of each held-out file."""
+    new_identifiers: np.ndarray
+    """`[n, 3]` int32, sorted: where in `held_out` an identifier that the training part lacks begins, how many tokens
+    complete it after its first one, and its number."""
+    tokenizer: str
+    """The tokenizer, as JSON of the tokenizers library."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the tokenizer."""
+        return len(self.token_bytes)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of tokens, lengths, positions and tokenizer."""
+        content = hashlib.sha256(self.tokenizer.encode())
+        for name in _ARRAYS:
+            array = getattr(self, name)
+            content.update(f"{name} {array.dtype.str} {array.shape}".encode())
+            content.update(np.ascontiguousarray(array).tobytes())
+        return content.hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Write the file at once or not at all."""
+        packed = io.BytesIO()
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        np.savez(packed, **arrays, tokenizer=np.frombuffer(self.tokenizer.encode(), dtype=np.uint8))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(path.name + ".part")
+        draft.write_bytes(lzma.compress(packed.getvalue(), preset=9 | lzma.PRESET_EXTREME))
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "TextCorpus":
+        """Read a file that `save` wrote; ValueError: there is none."""
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist: make it with python -m experiments.text.corpus")
+        with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as arrays:
+            tokenizer = arrays["tokenizer"].tobytes().decode()
+            return cls(**{name: arrays[name] for name in _ARRAYS}, tokenizer=tokenizer)
 
 
 @dataclass(frozen=True)
@@ -32,14 +92,8 @@ class SourceFile:
     """One Python file of a package."""
 
     package: str
-    version: str
     path: str
     text: str
-
-
-def read_pins(constraints: Path) -> dict[str, str]:
-    """Package -> version of the lines `package==version` of a constraints file."""
-    return dict(line.split("==") for line in constraints.read_text().splitlines() if "==" in line)
 
 
 def installed_sources(pins: Mapping[str, str]) -> Iterator[SourceFile]:
@@ -64,7 +118,7 @@ def installed_sources(pins: Mapping[str, str]) -> Iterator[SourceFile]:
                 text = Path(str(found.locate_file(path))).read_text(encoding="utf-8")
             except UnicodeDecodeError:  # test data in other encodings
                 continue
-            yield SourceFile(package, version, path, text)
+            yield SourceFile(package, path, text)
 
 
 def build_corpus(sources: Iterable[SourceFile], held_out: Sequence[str], vocab_size: int) -> TextCorpus:
@@ -87,9 +141,8 @@ def build_corpus(sources: Iterable[SourceFile], held_out: Sequence[str], vocab_s
         parts[source.package in held_out].append(source)
     if missing := set(held_out) - {source.package for source in parts[True]}:
         raise ValueError(f"packages to hold out are not among the sources: {', '.join(sorted(missing))}")
-    counts: dict[str, Counter[str]] = {}
     seen: set[int] = set()
-    kept = {part: list(_worth_keeping(files, seen, counts)) for part, files in parts.items()}
+    kept = {part: list(_worth_keeping(files, seen)) for part, files in parts.items()}
     if not all(kept.values()):
         raise ValueError("nothing is left to train on, or nothing held out")
 
@@ -104,7 +157,6 @@ def build_corpus(sources: Iterable[SourceFile], held_out: Sequence[str], vocab_s
         token_bytes[number] = len(token) if number not in tokenizer.all_special_ids else 0
     for part, files in kept.items():
         for source, tokens in zip(files, encoded[part], strict=True):
-            counts[source.package]["tokens"] += len(tokens)
             size = int(token_bytes[tokens].sum(dtype=np.int64))
             assert size == len(source.text.encode()), source.path
             assert tokens[0] == begin_id(tokenizer)
@@ -118,31 +170,18 @@ def build_corpus(sources: Iterable[SourceFile], held_out: Sequence[str], vocab_s
         file_starts=starts.astype(np.int32),
         new_identifiers=_new_identifiers(kept[True], encoded[True], token_bytes, known),
         tokenizer=tokenizer.backend_tokenizer.to_str(),
-        manifest=_manifest(kept, counts, vocab_size),
     )
 
 
-def _worth_keeping(
-    files: Iterable[SourceFile], seen: set[int], counts: dict[str, Counter[str]]
-) -> Iterator[SourceFile]:
+def _worth_keeping(files: Iterable[SourceFile], seen: set[int]) -> Iterator[SourceFile]:
     for source in files:
-        count = counts.setdefault(source.package, Counter())
-        size = len(source.text.encode())
-        lines = [line.strip() for line in source.text.splitlines()]
-        lines = [line for line in lines if line]
-        if len(lines) < _SHINGLE:
-            reason = "short"
-        elif _share_of_letters(source.text) < _LETTERS:
-            reason = "tables"
-        else:
-            # Python's own hash of a text differs from process to process, but what is equal does not.
-            runs = [hash(tuple(lines[i : i + _SHINGLE])) for i in range(len(lines) - _SHINGLE + 1)]
-            reason = "copies" if sum(run in seen for run in runs) > _COPIED * len(runs) else "kept"
-            if reason == "kept":
-                seen.update(runs)
-        count[f"{reason}_files"] += 1
-        count[f"{reason}_bytes"] += size
-        if reason == "kept":
+        lines = [line for line in map(str.strip, source.text.splitlines()) if line]
+        if len(lines) < _SHINGLE or _share_of_letters(source.text) < _LETTERS:
+            continue
+        # Python's own hash of a text differs from process to process, but what is equal does not.
+        runs = [hash(tuple(lines[i : i + _SHINGLE])) for i in range(len(lines) - _SHINGLE + 1)]
+        if sum(run in seen for run in runs) <= _COPIED * len(runs):
+            seen.update(runs)
             yield source
 
 
@@ -173,19 +212,21 @@ def _new_identifiers(
     return np.array(found, dtype=np.int32).reshape(-1, 3)
 
 
-def _manifest(kept: dict[bool, list[SourceFile]], counts: dict[str, Counter[str]], vocab_size: int) -> dict[str, Any]:
-    versions = {source.package: source.version for files in kept.values() for source in files}
-    held_out = {source.package for source in kept[True]}
-    return {
-        "vocab_size": vocab_size,
-        "packages": [
-            {
-                "package": package,
-                "version": versions[package],
-                "part": "held out" if package in held_out else "training",
-                **dict(sorted(count.items())),
-            }
-            for package, count in counts.items()
-            if package in versions
-        ],
-    }
+def main() -> None:
+    """Build the text again from the packages of the manifest and keep it if its hash is the same."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=DEFAULT_PATH)
+    arguments = parser.parse_args()
+    manifest = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "text_corpus.json"
+    known = json.loads(manifest.read_text(encoding="utf-8"))
+    pins = {package["package"]: package["version"] for package in known["packages"]}
+    held_out = [package["package"] for package in known["packages"] if package["part"] == "held out"]
+    corpus = build_corpus(installed_sources(pins), held_out, known["vocab_size"])
+    if corpus.digest != known["sha256"]:
+        raise SystemExit(f"built a text with hash {corpus.digest}, not that of {manifest.name}: {known['sha256']}")
+    corpus.save(arguments.out)
+    print(f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
