@@ -229,8 +229,8 @@ def test_softmax_heads_set_on_a_pure_model_can_be_printed(model_type):
     assert '"num_attention_heads": 4' in repr(config)
 
 
-def test_named_type_keeps_its_mixer():
-    with pytest.raises(ValueError, match="model type 'kda' has mixer 'kda', got mixer='efla'"):
+def test_named_type_keeps_its_rule():
+    with pytest.raises(ValueError, match="model type 'kda' has the rule 'kda', got mixer='efla'"):
         KDAConfig(mixer="efla")
 
 

@@ -5,9 +5,7 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedConfig
 
-from deltazoo.models.auto_map import AutoMapConfig
-from deltazoo.models.lora_targets import offer_lora_targets
-from deltazoo.models.runtime_keys import without_runtime_options
+from deltazoo.models.config_keys import AutoMapConfig, offer_lora_targets, without_runtime_options
 from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.spec import get_rule
 from deltazoo.swap.drop_in_layer import drop_in_class

@@ -20,14 +20,14 @@ from transformers.generation import GenerationMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from deltazoo._auto_registration import SWAPPED_PREFIX
 from deltazoo.generation.cache import prepare_cache_layer
 from deltazoo.generation.captured_generation import CapturedGeneration
-from deltazoo.models.auto_map import HEADS, auto_class_name
+from deltazoo.models.config_keys import HEADS, auto_class_name
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates
 from deltazoo.models.forward_arguments import remove_pre_hook, tell_of_row_head, tells_of_row_head
-from deltazoo.models.loadable_layers import refuse_undescribed
 from deltazoo.models.outside_rules import module_of_rule
+from deltazoo.models.saving import refuse_undescribed
+from deltazoo.names import SWAPPED_PREFIX
 from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.swap.batch_hook import describe_batches, token_mask_for
 from deltazoo.swap.families import FAMILIES, decoder_layers_of
