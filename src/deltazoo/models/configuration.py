@@ -8,14 +8,13 @@ set, and the keys of softmax layers or short convolutions in a model that has no
 import math
 import os
 import warnings
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
 import transformers
 from huggingface_hub.dataclasses import strict
-from transformers.configuration_utils import PreTrainedConfig, remap_legacy_layer_types
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
 from deltazoo.distributed.parallel_plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
@@ -164,10 +163,9 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         extra = self._take_fla_keys(extra)
         idle = self._keys_of_others(extra)
         self._fill_defaults()
-        is_hybrid = "full_attention" in (self.layer_types or ())
-        gives_rope = is_hybrid or self.rope_parameters or extra.get("rope_scaling") or extra.get("rope_theta")
+        gives_rope = self.rope_parameters or extra.get("rope_scaling") or extra.get("rope_theta")
         super().__post_init__(**extra)
-        if not gives_rope:
+        if not gives_rope and "full_attention" not in (self.layer_types or ()):
             self.rope_parameters = None
         idle |= self._idle_keys()
         self.validate_architecture()
@@ -260,21 +258,11 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Raise ValueError unless names are known and sizes fit together."""
         get_rule(self.mixer)
-        assert self.num_v_heads is not None and self.layer_types is not None  # filled by _fill_defaults
+        assert self.layer_types is not None  # filled by _fill_defaults
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "intermediate_size")
         for name in (*sizes, "num_micro_steps", "max_position_embeddings"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.num_v_heads < 1 or self.num_v_heads % self.num_heads:
-            raise ValueError(
-                f"num_v_heads must be a positive multiple of num_heads = {self.num_heads}, got {self.num_v_heads}"
-            )
-        if not 0 < self.norm_eps < math.inf:  # with 0 padding, which gives zeros, makes gradients NaN
-            raise ValueError(f"norm_eps must be finite and positive, got {self.norm_eps}")
-        for name in ("initializer_range", "conv_initializer_range"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be finite and at least 0, got {value}")
         if self.classifier_dropout is not None and not 0 <= self.classifier_dropout <= 1:
             raise ValueError(f"classifier_dropout must be between 0 and 1, or None, got {self.classifier_dropout}")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
@@ -282,21 +270,17 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
                 f"pad_token_id must be at least 0 and less than vocab_size = {self.vocab_size}, or None, got "
                 f"{self.pad_token_id}"
             )
-        self._validate_layer_types(self.layer_types)
-        if "full_attention" in self.layer_types:
-            check_softmax_layers(self)
-        if "linear_attention" in self.layer_types:
-            with torch.device("meta"):  # the layer says which options it refuses
-                make_layer(**self.layer_options, layer_idx=0, num_layers=self.num_hidden_layers)
-
-    def _validate_layer_types(self, layer_types: Sequence[str]) -> None:
-        for layer_type in layer_types:
+        for layer_type in self.layer_types:
             if layer_type not in LAYER_TYPES:
                 raise ValueError(f"layer_types: {unknown('layer type', layer_type, LAYER_TYPES)}")
-        if len(layer_types) != self.num_hidden_layers:
+        if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types must name num_hidden_layers={self.num_hidden_layers} layers, got {len(layer_types)}"
+                f"layer_types must name num_hidden_layers={self.num_hidden_layers} layers, got {len(self.layer_types)}"
             )
+        if "full_attention" in self.layer_types:
+            check_softmax_layers(self)
+        with torch.device("meta"):  # a layer says which options it refuses
+            make_layer(**self.layer_options, layer_idx=0, num_layers=self.num_hidden_layers)
 
     def validate_rope(self) -> None:
         """transformers' check of `rope_parameters`, for softmax heads: `head_dim` is that of the linear layers."""
@@ -330,7 +314,6 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             self.intermediate_size = default_intermediate_size(self.hidden_size, ratio)
         if self.layer_types is None:
             self.layer_types = ["linear_attention"] * self.num_hidden_layers
-        self.layer_types = remap_legacy_layer_types(self.layer_types)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
 
