@@ -22,7 +22,7 @@ from deltazoo.models import (
     PrecondGatedDeltaNetConfig,
     PrecondKDAConfig,
 )
-from deltazoo.models.hub_classes import model_class_of
+from deltazoo.models.hub import model_class_of
 from deltazoo.runtime import RUNTIME_OPTIONS
 
 VOCAB = 61

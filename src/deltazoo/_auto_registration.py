@@ -12,7 +12,7 @@ table's module; it removes itself when it has found it.
 import functools
 import importlib.util
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -21,7 +21,7 @@ from typing import Any
 from deltazoo.names import SWAPPED_PREFIX
 from deltazoo.spec import list_rules
 
-__all__ = ["MODEL_TYPES", "announce_model_types", "stop_announcing"]
+__all__ = ["MODEL_TYPES", "announce_model_types"]
 
 MODEL_TYPES = (
     "delta_rule",
@@ -52,7 +52,8 @@ class _AnnouncedTypes(dict[str, Any]):
 
     def __init__(self, entries: dict[str, Any]) -> None:
         super().__init__(entries)
-        self.announced = set(MODEL_TYPES)
+        # deltazoo.models registers them, and takes them out here, since a type that is announced counts as taken.
+        self.announced = set() if "deltazoo.models" in sys.modules else set(MODEL_TYPES)
 
     def __contains__(self, key: object) -> bool:
         return super().__contains__(key) or key in self.announced or _original_type(key) is not None
@@ -73,14 +74,6 @@ def _original_type(key: object) -> str | None:
         return None
     original = key.removeprefix(SWAPPED_PREFIX)
     return original if original in importlib.import_module("deltazoo.swap").FAMILIES else None
-
-
-def stop_announcing(model_types: Iterable[str]) -> None:
-    """Stop announcing these types: transformers' table has what was registered under their names."""
-    table_module = sys.modules.get(_TABLE_MODULE)
-    entries = None if table_module is None else table_module.CONFIG_MAPPING._extra_content
-    if isinstance(entries, _AnnouncedTypes):
-        entries.announced.difference_update(model_types)
 
 
 class _TableFinder(MetaPathFinder):
@@ -108,8 +101,6 @@ class _TableFinder(MetaPathFinder):
 def _announce(table_module: ModuleType) -> None:
     table = table_module.CONFIG_MAPPING
     table._extra_content = _AnnouncedTypes(table._extra_content)
-    if "deltazoo.models" in sys.modules:
-        stop_announcing(MODEL_TYPES)
     _explain_rules(table_module)
 
 

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 __all__ = ["SWAPPED_PREFIX", "did_you_mean", "nearest", "one_slip_away", "unknown"]
 
 SWAPPED_PREFIX = "deltazoo_"
-"""The beginning of a swapped model's type, before the original model type (`deltazoo.swap.FAMILIES`)."""
+"""The beginning of the model type of a model with swapped attention; the original model type follows."""
 
 
 def unknown(kind: str, value: object, known: Iterable[str], *, within: str = "") -> str:

@@ -40,7 +40,7 @@ from deltazoo.models import (
     GatedDeltaNetConfig,
     KDAConfig,
 )
-from deltazoo.models.hub_classes import model_class_of
+from deltazoo.models.hub import model_class_of
 from deltazoo.ops import delta_rule, linear_attention
 
 FOLDER = Path(__file__).parent

@@ -69,7 +69,7 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
         ({**HYBRID, "num_attention_heads": 5}, "must divide hidden_size = 32, got 5"),
         ({**HYBRID, "num_key_value_heads": 3}, "must divide num_attention_heads = 4, got 3"),
         ({**HYBRID, "num_attention_heads": 32, "num_key_value_heads": 32}, "even head size, got 32 / 32 = 1"),
-        ({"num_v_heads": 3}, "multiple of num_heads = 2, got 3"),
+        ({"num_v_heads": 3}, "num_v_heads=3 must be a multiple of num_heads=2"),
         ({"num_heads": 3, "head_dim": None}, "num_heads must divide hidden_size = 32"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be positive, got 0"),
         ({"max_position_embeddings": 0}, "max_position_embeddings must be positive, got 0"),
@@ -233,8 +233,8 @@ def test_softmax_heads_set_on_a_pure_model_can_be_printed(model_type):
     assert '"num_attention_heads": 4' in repr(config)
 
 
-def test_named_type_keeps_its_mixer():
-    with pytest.raises(ValueError, match="model type 'kda' has mixer 'kda', got mixer='efla'"):
+def test_named_type_keeps_its_rule():
+    with pytest.raises(ValueError, match="model type 'kda' has the rule 'kda', got mixer='efla'"):
         KDAConfig(mixer="efla")
 
 

@@ -199,7 +199,7 @@ class ByHand(DeltaRuleAttention):
 
 def test_saving_layers_that_the_configuration_does_not_describe_raises(tmp_path: Path) -> None:
     model = DeltaRuleForCausalLM(DeltaRuleConfig(**SIZES, mixer="delta_net"))
-    model.model.layers[1].attn = ByHand(**model.config.mixer_kwargs, layer_idx=1)
+    model.model.layers[1].attn = ByHand(**model.config.layer_options, layer_idx=1)
     with pytest.raises(ValueError, match=r"model.layers.1.attn is a .*ByHand, and the configuration would"):
         model.save_pretrained(tmp_path / "by_hand")
     assert not (tmp_path / "by_hand").exists()

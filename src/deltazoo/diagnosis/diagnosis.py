@@ -14,7 +14,7 @@ from deltazoo.diagnosis.rule_calls import RuleCall, delta_rule_layers, recorded_
 from deltazoo.diagnosis.rule_figures import CHUNK, Figures, Quantiles, measure
 from deltazoo.generation.nan_origin import watch_for_nan
 from deltazoo.layers.backend_report import describe_update
-from deltazoo.models.evaluation_mode import evaluation_mode
+from deltazoo.models.delta_layers import evaluation_mode
 
 __all__ = ["Diagnosis", "LayerDiagnosis", "diagnose"]
 

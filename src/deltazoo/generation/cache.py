@@ -75,7 +75,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     @property
     def state(self) -> LayerState | None:
-        """Window and state from which the mixer carries on; None before its first token."""
+        """Window and state from which the layer carries on; None before its first token."""
         if not self.has_previous_state[0]:
             return None
         return LayerState(self.conv_states[0], self.recurrent_states[0], self.auxiliary_state)  # type: ignore[arg-type]

@@ -75,21 +75,21 @@ class FusedBlocks:
 
 
 class _Parts(NamedTuple):
-    """The modules of a block: `x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
+    """The modules of a block: `x + layer(norm(x))`, then `x + mlp(norm(x))`."""
 
     norm: Any
-    mixer: Any
+    layer: Any
     mlp_norm: Any
     mlp: Any
     swapped: Any = None
-    """The attention of a block of transformers, in which the mixer is."""
+    """The attention of a block of transformers, in which the layer is."""
 
     @classmethod
     def of(cls, block: Any) -> "_Parts":
-        norm, mixer, mlp_norm, mlp = (getattr(block, name) for name in _names_of_parts(type(block)))
+        norm, layer, mlp_norm, mlp = (getattr(block, name) for name in _names_of_parts(type(block)))
         if "step_parts" in vars(type(block)):
-            return cls(norm, mixer, mlp_norm, mlp)
-        return cls(norm, getattr(mixer, "delta", mixer), mlp_norm, mlp, mixer)
+            return cls(norm, layer, mlp_norm, mlp)
+        return cls(norm, getattr(layer, "delta", layer), mlp_norm, mlp, layer)
 
     @property
     def turns(self) -> bool:
@@ -108,35 +108,35 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
         block: with the modules that its class names in `step_parts`, or one of transformers' with the same sums.
         products: the merged products of the model, by the identity of their first map.
     """
-    parts = norm, mixer, mlp_norm, mlp, swapped = _Parts.of(block)
+    parts = norm, layer, mlp_norm, mlp, swapped = _Parts.of(block)
     own = swapped is None
-    if "step_form" not in vars(type(mixer)) or not (type(mlp) is SwiGLU if own else is_swiglu(mlp)):
-        return f"its layers are {type(mixer).__name__} and {type(mlp).__name__}"
-    if methods := replaced_methods(mixer):
+    if "step_form" not in vars(type(layer)) or not (type(mlp) is SwiGLU if own else is_swiglu(mlp)):
+        return f"its layers are {type(layer).__name__} and {type(mlp).__name__}"
+    if methods := replaced_methods(layer):
         return f"{methods[0]} of its layer was replaced"
-    reason = _why_not_this_rule(mixer)
+    reason = _why_not_this_rule(layer)
     if reason is not None:
         return reason
-    if parts.turns and mixer.step_form().keys == "scaled":
+    if parts.turns and layer.step_form().keys == "scaled":
         return "its keys are turned, and scaled by a moment"
     norms_known = all(type(x) is RMSNorm if own else is_row_norm(x) for x in (norm, mlp_norm))
-    if not norms_known or type(mixer.o_norm) not in (RMSNorm, GatedRMSNorm):
+    if not norms_known or type(layer.o_norm) not in (RMSNorm, GatedRMSNorm):
         return "a norm is of another kind"
-    if mixer.fused_kernels is False or (own and any(x.liger or x.fused is False for x in (norm, mlp_norm, mlp))):
+    if layer.fused_kernels is False or (own and any(x.liger or x.fused is False for x in (norm, mlp_norm, mlp))):
         return "other kernels were asked for"
-    if mixer.backend not in (None, "triton"):
-        return f"backend={mixer.backend!r} was asked for"
-    qkv = [mixer.q_proj, mixer.k_proj, mixer.v_proj]
-    for first, others in ((qkv, _further_maps(mixer)), ([mlp.gate_proj], [mlp.up_proj])):
+    if layer.backend not in (None, "triton"):
+        return f"backend={layer.backend!r} was asked for"
+    qkv = [layer.q_proj, layer.k_proj, layer.v_proj]
+    for first, others in ((qkv, _further_maps(layer)), ([mlp.gate_proj], [mlp.up_proj])):
         product = products.get(id(first[0]))
         merged = [] if product is None or (first != qkv and product.bias is not None) else list(product.linears)
         if merged[: len(first)] != first or any(linear not in merged for linear in others):
             return "the maps of one input could not be merged"
-    if not all(_is_plain_linear(x) and x.bias is None for x in (mixer.o_proj, mlp.down_proj)):
+    if not all(_is_plain_linear(x) and x.bias is None for x in (layer.o_proj, mlp.down_proj)):
         return "a linear map is not a plain one"
-    if mixer.head_k_dim > 256 or mixer.head_v_dim > 512 or mixer.hidden_size > MOST_NORM_COLUMNS:
+    if layer.head_k_dim > 256 or layer.head_v_dim > 512 or layer.hidden_size > MOST_NORM_COLUMNS:
         return "it is wider than the kernels"
-    weights = [linear.weight for linear in (mixer.q_proj, mixer.o_proj, mlp.gate_proj, mlp.down_proj)]
+    weights = [linear.weight for linear in (layer.q_proj, layer.o_proj, mlp.gate_proj, mlp.down_proj)]
     if len({(x.dtype, x.device) for x in weights}) > 1 or not fused_kernels_fit(weights[0]):
         return f"its weights are in {', '.join(sorted({f'{x.dtype} on {x.device}' for x in weights}))}"
     if not all(x.is_contiguous() and x.device == weights[0].device for x in block.parameters()):
@@ -146,14 +146,14 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
     return None
 
 
-def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
-    spec, form = mixer.spec, mixer.step_form()
+def _why_not_this_rule(layer: DeltaRuleAttention) -> str | None:
+    spec, form = layer.spec, layer.step_form()
     if form is None or form.keys not in STEP_KEYS or (spec.decay == "none") != (form.decay == "none"):
         return f"the rule {spec.name!r} has a decay or keys of its own"
     if spec.step_size not in FUSED_STEP_SIZES:
         return "its step size is a function of its own"
-    if mixer.allow_neg_eigval and mixer.neg_eigval != "both":
-        return f"its neg_eigval is {mixer.neg_eigval!r}"
+    if layer.allow_neg_eigval and layer.neg_eigval != "both":
+        return f"its neg_eigval is {layer.neg_eigval!r}"
     if spec.output_gate != "none" and spec.gate_activation not in FUSED_ACTIVATIONS:
         return "its output gate has an activation of its own"
     keys_fit = spec.erase_key == "tied" if form.keys == "tied" else spec.normalize_k
@@ -163,10 +163,10 @@ def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
         return "its first step reads the state before the decay"
     if form.decay == "fixed" and spec.decay != "scalar":
         return "its decay is per head, and its spec has another"
-    convolutions = [getattr(mixer, f"{name}_conv1d", None) for name in "qkv"]
-    if mixer.conv_size < 2 or any(type(x) is not ShortConvolution for x in convolutions):
+    convolutions = [getattr(layer, f"{name}_conv1d", None) for name in "qkv"]
+    if layer.conv_size < 2 or any(type(x) is not ShortConvolution for x in convolutions):
         return "queries, keys and values do not pass a short convolution"
-    low_rank = _low_rank_maps(mixer)
+    low_rank = _low_rank_maps(layer)
     if not all(is_plain_sequence(x) and len(x) == 2 and all(map(_is_plain_linear, x)) for x in low_rank):
         return "a gate of low rank is not two plain linear maps"
     if any(x[1].in_features > 512 for x in low_rank):
@@ -178,27 +178,27 @@ def _is_plain_linear(x: Any) -> bool:
     return type(x) is nn.Linear and is_plain(x)
 
 
-def _low_rank_maps(mixer: Any) -> list[Any]:
+def _low_rank_maps(layer: Any) -> list[Any]:
     """The maps of low rank to output gate, decay and a further key, as far as the layer has them."""
-    spec, form = mixer.spec, mixer.step_form()
+    spec, form = layer.spec, layer.step_form()
     names = [
         "g_proj" if spec.output_gate == "low_rank" else None,
         form.decay_gate if spec.decay == "channel" else None,
         form.first_key,
     ]
-    return [getattr(mixer, name) for name in names if name is not None]
+    return [getattr(layer, name) for name in names if name is not None]
 
 
-def _further_maps(mixer: Any) -> list[nn.Module]:
+def _further_maps(layer: Any) -> list[nn.Module]:
     """The linear maps that read the layer's input, besides those to q, k and v."""
-    spec, form = mixer.spec, mixer.step_form()
+    spec, form = layer.spec, layer.step_form()
     names = [
         "g_proj" if spec.output_gate == "full" else None,
         form.decay_gate if spec.decay == "scalar" else None,
         "b_proj" if spec.corrects else None,
         *form.key_maps,
     ]
-    return [*(getattr(mixer, name) for name in names if name is not None), *(x[0] for x in _low_rank_maps(mixer))]
+    return [*(getattr(layer, name) for name in names if name is not None), *(x[0] for x in _low_rank_maps(layer))]
 
 
 class _FusedBlock:
@@ -207,29 +207,29 @@ class _FusedBlock:
     def __init__(self, block: Any, products: dict[int, JointProduct]) -> None:
         self.block = block
         self._parts = parts = _Parts.of(block)
-        self._mixer, self._mlp = parts.mixer, parts.mlp
+        self._layer, self._mlp = parts.layer, parts.mlp
         own = parts.swapped is None
         self._norm: Any = parts.norm if own else LibraryNorm(parts.norm)
         self._mlp_norm: Any = parts.mlp_norm if own else LibraryNorm(parts.mlp_norm)
         self.forward: Callable[..., Tensor] = self._forward_of_own if own else self._forward_of_library
         """In place of the block's: the fused step if the call is one that it serves, else the block's own."""
         self._products = products
-        self._into_mixer = products[id(self._mixer.q_proj)]
+        self._into_layer = products[id(self._layer.q_proj)]
         self._into_mlp = products[id(self._mlp.gate_proj)]
-        ends = accumulate(self._into_mixer.sizes, initial=0)
-        self._columns = {id(linear): first for linear, first in zip(self._into_mixer.linears, ends, strict=False)}
-        """Where in the product of the mixer's maps the result of each begins."""
+        ends = accumulate(self._into_layer.sizes, initial=0)
+        self._columns = {id(linear): first for linear, first in zip(self._into_layer.linears, ends, strict=False)}
+        """Where in the product of the layer's maps the result of each begins."""
         self._fixed_decay: Tensor | None = None
-        if self._mixer.step_form().decay == "fixed":  # made once, not for every token
-            weight = self._mixer.q_proj.weight
-            self._fixed_decay = self._mixer.log_decay(weight.new_empty(1, 1, self._mixer.hidden_size)).flatten()
+        if self._layer.step_form().decay == "fixed":  # made once, not for every token
+            weight = self._layer.q_proj.weight
+            self._fixed_decay = self._layer.log_decay(weight.new_empty(1, 1, self._layer.hidden_size)).flatten()
         self.following: _FusedBlock | None = None
         self.ready: tuple[Tensor, Tensor] | None = None
         """An input and its norm, made together with the output of the block before."""
 
     def is_current(self) -> bool:
         """Whether the block is still one that can run fused, with the merged weights where they were."""
-        unmoved = self._into_mixer.is_current() and self._into_mlp.is_current()
+        unmoved = self._into_layer.is_current() and self._into_mlp.is_current()
         return unmoved and why_not_fused(self.block, self._products) is None
 
     def _forward_of_own(self, hidden_states: Tensor, batch: Any, softmax: Any = None, **kwargs: Any) -> Tensor:
@@ -278,11 +278,11 @@ class _FusedBlock:
         """Whether a call is one token per row without gradients, with tensors that the kernels take."""
         if not is_decoding_step(x) or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
             return False
-        if not len(x) or not fused_kernels_fit(x) or x.dtype != self._into_mixer.weight.dtype:
+        if not len(x) or not fused_kernels_fit(x) or x.dtype != self._into_layer.weight.dtype:
             return False
         if state.conv is None or state.conv.dtype != x.dtype:
             return False
-        if rotary is not None and not all(_is_of_rows(angles, len(x), self._mixer.head_k_dim) for angles in rotary):
+        if rotary is not None and not all(_is_of_rows(angles, len(x), self._layer.head_k_dim) for angles in rotary):
             return False
         return all(tensor is None or tensor.is_contiguous() for tensor in (x, *state))
 
@@ -297,11 +297,11 @@ class _FusedBlock:
         from deltazoo.ops.fused.kernels.token_product import token_product
 
         mixed = token_product(
-            x[0], self._into_mixer.weight, norm_weight=self._norm.weight, norm_eps=self._norm.eps,
-            bias=self._into_mixer.bias, convolution=self._convolution(state), dtype=torch.float32,
+            x[0], self._into_layer.weight, norm_weight=self._norm.weight, norm_eps=self._norm.eps,
+            bias=self._into_layer.bias, convolution=self._convolution(state), dtype=torch.float32,
         )  # fmt: skip
         z, norm = self._rule(mixed, state, rotary)
-        x = token_product(z, self._mixer.o_proj.weight, head_norm=norm, residual=x[0])
+        x = token_product(z, self._layer.o_proj.weight, head_norm=norm, residual=x[0])
         h = token_product(
             x, self._into_mlp.weight, norm_weight=self._mlp_norm.weight, norm_eps=self._mlp_norm.eps, glu=True
         )
@@ -317,10 +317,10 @@ class _FusedBlock:
             normed = self.ready[1]
         else:
             _, normed = add_parts(None, total, self._norm)
-        product = row_product(normed, self._into_mixer.weight)
-        mixed = convolve_parts(product, self._convolution(state), self._into_mixer.bias)
+        product = row_product(normed, self._into_layer.weight)
+        mixed = convolve_parts(product, self._convolution(state), self._into_layer.bias)
         z = norm_heads(*self._rule(mixed, state, rotary), x.dtype)
-        total, normed = add_parts(row_product(z, self._mixer.o_proj.weight), total, self._mlp_norm)
+        total, normed = add_parts(row_product(z, self._layer.o_proj.weight), total, self._mlp_norm)
         h = swiglu_parts(row_product(normed, self._into_mlp.weight), x.dtype)
         following = self.following
         total, normed = add_parts(
@@ -334,11 +334,11 @@ class _FusedBlock:
     def _convolution(self, state: LayerState) -> Any:
         from deltazoo.ops.fused.kernels.token_convolution import Convolution
 
-        mixer = self._mixer
-        q_conv, k_conv, v_conv = mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d
+        layer = self._layer
+        q_conv, k_conv, v_conv = layer.q_conv1d, layer.k_conv1d, layer.v_conv1d
         assert state.conv is not None
         taps = (q_conv.weight[:, 0], k_conv.weight[:, 0], v_conv.weight[:, 0])
-        return Convolution(taps, state.conv, mixer.activation == "silu")
+        return Convolution(taps, state.conv, layer.activation == "silu")
 
     def _rule(self, mixed: Tensor, state: LayerState, rotary: Rotary | None) -> tuple[Tensor, Any]:
         from deltazoo.ops.fused.kernels.token_gates import LowRankGate, low_rank_gates
@@ -346,19 +346,19 @@ class _FusedBlock:
         from deltazoo.ops.fused.kernels.token_norms import HeadNorm
         from deltazoo.ops.fused.kernels.token_rule import Columns, RuleShape, token_rule
 
-        mixer, spec, form = self._mixer, self._mixer.spec, self._mixer.step_form()
+        layer, spec, form = self._layer, self._layer.spec, self._layer.step_form()
 
         def column(name: str | None) -> int:
-            return 0 if name is None else self._columns.get(id(getattr(mixer, name, None)), 0)
+            return 0 if name is None else self._columns.get(id(getattr(layer, name, None)), 0)
 
         key_columns = [column(name) for name in form.key_maps]
         shape = RuleShape(
-            mixer.num_heads,
-            mixer.num_v_heads,
-            mixer.head_k_dim,
-            mixer.head_v_dim,
+            layer.num_heads,
+            layer.num_v_heads,
+            layer.head_k_dim,
+            layer.head_v_dim,
             normalize_q=spec.normalize_q,
-            doubled_step=mixer.allow_neg_eigval,
+            doubled_step=layer.allow_neg_eigval,
             decay=spec.decay,
             gate="none" if spec.output_gate == "none" else spec.gate_activation,
             columns=Columns(column("g_proj"), column(form.decay_gate), column("b_proj"), *key_columns[:1]),
@@ -368,16 +368,16 @@ class _FusedBlock:
             step=spec.step_size,
             decay_form=form.decay,
             keys=form.keys,
-            micro_steps=mixer.projected_steps,
+            micro_steps=layer.projected_steps,
             undecayed=spec.erase_reads == "undecayed",
             turned=0 if rotary is None else rotary[0].shape[-1],
         )
         angles = None if rotary is None else (rotary[0].flatten(0, 1), rotary[1].flatten(0, 1))
-        low_rank = [LowRankGate(self._columns[id(x[0])], x[1].weight, x[1].bias) for x in _low_rank_maps(mixer)]
+        low_rank = [LowRankGate(self._columns[id(x[0])], x[1].weight, x[1].bias) for x in _low_rank_maps(layer)]
         gates = low_rank_gates(mixed, low_rank) if low_rank else None
         softplus = form.decay in ("softplus", "saturating")
-        A_log, dt_bias = (mixer.A_log, mixer.dt_bias) if softplus else (self._fixed_decay, None)
-        key_parameters, write_keys = [getattr(mixer, name) for name in form.key_parameters], None
+        A_log, dt_bias = (layer.A_log, layer.dt_bias) if softplus else (self._fixed_decay, None)
+        key_parameters, write_keys = [getattr(layer, name) for name in form.key_parameters], None
         if form.keys == "scaled":
             assert state.auxiliary is not None
             write_keys = scaled_keys(mixed, state.auxiliary, key_parameters, *key_columns)
@@ -388,13 +388,13 @@ class _FusedBlock:
             state.recurrent,
             A_log,
             dt_bias,
-            mixer.o_norm.weight,
+            layer.o_norm.weight,
             shape,
             key_parameters,
             write_keys,
             angles,
         )
-        return z, HeadNorm(squares, mixer.head_v_dim, mixer.o_norm.eps)
+        return z, HeadNorm(squares, layer.head_v_dim, layer.o_norm.eps)
 
 
 def _is_of_rows(angles: Tensor, rows: int, head_dim: int) -> bool:

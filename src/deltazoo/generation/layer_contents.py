@@ -125,14 +125,14 @@ def fill(layer: Any, tensors: Tensors, num_tokens: int, others: Iterable[Any]) -
     kind = kind_of(layer)
     if kind == "delta_rule":
         if tensors:
-            layer.store(_mixer_state({name: x.clone() for name, x in tensors.items()}), num_tokens, others)
+            layer.store(_delta_state({name: x.clone() for name, x in tensors.items()}), num_tokens, others)
     elif kind == "linear":
         _fill_linear(layer, tensors)
     else:
         _fill_softmax(layer, tensors, num_tokens)
 
 
-def _mixer_state(tensors: Tensors) -> LayerState:
+def _delta_state(tensors: Tensors) -> LayerState:
     return LayerState(*map(tensors.get, _STATES))  # type: ignore[arg-type]
 
 

@@ -1,7 +1,7 @@
 """Linear maps of one input, computed as one matrix product, for decoding.
 
 A decoding step multiplies one row, or a few, by every weight, so the number of products matters as much as their size.
-`MergedProjections` stores the weights of maps with the same input (queries, keys, values and gates of a mixer, gate and
+`MergedProjections` stores the weights of maps with the same input (queries, keys, values and gates of a layer, gate and
 up of an MLP) one below the other in memory. Within `active()`, the first map multiplies by all of them at once.
 
     q_proj(x) -> x [Wq; Wk; Wv; Wb]^T -> q | k | v | b,      k_proj(x) -> k,      v_proj(x) -> v,      b_proj(x) -> b

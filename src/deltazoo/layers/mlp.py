@@ -1,4 +1,4 @@
-"""The feed-forward block between mixers."""
+"""The feed-forward layer of a block."""
 
 from typing import ClassVar
 

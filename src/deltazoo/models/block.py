@@ -1,4 +1,4 @@
-"""One block of a model: a token mixer and an MLP, each after a norm and added to the residual stream."""
+"""One block of a model: a token mixing layer and an MLP, each after a norm and added to the residual stream."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,10 +14,12 @@ from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of, run_block
 from deltazoo.models.configuration import DeltaRuleConfig
+from deltazoo.models.loss import reason_for
 from deltazoo.models.softmax_attention import SoftmaxAttention
+from deltazoo.ops.fused import fused_kernels_fit
 from deltazoo.runtime import RuntimeOptions
 
-__all__ = ["DeltaRuleBlock", "SoftmaxInputs", "make_mixer"]
+__all__ = ["DeltaRuleBlock", "SoftmaxInputs", "describe_blocks", "make_block_layer"]
 
 
 class SoftmaxInputs(NamedTuple):
@@ -28,16 +30,16 @@ class SoftmaxInputs(NamedTuple):
     kernel_kwargs: dict[str, Any]
 
 
-def make_mixer(config: DeltaRuleConfig, layer_idx: int) -> nn.Module:
-    """The token mixer of one block, as the configuration says."""
+def make_block_layer(config: DeltaRuleConfig, layer_idx: int) -> nn.Module:
+    """The linear or softmax layer of one block, as the configuration says."""
     assert config.layer_types is not None
     if config.layer_types[layer_idx] == "full_attention":
         return SoftmaxAttention(config, layer_idx)
-    return make_layer(**config.mixer_kwargs, layer_idx=layer_idx, num_layers=config.num_hidden_layers)
+    return make_layer(**config.layer_options, layer_idx=layer_idx, num_layers=config.num_hidden_layers)
 
 
 class DeltaRuleBlock(GradientCheckpointingLayer):
-    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
+    """`x + layer(norm(x))`, then `x + mlp(norm(x))`."""
 
     step_parts: ClassVar[tuple[str, ...]] = ("attn_norm", "attn", "mlp_norm", "mlp")
     """The modules of these two sums in order; a captured decoding step may run them fused."""
@@ -46,13 +48,13 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, feeds_linear=True)
-        self.attn = make_mixer(config, layer_idx)
+        self.attn = make_block_layer(config, layer_idx)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, feeds_linear=True)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
         self.use_runtime(RuntimeOptions())
 
     def use_runtime(self, options: RuntimeOptions) -> None:
-        """Run with other `liger`, `fused_kernels` and `recompute`. The mixer is told separately."""
+        """Run with other `liger`, `fused_kernels` and `recompute`. The linear or softmax layer is told separately."""
         self.recompute = options.recompute
         for module in (self.attn_norm, self.mlp_norm, self.mlp):
             module.liger = bool(options.liger)
@@ -101,3 +103,26 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         if cache is None:
             return self.attn(x, sequences=batch.sequences)
         return self.attn(x, past_key_values=CacheStates(cache), sequences=batch.sequences)
+
+
+def describe_blocks(model: Any) -> str:
+    """How a training step computes norms and MLPs, what it recomputes, and why; for `deltazoo.report`."""
+    norm = next(module for module in model.modules() if isinstance(module, DeltaRuleBlock)).mlp_norm
+    weight, runtime = norm.weight, model.runtime
+    asked, liger = runtime.given(), bool(runtime.liger)
+    fused = fused_kernels_fit(weight) if runtime.fused_kernels is None else runtime.fused_kernels
+    default = f"default on {weight.device}"
+    reason = reason_for("liger" if liger else "fused_kernels", asked, default)
+    lines = [
+        f"norms: {_kernel(liger, norm.takes_kernel(weight))} ({reason})",
+        f"MLP: {_kernel(liger, fused)} ({reason})",
+        f"recomputed in training: {level_of(runtime.recompute, weight.device)} "
+        f"({reason_for('recompute', asked, default)})",
+    ]
+    return "\n".join(lines)
+
+
+def _kernel(liger: bool, ours: bool) -> str:
+    if liger:
+        return "Liger's kernel"
+    return "our Triton kernel" if ours else "plain torch"

@@ -8,36 +8,29 @@ set, and the keys of softmax layers or short convolutions in a model that has no
 import math
 import os
 import warnings
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
 import transformers
 from huggingface_hub.dataclasses import strict
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from deltazoo.distributed.plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
 from deltazoo.generation.cache_argument import CACHE
 from deltazoo.layers import make_layer
 from deltazoo.layers.batch_description import LAYER_TYPES
 from deltazoo.layers.mlp import default_intermediate_size
-from deltazoo.models.auto_map import AutoMapConfig
+from deltazoo.models.config_keys import AutoMapConfig, not_a_key, offer_lora_targets, without_runtime_options
 from deltazoo.models.fla_keys import translate_fla_config
-from deltazoo.models.lora_targets import offer_lora_targets
 from deltazoo.models.outside_rules import module_of_rule
-from deltazoo.models.rotary_frequencies import rotary_frequencies, with_softmax_heads
-from deltazoo.models.runtime_keys import not_a_key, without_runtime_options
+from deltazoo.models.softmax_attention import check_softmax_layers, with_softmax_heads
 from deltazoo.names import did_you_mean, one_slip_away, unknown
 from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.spec import RuleSpec, get_rule
 
 __all__ = ["DeltaRuleConfig"]
-
-_LEGACY_LAYER_TYPES = {"attention": "full_attention"}
 
 # Keys that the dataclass lacks, and that PreTrainedConfig reads or transformers writes into config.json.
 _BASE_KEYS = frozenset(
@@ -63,13 +56,10 @@ _BASE_KEYS = frozenset(
 # Keys that act on softmax layers alone.
 _SOFTMAX_KEYS = ("num_attention_heads", "num_key_value_heads", "rope_parameters", "qkv_bias")
 
-# Those of `rope_parameters`: transformers 5.14 reads some that its type does not name.
-_ROPE_KEYS = sorted({*RopeParameters.__annotations__, "type", "mscale", "mscale_all_dim", "truncate"})
-
 
 @strict
 class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
-    """Configuration of a causal language model whose token mixers are delta-rule layers, softmax layers, or both.
+    """Configuration of a causal language model of delta-rule layers, softmax layers, or both.
 
     Args:
         mixer: name of the rule of the linear layers, one of `deltazoo.list_rules()`.
@@ -80,7 +70,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             newest. A saved configuration without it has the first.
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.
-        num_hidden_layers: number of blocks; a block is a mixer and an MLP.
+        num_hidden_layers: number of blocks; a block is such a layer and an MLP.
         num_heads: heads of queries and keys in the linear layers.
         num_v_heads: heads of values, a multiple of `num_heads`; default `num_heads`.
         head_dim: channels per query/key head; default `hidden_size // num_heads`.
@@ -173,10 +163,9 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         extra = self._take_fla_keys(extra)
         idle = self._keys_of_others(extra)
         self._fill_defaults()
-        is_hybrid = "full_attention" in (self.layer_types or ())
-        gives_rope = is_hybrid or self.rope_parameters or extra.get("rope_scaling") or extra.get("rope_theta")
+        gives_rope = self.rope_parameters or extra.get("rope_scaling") or extra.get("rope_theta")
         super().__post_init__(**extra)
-        if not gives_rope:
+        if not gives_rope and "full_attention" not in (self.layer_types or ()):
             self.rope_parameters = None
         idle |= self._idle_keys()
         self.validate_architecture()
@@ -227,7 +216,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     def base_model_tp_plan(self) -> dict[str, str]:
         """How tensor parallelism divides the weights of the base model."""
         has_linear_layers = "linear_attention" in (self.layer_types or ())
-        return tensor_parallel_plan(self.spec if has_linear_layers else None, self.mixer_kwargs)
+        return tensor_parallel_plan(self.spec if has_linear_layers else None, self.layer_options)
 
     @base_model_tp_plan.setter
     def base_model_tp_plan(self, plan: dict[str, str]) -> None:
@@ -245,7 +234,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         return replace(spec, output_gate="full" if self.use_gate else "none")
 
     @property
-    def mixer_kwargs(self) -> dict[str, Any]:
+    def layer_options(self) -> dict[str, Any]:
         """The arguments of `deltazoo.layers.DeltaRuleAttention`, without the layer index."""
         return {
             "rule": self.spec,
@@ -269,21 +258,11 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Raise ValueError unless names are known and sizes fit together."""
         get_rule(self.mixer)
-        assert self.num_v_heads is not None and self.layer_types is not None  # filled by _fill_defaults
+        assert self.layer_types is not None  # filled by _fill_defaults
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "intermediate_size")
         for name in (*sizes, "num_micro_steps", "max_position_embeddings"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.num_v_heads < 1 or self.num_v_heads % self.num_heads:
-            raise ValueError(
-                f"num_v_heads must be a positive multiple of num_heads = {self.num_heads}, got {self.num_v_heads}"
-            )
-        if not 0 < self.norm_eps < math.inf:  # with 0 padding, which gives zeros, makes gradients NaN
-            raise ValueError(f"norm_eps must be finite and positive, got {self.norm_eps}")
-        for name in ("initializer_range", "conv_initializer_range"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be finite and at least 0, got {value}")
         if self.classifier_dropout is not None and not 0 <= self.classifier_dropout <= 1:
             raise ValueError(f"classifier_dropout must be between 0 and 1, or None, got {self.classifier_dropout}")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
@@ -291,75 +270,17 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
                 f"pad_token_id must be at least 0 and less than vocab_size = {self.vocab_size}, or None, got "
                 f"{self.pad_token_id}"
             )
-        self._validate_layer_types(self.layer_types)
-        if "full_attention" in self.layer_types:
-            self._validate_softmax_heads()
-            self._validate_rope()
-        if "linear_attention" in self.layer_types:
-            with torch.device("meta"):  # the layer says which options it refuses
-                make_layer(**self.mixer_kwargs, layer_idx=0, num_layers=self.num_hidden_layers)
-
-    def _validate_layer_types(self, layer_types: Sequence[str]) -> None:
-        for layer_type in layer_types:
+        for layer_type in self.layer_types:
             if layer_type not in LAYER_TYPES:
                 raise ValueError(f"layer_types: {unknown('layer type', layer_type, LAYER_TYPES)}")
-        if len(layer_types) != self.num_hidden_layers:
+        if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types must name num_hidden_layers={self.num_hidden_layers} layers, got {len(layer_types)}"
+                f"layer_types must name num_hidden_layers={self.num_hidden_layers} layers, got {len(self.layer_types)}"
             )
-
-    def _validate_softmax_heads(self) -> None:
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
-        if heads is None or groups is None:
-            raise ValueError("softmax layers (layer_types) need num_attention_heads")
-        if heads < 1 or self.hidden_size % heads:
-            raise ValueError(f"num_attention_heads must divide hidden_size = {self.hidden_size}, got {heads}")
-        if groups < 1 or heads % groups:
-            raise ValueError(f"num_key_value_heads must divide num_attention_heads = {heads}, got {groups}")
-        if (self.hidden_size // heads) % 2:
-            raise ValueError(
-                f"RoPE needs an even head size, got {self.hidden_size} / {heads} = {self.hidden_size // heads}"
-            )
-
-    def _validate_rope(self) -> None:
-        if not self.rope_parameters:  # a configuration that is made with such layers fills it in
-            raise ValueError("softmax layers need rope_parameters, such as {'rope_theta': 10000.0}")
-        for key in self.rope_parameters:
-            misspelt = self.transformers_version is None or one_slip_away(key, _ROPE_KEYS)
-            if key not in _ROPE_KEYS and misspelt:
-                raise ValueError(f"rope_parameters: {unknown('key', key, _ROPE_KEYS)}")
-        rope_type = self.rope_parameters.get("rope_type", "default")
-        rope_types = ("default", *ROPE_INIT_FUNCTIONS)
-        if rope_type not in rope_types:
-            raise ValueError(f"rope_parameters: {unknown('rope_type', rope_type, rope_types)}")
-        theta = self.rope_parameters.get("rope_theta")
-        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
-            raise ValueError(f"rope_parameters: rope_theta must be a positive, finite number, got {theta!r}")
-        self._validate_frequencies(rope_type)
-
-    def _validate_frequencies(self, rope_type: str) -> None:
-        """Raise ValueError unless `rope_parameters` give frequencies for a softmax head."""
-        with_heads = with_softmax_heads(self)
-        assert with_heads.head_dim is not None  # a softmax layer has heads
-        try:
-            with unset_fake_temporarily(), torch.device("cpu"):  # their values are looked at
-                frequencies, scale = rotary_frequencies(with_heads)
-                in_range = bool(((frequencies >= 0) & frequencies.isfinite()).all()) and 0 < scale < math.inf
-                found = frequencies.tolist()
-        except KeyError as error:
-            raise ValueError(f"rope_parameters: rope_type {rope_type!r} needs the key {error}") from error
-        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"rope_parameters {self.rope_parameters}: {error}") from error
-        if not 0 < 2 * len(found) <= with_heads.head_dim:
-            raise ValueError(
-                f"rope_parameters must turn 2 to {with_heads.head_dim} channels, the size of a softmax head, got "
-                f"{2 * len(found)} by {self.rope_parameters}"
-            )
-        if not in_range:
-            raise ValueError(
-                f"rope_parameters must give positive, finite frequencies and scale, got {found} and {scale} by "
-                f"{self.rope_parameters}"
-            )
+        if "full_attention" in self.layer_types:
+            check_softmax_layers(self)
+        with torch.device("meta"):  # a layer says which options it refuses
+            make_layer(**self.layer_options, layer_idx=0, num_layers=self.num_hidden_layers)
 
     def validate_rope(self) -> None:
         """transformers' check of `rope_parameters`, for softmax heads: `head_dim` is that of the linear layers."""
@@ -393,7 +314,6 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             self.intermediate_size = default_intermediate_size(self.hidden_size, ratio)
         if self.layer_types is None:
             self.layer_types = ["linear_attention"] * self.num_hidden_layers
-        self.layer_types = [_LEGACY_LAYER_TYPES.get(layer_type, layer_type) for layer_type in self.layer_types]
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
 

@@ -5,6 +5,7 @@ their gradients. Here a few rows of logits exist at a time: in `deltazoo.ops.fus
 kernel with the runtime option `liger`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from deltazoo.ops.fused.liger import liger_linear_cross_entropy
 from deltazoo.ops.fused.linear_cross_entropy import IGNORED, linear_cross_entropy
 from deltazoo.ops.transforms import transforming
 
-__all__ = ["fuses_loss", "loss_without_logits", "obstacle_to_fused_loss"]
+__all__ = ["describe_loss", "fuses_loss", "loss_without_logits", "reason_for"]
 
 
 def fuses_loss(model: Any) -> bool:
@@ -34,7 +35,7 @@ def fuses_loss(model: Any) -> bool:
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not transforming()
-        and obstacle_to_fused_loss(model) is None
+        and _obstacle(model) is None
         and model.lm_head.weight.dtype != torch.float64
     )
 
@@ -60,7 +61,7 @@ def loss_without_logits(
         ValueError: the model has another loss function, or a head that is more than a matrix; the labels do not fit the
             positions.
     """
-    reason = obstacle_to_fused_loss(model)
+    reason = _obstacle(model)
     if reason:
         raise ValueError(
             "fuse_linear_cross_entropy computes cross-entropy from the weight of a plain lm_head, but "
@@ -79,7 +80,19 @@ def loss_without_logits(
     return loss / num_items_in_batch
 
 
-def obstacle_to_fused_loss(model: Any) -> str | None:
+def describe_loss(model: Any) -> str:
+    """How a causal language model computes its loss, and why; for `deltazoo.report`."""
+    way = "without the logits of all positions" if fuses_loss(model) else "from the logits of all positions"
+    default = _obstacle(model) or f"default in {model.lm_head.weight.dtype}"
+    return f"loss in training: {way} ({reason_for('fuse_linear_cross_entropy', model.runtime.given(), default)})"
+
+
+def reason_for(option: str, asked: Mapping[str, Any], otherwise: str) -> str:
+    """The value that was asked for, or else another reason."""
+    return f"{option}={asked[option]!r} was asked for" if option in asked else otherwise
+
+
+def _obstacle(model: Any) -> str | None:
     """Why `loss_without_logits` does not compute the loss of a model; None if it does."""
     head = model.lm_head
     if model.loss_function is not ForCausalLMLoss:

@@ -1,6 +1,6 @@
-"""The model of every rule and every mix of layers: a stack of blocks, each a token mixer and an MLP.
+"""The model of every rule and every mix of layers: a stack of blocks, each a linear or softmax layer and an MLP.
 
-The classes of the Hub types are subclasses without a body (`hub_classes`). State-dict keys are those of fla-hub
+The classes of the Hub types are subclasses without a body (`hub`). State-dict keys are those of fla-hub
 checkpoints: `model.embeddings`, `model.layers.N.{attn_norm, attn, mlp_norm, mlp}`, `model.norm`, `lm_head`.
 """
 
@@ -27,7 +27,7 @@ from deltazoo.generation.captured_generation import CapturedGeneration
 from deltazoo.layers.batch_description import BatchDescription
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of
-from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, make_mixer
+from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, describe_blocks, make_block_layer
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers
 from deltazoo.models.forward_arguments import (
@@ -39,11 +39,9 @@ from deltazoo.models.forward_arguments import (
     unwrapped,
 )
 from deltazoo.models.late_logits import LateLogits, OutputWithLateLogits
-from deltazoo.models.loadable_layers import refuse_undescribed
-from deltazoo.models.loss import fuses_loss, loss_without_logits
-from deltazoo.models.sharing import SharedModel
+from deltazoo.models.loss import describe_loss, fuses_loss, loss_without_logits
+from deltazoo.models.saving import SharedModel, refuse_undescribed
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
-from deltazoo.models.training_description import describe_blocks, describe_loss
 from deltazoo.ops.fused.linear_cross_entropy import IGNORED
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 
@@ -76,12 +74,12 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
             self._tp_plan = {}
 
     def refuse_undescribed_layers(self) -> None:
-        """Raise ValueError if the configuration would load another token mixer than one that the model has."""
+        """Raise ValueError if the configuration would load another layer than one that the model has."""
         config = self.config
         for name, block in self.named_modules():
             if isinstance(block, DeltaRuleBlock):
                 with torch.device("meta"):
-                    described = make_mixer(config, block.layer_idx)
+                    described = make_block_layer(config, block.layer_idx)
                 refuse_undescribed(block.attn, described, f"{name}.attn")
 
     def describe_training(self) -> str:

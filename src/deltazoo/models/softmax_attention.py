@@ -1,23 +1,96 @@
 """Softmax attention for the full-attention layers of hybrid models: RoPE, grouped heads, transformers' kernels."""
 
+import copy
+import math
 from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers.cache_utils import Cache
-from transformers.modeling_rope_utils import dynamic_rope_update
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deltazoo.layers.float32_parameters import Float32Parameters
 from deltazoo.layers.rotary import rotate
-from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.forward_arguments import refuse_dropped
-from deltazoo.models.rotary_frequencies import default_frequencies, rotary_frequencies, with_softmax_heads
+from deltazoo.names import one_slip_away, unknown
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.runtime import RuntimeOptions
 
-__all__ = ["RotaryEmbedding", "SoftmaxAttention"]
+__all__ = ["RotaryEmbedding", "SoftmaxAttention", "check_softmax_layers", "with_softmax_heads"]
+
+# transformers 5.14 reads some that its type does not name.
+_ROPE_KEYS = sorted({*RopeParameters.__annotations__, "type", "mscale", "mscale_all_dim", "truncate"})
+
+
+def check_softmax_layers(config: Any) -> None:
+    """Raise ValueError unless a configuration gives such layers heads and a rotary embedding of their size."""
+    heads, groups, rope = config.num_attention_heads, config.num_key_value_heads, config.rope_parameters
+    if heads is None or groups is None:
+        raise ValueError("softmax layers (layer_types) need num_attention_heads")
+    if heads < 1 or config.hidden_size % heads:
+        raise ValueError(f"num_attention_heads must divide hidden_size = {config.hidden_size}, got {heads}")
+    if groups < 1 or heads % groups:
+        raise ValueError(f"num_key_value_heads must divide num_attention_heads = {heads}, got {groups}")
+    head_dim = config.hidden_size // heads
+    if head_dim % 2:
+        raise ValueError(f"RoPE needs an even head size, got {config.hidden_size} / {heads} = {head_dim}")
+    if not rope:  # a configuration that is made with such layers fills it in
+        raise ValueError("softmax layers need rope_parameters, such as {'rope_theta': 10000.0}")
+    for key in rope:
+        misspelt = config.transformers_version is None or one_slip_away(key, _ROPE_KEYS)
+        if key not in _ROPE_KEYS and misspelt:
+            raise ValueError(f"rope_parameters: {unknown('key', key, _ROPE_KEYS)}")
+    rope_type, rope_types = rope.get("rope_type", "default"), ("default", *ROPE_INIT_FUNCTIONS)
+    if rope_type not in rope_types:
+        raise ValueError(f"rope_parameters: {unknown('rope_type', rope_type, rope_types)}")
+    theta = rope.get("rope_theta")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
+        raise ValueError(f"rope_parameters: rope_theta must be a positive, finite number, got {theta!r}")
+    try:
+        with unset_fake_temporarily(), torch.device("cpu"):  # their values are looked at
+            frequencies, scale = _frequencies(with_softmax_heads(config))
+            in_range = bool(((frequencies >= 0) & frequencies.isfinite()).all()) and 0 < scale < math.inf
+            found = frequencies.tolist()
+    except KeyError as error:
+        raise ValueError(f"rope_parameters: rope_type {rope_type!r} needs the key {error}") from error
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"rope_parameters {rope}: {error}") from error
+    if not 0 < 2 * len(found) <= head_dim:
+        raise ValueError(
+            f"rope_parameters must turn 2 to {head_dim} channels, the size of a softmax head, got {2 * len(found)} by "
+            f"{rope}"
+        )
+    if not in_range:
+        raise ValueError(
+            f"rope_parameters must give positive, finite frequencies and scale, got {found} and {scale} by {rope}"
+        )
+
+
+def with_softmax_heads(config: Any) -> Any:
+    """A copy whose `head_dim` is that of the softmax layers, which transformers' RoPE functions read."""
+    copied = copy.copy(config)
+    copied.head_dim = config.hidden_size // config.num_attention_heads
+    return copied
+
+
+def _frequencies(config: Any) -> tuple[Tensor, float]:
+    """The frequencies `[d/2]`, d channels of a head turn, in radians per position, and the scale of cosines and sines.
+
+    Args:
+        config: one `with_softmax_heads`, with any `rope_type` of transformers.
+    """
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    return _default_frequencies(config) if rope_type == "default" else ROPE_INIT_FUNCTIONS[rope_type](config)
+
+
+def _default_frequencies(config: Any) -> tuple[Tensor, float]:
+    """`theta^(-2i/d)`, and 1."""
+    channels = int(config.head_dim * (config.rope_parameters.get("partial_rotary_factor") or 1.0))
+    exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
+    return config.rope_parameters["rope_theta"] ** -exponents, 1.0
 
 
 class RotaryEmbedding(Float32Parameters):
@@ -29,20 +102,19 @@ class RotaryEmbedding(Float32Parameters):
     float32_buffers = ("inv_freq", "original_inv_freq")
     inv_freq: Tensor
 
-    def __init__(self, config: DeltaRuleConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        assert config.rope_parameters is not None and config.num_attention_heads is not None
         self.config = with_softmax_heads(config)
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         self.rope_type = config.rope_parameters["rope_type"]
-        inv_freq, self.attention_scaling = rotary_frequencies(self.config)
+        inv_freq, self.attention_scaling = _frequencies(self.config)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
     @staticmethod
-    def compute_default_rope_parameters(config: DeltaRuleConfig, **kwargs: Any) -> tuple[Tensor, float]:
-        """`default_frequencies`, under the name by which transformers' weight initialisation asks for them."""
-        return default_frequencies(config)
+    def compute_default_rope_parameters(config: Any, **kwargs: Any) -> tuple[Tensor, float]:
+        """The plain frequencies, under the name by which transformers' weight initialisation asks for them."""
+        return _default_frequencies(config)
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -59,7 +131,7 @@ class SoftmaxAttention(nn.Module):
     is_causal = True
     input_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
 
-    def __init__(self, config: DeltaRuleConfig, layer_idx: int) -> None:
+    def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         assert heads is not None and groups is not None

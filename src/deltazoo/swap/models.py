@@ -26,7 +26,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from deltazoo.generation.cache import check_cache, prepare_cache_layer
 from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.captured_generation import CapturedGeneration
-from deltazoo.models.auto_map import HEADS, AutoMapConfig, auto_class_name
+from deltazoo.models.config_keys import HEADS, AutoMapConfig, auto_class_name, offer_lora_targets
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates
 from deltazoo.models.forward_arguments import (
     describe_arguments,
@@ -36,9 +36,8 @@ from deltazoo.models.forward_arguments import (
     tell_of_row_head,
     tells_of_row_head,
 )
-from deltazoo.models.loadable_layers import refuse_undescribed
-from deltazoo.models.lora_targets import offer_lora_targets
 from deltazoo.models.outside_rules import module_of_rule
+from deltazoo.models.saving import refuse_undescribed
 from deltazoo.names import SWAPPED_PREFIX
 from deltazoo.ops import ContextParallel
 from deltazoo.runtime import RUNTIME_OPTIONS

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from deltazoo.generation.nan_origin import origin_of_nan
-from deltazoo.models.evaluation_mode import evaluation_mode
+from deltazoo.models.delta_layers import evaluation_mode
 from deltazoo.training.validation_loss import as_trained
 
 __all__ = ["Copying", "Recall", "cut_passages", "probe_copying", "probe_recall"]

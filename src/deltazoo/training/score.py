@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from deltazoo.generation.cache_argument import CACHE
 from deltazoo.generation.nan_origin import origin_of_nan
 from deltazoo.generation.position_limit import learned_positions
-from deltazoo.models.evaluation_mode import evaluation_mode
+from deltazoo.models.delta_layers import evaluation_mode
 from deltazoo.training.console import track
 from deltazoo.training.corpus import num_bytes
 from deltazoo.training.packed_rows import collate

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from deltazoo.models.evaluation_mode import evaluation_mode
+from deltazoo.models.delta_layers import evaluation_mode
 from deltazoo.training.packed_rows import IGNORED, collate
 
 

@@ -13,8 +13,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from deltazoo.models.hub_classes import model_class_of
-from deltazoo.models.hub_configs import config_class_of
+from deltazoo.models.hub import config_class_of, model_class_of
 from deltazoo.models.modeling import DeltaRuleForCausalLM
 
 __all__ = ["load_fla_checkpoint", "modernize_state_dict", "refuse_missing_weights"]

@@ -1,0 +1,114 @@
+"""Keys of a config.json that say nothing of the computation, for our own configurations and those of swapped models.
+
+`auto_map` names the classes that transformers imports from the checkpoint's own Python files, which `saving` writes.
+Runtime options say how a model runs (`deltazoo.runtime.RuntimeOptions`): they are left out of a saved configuration and
+refused from a caller.
+"""
+
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from deltazoo.runtime import RUNTIME_OPTIONS
+
+__all__ = [
+    "CONFIGURATION_FILE",
+    "HEADS",
+    "MODELING_FILE",
+    "AutoMapConfig",
+    "auto_class_name",
+    "auto_map",
+    "class_name",
+    "has_remote_code",
+    "not_a_key",
+    "offer_lora_targets",
+    "without_runtime_options",
+]
+
+CONFIGURATION_FILE, MODELING_FILE = "configuration_deltazoo", "modeling_deltazoo"
+"""The names, without `.py`, of a checkpoint's own files."""
+HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+"""The ends of the names of a model type's classes, as transformers names them."""
+_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""The large projections that linear and softmax layers have in common."""
+
+
+class AutoMapConfig:
+    """The attribute `auto_map` of our configurations, empty unless the checkpoint has the two files.
+
+    TRL reads it from every model whose class is not one of transformers' own.
+    """
+
+    @property
+    def auto_map(self) -> dict[str, str]:
+        """The classes in a checkpoint's own files, by the name of the Auto class."""
+        return self.__dict__.setdefault("auto_map", {})
+
+    @auto_map.setter
+    def auto_map(self, classes: dict[str, str]) -> None:
+        self.__dict__["auto_map"] = classes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain values, without an empty `auto_map`."""
+        values = super().to_dict()  # type: ignore[misc]
+        if not self.auto_map:
+            values.pop("auto_map", None)
+        return values
+
+
+def class_name(config: str, head: str) -> str:
+    """Name of the model class for a configuration class and one of `HEADS`."""
+    return config.removesuffix("Config") + head
+
+
+def auto_class_name(head: str) -> str:
+    """Name of transformers' Auto class for one of `HEADS`."""
+    return f"AutoModel{head.removeprefix('Model')}"
+
+
+def auto_map(config: str) -> dict[str, str]:
+    """The entry `auto_map` that names the classes in the two files."""
+    return {"AutoConfig": f"{CONFIGURATION_FILE}.{config}"} | {
+        auto_class_name(head): f"{MODELING_FILE}.{class_name(config, head)}" for head in HEADS
+    }
+
+
+def has_remote_code(config: object) -> bool:
+    """Whether a configuration comes from a checkpoint with the two files."""
+    found = getattr(config, "auto_map", None) or {}
+    return str(found.get("AutoConfig", "")).rpartition("--")[2].startswith(f"{CONFIGURATION_FILE}.")
+
+
+def offer_lora_targets(model_type: str, like: str | None = None) -> None:
+    """Register the modules that LoRA adapts by default with PEFT, if it is imported.
+
+    Args:
+        model_type: of one of our models.
+        like: a model type whose default targets are added, for a model that has its layers too.
+    """
+    constants = sys.modules.get("peft.utils.constants")
+    if constants is not None:
+        targets = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        targets.setdefault(model_type, list(dict.fromkeys([*_LORA_TARGETS, *targets.get(like, ())])))
+
+
+def without_runtime_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A `config.json` without the runtime options that older versions wrote into it; warns if it had any."""
+    found = [key for key in RUNTIME_OPTIONS if key in values]
+    if found:
+        listed = ", ".join(f"{key}={values[key]!r}" for key in found)
+        warnings.warn(
+            f"the configuration holds {listed}, which say how a model runs, not what it is. They are ignored, and left "
+            "out when the model is saved again; pass them to from_pretrained or model.set_runtime instead",
+            stacklevel=2,
+        )
+    return {key: value for key, value in values.items() if key not in found}
+
+
+def not_a_key(option: str) -> str:
+    """The message for a caller who gives a runtime option to a configuration."""
+    return (
+        f"{option} says how a model runs, not what it is, and is no key of its configuration: pass it to "
+        f"from_pretrained or to the model's constructor, or call model.set_runtime({option}=...)"
+    )

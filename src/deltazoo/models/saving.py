@@ -1,0 +1,380 @@
+"""Saving and pushing as in transformers, with a model card and, if asked for, two Python files.
+
+The card, README.md beside the weights, says what the model is, its size, its training data and how to load it. It is
+written only where there is none: an existing one, in the folder or on the Hub, stays.
+
+With the two files a checkpoint loads without `import deltazoo`: `from_pretrained(path, trust_remote_code=True)` imports
+them, and they import the installed package, or say how to install it. They hold no model code, so a checkpoint never
+carries an outdated copy of it. A rule that does not come with the package is copied beside them.
+"""
+
+import os
+import re
+import shutil
+import tempfile
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import EntryNotFoundError
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from deltazoo.layers import DeltaRuleAttention
+from deltazoo.models.config_keys import (
+    CONFIGURATION_FILE,
+    HEADS,
+    MODELING_FILE,
+    auto_class_name,
+    auto_map,
+    class_name,
+    has_remote_code,
+)
+from deltazoo.models.outside_rules import source_of_rule
+from deltazoo.models.softmax_attention import SoftmaxAttention
+from deltazoo.names import did_you_mean
+
+__all__ = ["SharedModel", "make_model_card", "refuse_undescribed", "state_bytes", "write_remote_code"]
+
+CARD = "README.md"
+INSTALL = "pip install ."
+"""The command that installs the package from a checkout; it is on no package index."""
+
+_HUB_ARGUMENTS = ("tags", "private", "token", "commit_message", "commit_description", "revision", "create_pr")
+
+# By the end of the class name: the Hub's task, and the model in words.
+_TASKS = {
+    "ForCausalLM": ("text-generation", "causal language model"),
+    "ForSequenceClassification": ("text-classification", "sequence classification model"),
+    "ForTokenClassification": ("token-classification", "token classification model"),
+    "ForQuestionAnswering": ("question-answering", "question answering model"),
+    "Model": ("feature-extraction", "language model without a head"),
+}
+
+_CARD_TEMPLATE = """\
+---
+{{ card_data }}
+---
+
+# {{ kinds | join(" and ") }}, {{ parameters }} parameters
+
+A {{ words }} of deltazoo, the model zoo for delta-rule linear attention.
+{% if config.mixer in kinds %}
+`{{ spec.name }}`: {{ spec.summary }}
+
+    {{ spec.equation }}
+
+Paper: {{ paper }}
+{% endif %}
+| | |
+|---|---|
+{%- for row, value in sizes.items() %}
+| {{ row }} | {{ value }} |
+{%- endfor %}
+
+## Training data
+
+{{ config.training_data or "Not recorded." }}
+
+## Use
+
+With deltazoo, which is not on PyPI: in a checkout of it,
+
+    {{ install }}
+
+```python
+import deltazoo  # in every process that loads it: transformers alone does not know the model type
+{%- if config.mixer_module %}
+import {{ config.mixer_module }}  # the layers' rule, which does not come with deltazoo
+{%- endif %}
+from transformers import {{ auto_class }}
+
+model = {{ auto_class }}.from_pretrained("{{ name }}")
+```
+{%- if remote_code %}
+
+With `trust_remote_code=True` it loads without `import deltazoo`, from the installed package.
+{%- endif %}
+
+"""
+
+_HEADER = '''"""Written by deltazoo: the model's classes, imported from the installed package."""
+'''
+# In a try block: for an import outside one, transformers recommends `pip install` of the module's name.
+_IMPORT = f"""
+try:
+    import deltazoo.models
+except ModuleNotFoundError as error:
+    if error.name != "deltazoo":
+        raise
+    message = "this model needs deltazoo, which is not on PyPI: run `{INSTALL}` in a checkout of it"
+    raise ModuleNotFoundError(message, name="deltazoo") from None
+"""
+
+# Options that decide a layer's results. Its sizes are not among them: loading checks the shapes of parameters.
+_CHOICES = (
+    "spec",
+    "activation",
+    "allow_neg_eigval",
+    "neg_eigval",
+    "decay_lower_bound",
+    "num_micro_steps",
+    "conv_size",
+    "rope",
+)
+
+
+class SharedModel(PreTrainedModel):
+    """A `PreTrainedModel` that is saved and pushed with a model card."""
+
+    def refuse_undescribed_layers(self) -> None:
+        """Raise ValueError if loading would make other layers than the model has."""
+        raise NotImplementedError
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        *,
+        push_to_hub: bool = False,
+        remote_code: bool = False,
+        **kwargs: Any,
+    ) -> CommitInfo | None:
+        """Save as transformers documents it, with a model card unless the folder has one.
+
+        Args:
+            save_directory: folder of the checkpoint; created if it does not exist.
+            is_main_process: whether this process writes, if several call.
+            push_to_hub: upload what was saved; `repo_id` defaults to the folder's name.
+            remote_code: add the files that `export_remote_code` describes. A model from a checkpoint with such files
+                keeps them.
+            kwargs: for transformers, such as `max_shard_size`, and with `push_to_hub=True` for the method of that name.
+
+        Returns:
+            The commit, if this process pushes.
+
+        Raises:
+            ValueError: `push_to_hub=True` together with `distributed_checkpoint=True`; layers that the configuration
+                does not describe, such as a subclass inserted by hand: they would load as others.
+        """
+        if push_to_hub and kwargs.get("distributed_checkpoint"):
+            raise ValueError("a distributed checkpoint cannot be pushed: save without distributed_checkpoint=True")
+        self.refuse_undescribed_layers()
+        hub = {key: kwargs.pop(key) for key in ("repo_id", *_HUB_ARGUMENTS) if key in kwargs}
+        folder, config = Path(save_directory), type(self.config).__name__
+        before = _modification_times(folder)
+        remote_code = remote_code or has_remote_code(self.config)
+        if remote_code:
+            source_of_rule(self.config.mixer)  # raises before anything is written
+            self.config.auto_map = auto_map(config)
+        super().save_pretrained(save_directory, is_main_process, **kwargs)
+        if not _writes(is_main_process):
+            return None
+        if not getattr(self, "_hf_peft_config_loaded", False):  # with adapters, they alone are saved
+            if remote_code:
+                write_remote_code(folder, config, source_of_rule(self.config.mixer))
+            if not (folder / CARD).exists():
+                make_model_card(self).save(folder / CARD)
+        return _upload(self, folder, before, hub.pop("repo_id", folder.name), **hub) if push_to_hub else None
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:  # type: ignore[override]
+        """Upload the model, its configuration and its model card to the Hub.
+
+        transformers would put a card of its own in the place of ours. A card that is on the Hub stays, with `tags`
+        added.
+
+        Args:
+            repo_id: the repository; created if it does not exist.
+            kwargs: `max_shard_size`, `tags`, `private`, `token`, `commit_message`, `commit_description`, `revision` and
+                `create_pr`, as transformers documents them; `remote_code` as for `save_pretrained`.
+        """
+        known = ("max_shard_size", "remote_code", *_HUB_ARGUMENTS)
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(f"push_to_hub() got an unexpected argument {name!r}{did_you_mean(name, known)}")
+        with tempfile.TemporaryDirectory() as folder:
+            return self.save_pretrained(folder, push_to_hub=True, repo_id=repo_id, **kwargs)
+
+
+def _upload(
+    model: PreTrainedModel,
+    folder: Path,
+    before: dict[Path, int],
+    repo_id: str,
+    *,
+    tags: list[str] | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    **commit: Any,
+) -> CommitInfo:
+    """Commit the card and what has changed in the folder since `before`; a card that is on the Hub stays."""
+    api = HfApi(token=token, library_name="deltazoo")
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None and not commit.get("create_pr"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    after = _modification_times(folder)
+    files: dict[str, Path | bytes] = {path.name: path for path in after if before.get(path) != after[path]}
+    card = ModelCard.load(folder / CARD) if folder / CARD in before else make_model_card(model, repo_id)
+    with suppress(EntryNotFoundError):
+        card = ModelCard.load(repo_id, token=token)  # type: ignore[arg-type]
+    if tags:
+        card.data["tags"] = list(dict.fromkeys([*(card.data.get("tags") or ()), *tags]))
+    files[CARD] = str(card).encode()
+    operations = [CommitOperationAdd(name, content) for name, content in files.items()]
+    commit["commit_message"] = commit.get("commit_message") or f"Upload {type(model).__name__}"
+    return api.create_commit(repo_id, operations, revision=revision, **commit)
+
+
+def _writes(is_main_process: bool) -> bool:
+    """Whether this process writes the files."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return is_main_process and rank == 0
+
+
+def _modification_times(folder: Path) -> dict[Path, int]:
+    """Modification times of the files in a folder in nanoseconds; empty if there is no such folder."""
+    return {path: path.stat().st_mtime_ns for path in folder.glob("*") if path.is_file()}
+
+
+def make_model_card(model: PreTrainedModel, name: str = "PATH") -> ModelCard:
+    """The card of one of our models, read from the model and its configuration; `name` is what loads it."""
+    config, spec = model.config, model.config.spec
+    head = next(end for end in _TASKS if type(model).__name__.endswith(end))
+    task, words = _TASKS[head]
+    kinds = {"linear_attention": config.mixer, "full_attention": "softmax attention"}
+    layers = Counter(kinds[layer_type] for layer_type in config.layer_types)
+    hybrid = ["hybrid"] if "full_attention" in config.layer_types else []
+    tags = ["deltazoo", "linear-attention", "delta-rule", config.model_type, config.mixer, *hybrid]
+    number = re.search(r"\d{4}\.\d{5}", spec.paper)
+    return ModelCard.from_template(
+        ModelCardData(
+            library_name="deltazoo",
+            pipeline_tag=task,
+            tags=list(dict.fromkeys([*tags, *(model.model_tags or ())])),
+        ),
+        template_str=_CARD_TEMPLATE,
+        config=config,
+        spec=spec,
+        kinds=list(layers),
+        words=words,
+        parameters=_short(model.num_parameters()),
+        paper=f"[{spec.paper}](https://arxiv.org/abs/{number[0]})" if number else spec.paper,
+        sizes=_sizes(model, layers),
+        install=INSTALL,
+        auto_class=auto_class_name(head),
+        name=name,
+        remote_code=has_remote_code(config),
+    )
+
+
+def _sizes(model: PreTrainedModel, layers: Counter[str]) -> dict[str, str]:
+    """The rows of the card's table; `layers` counts them by kind."""
+    config, total = model.config, model.num_parameters()
+    constant, per_token = state_bytes(model)
+    state = [f"{constant:,} bytes at any length"] if constant else []
+    if per_token:
+        state.append(f"{per_token:,} bytes per token")
+    sizes = {
+        "parameters": f"{total:,}, of which embeddings {total - model.num_parameters(exclude_embeddings=True):,}",
+        "layers": f"{config.num_hidden_layers}: " + ", ".join(f"{n} {kind}" for kind, n in layers.items()),
+        "width": f"{config.hidden_size}, {config.intermediate_size} in the MLPs",
+    }
+    if "linear_attention" in config.layer_types:
+        sizes["heads of a linear layer"] = (
+            f"{config.num_heads} of {config.head_dim} channels for queries and keys, "
+            f"{config.num_v_heads} of {round(config.head_dim * config.expand_v)} for values"
+        )
+        sizes["short convolutions"] = f"{config.conv_size} tokens" if config.use_short_conv else "none"
+    if "full_attention" in config.layer_types:
+        sizes["heads of a softmax layer"] = f"{config.num_attention_heads}, {config.num_key_value_heads} for keys"
+    return sizes | {
+        "vocabulary": f"{config.vocab_size:,}",
+        "state of one sequence": " and ".join(state),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def state_bytes(model: PreTrainedModel) -> tuple[int, int]:
+    """The memory of one sequence in decoding.
+
+    Returns:
+        Bytes that do not depend on the length (float32 states, and convolution windows in the model's dtype), and bytes
+        per token (keys and values of softmax layers).
+    """
+    constant = per_token = 0
+    for module in model.modules():
+        if isinstance(module, DeltaRuleAttention):
+            constant += module.state_bytes(model.dtype)
+        elif isinstance(module, SoftmaxAttention):
+            per_token += model.dtype.itemsize * (module.k_proj.out_features + module.v_proj.out_features)
+    return constant, per_token
+
+
+def _short(number: int) -> str:
+    """A number in three digits, such as 1.30 B or 46.1 M."""
+    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
+def write_remote_code(folder: Path, config: str, rule: Path | None = None) -> None:
+    """Write the two files; transformers marks the classes in such files as custom code, so they are subclasses of ours.
+
+    Args:
+        folder: of the checkpoint.
+        config: name of the configuration class.
+        rule: the file that registers the rule, copied beside them; None: it comes with deltazoo.
+    """
+    imported = ""
+    if rule is not None:
+        if rule.resolve() != (folder / rule.name).resolve():
+            shutil.copyfile(rule, folder / rule.name)
+        # transformers downloads the files that it finds in relative imports. Importing a rule registers it, which works
+        # once per name.
+        imported = f"""
+if {rule.stem!r} not in deltazoo.models.outside_rules.loaded_modules():
+    from .{rule.stem} import __name__ as _rule
+"""
+    source = f"{_HEADER}{_IMPORT}{imported}\n\nclass {config}(deltazoo.models.{config}):\n    pass\n"
+    (folder / f"{CONFIGURATION_FILE}.py").write_text(source, encoding="utf-8")
+    names = [class_name(config, head) for head in HEADS]
+    classes = [f"class {name}(deltazoo.models.{name}):\n    config_class = {config}\n" for name in names]
+    source = "\n\n".join([f"{_HEADER}\nfrom .{CONFIGURATION_FILE} import {config}, deltazoo\n", *classes])
+    (folder / f"{MODELING_FILE}.py").write_text(source, encoding="utf-8")
+
+
+def refuse_undescribed(layer: nn.Module, described: nn.Module, path: str) -> None:
+    """Raise ValueError unless loading would make a layer that computes what `layer` computes.
+
+    Args:
+        layer: of a model that is to be saved.
+        described: the layer that the model's configuration makes instead.
+        path: the layer's name in the model, for the message.
+
+    Raises:
+        ValueError: another class, rule or option.
+    """
+    found, expected = _own_class(layer), _own_class(described)
+    if found is not expected:
+        raise ValueError(
+            f"{path} is a {found.__module__}.{found.__qualname__}, and the configuration would load a "
+            f"{expected.__qualname__} in its place, with other results. Register the layer class with a spec of its "
+            "own name (deltazoo.register_rule), and make the model of a configuration with that rule"
+        )
+    for name in _CHOICES:
+        ours, theirs = getattr(layer, name, None), getattr(described, name, None)
+        if ours != theirs:
+            raise ValueError(
+                f"{path} has {name}={ours!r}, and the configuration would load a layer with {theirs!r} in its place: "
+                "change the configuration and make the model of it"
+            )
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    """The module's class without the one that FSDP2 derives from it."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed"))
