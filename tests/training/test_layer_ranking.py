@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deltazoo.cli.tables import ranking_table
+from deltazoo.cli.training import ranking_table
 from deltazoo.swap import swap_attention
 from deltazoo.training.conversion_plots import draw_ranking
 from deltazoo.training.layer_ranking import LayerScore, Ranking, rank_layers
