@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from deltazoo.cli.options import (
     CheckpointArgument,
@@ -385,7 +386,7 @@ def facts_table(facts: dict[str, str]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))  # brackets are no markup
     return table
 
 
