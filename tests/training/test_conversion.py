@@ -29,8 +29,8 @@ from deltazoo.training import conversion_plots
 from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.conversion import ConversionResult, ConversionText, convert, run_stage
 from deltazoo.training.conversion_config import ConversionConfig, FineTuningConfig
-from deltazoo.training.conversion_plots import draw_conversion
 from deltazoo.training.packed_rows import collate_side_by_side
+from deltazoo.training.pictures import draw_conversion
 from deltazoo.training.stage_trainers import choose_trained_parameters, divergence, original_of, teacher_forced
 from deltazoo.training.tokenizer import build_tokenizer
 from deltazoo.training.trainer import PackedTrainer

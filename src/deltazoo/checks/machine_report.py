@@ -35,6 +35,8 @@ def speeds(
     device: str, shapes: Iterable[tuple[int, int]] = SHAPES, hidden_size: int = 2048, seconds: float = 0.3
 ) -> list[Speed]:
     """Times of a few rules; each is measured for about so many seconds."""
+    if device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(device).index or 0)  # the one that Timer waits for
     found = []
     for rows, tokens in shapes:
         x = torch.randn(rows, tokens, hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)

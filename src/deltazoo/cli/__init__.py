@@ -463,7 +463,7 @@ def evaluate(
     documents = choose_documents(path, data, max_bytes)
 
     from deltazoo.training import score_documents
-    from deltazoo.training.comparison import Baseline, baselines, save_comparison
+    from deltazoo.training.baselines import Baseline, baselines, save_comparison
     from deltazoo.training.loading import load_checkpoint
 
     model, tokenizer = load_checkpoint(path, device)
@@ -517,7 +517,7 @@ def diagnose(
     """Erase gains, half-lives of decays, norms of states and saturated gates of every layer; warnings in sentences."""
     from deltazoo.training.config import DataConfig
     from deltazoo.training.documents import choose_documents
-    from deltazoo.training.figures import require_matplotlib
+    from deltazoo.training.pictures import require_matplotlib
 
     refuse({"--text-field acts on --text only": text is None and text_field != DataConfig.text_field})
     check_output_file("--picture", picture)

@@ -96,7 +96,7 @@ def train(
     from torch import distributed
 
     from deltazoo.training import train as train_run
-    from deltazoo.training.loss_curve import draw_loss_curve
+    from deltazoo.training.pictures import draw_loss_curve
 
     try:
         result = train_run(run, resume=resume)
@@ -300,9 +300,9 @@ def swap(
     from deltazoo.swap import swap_attention
     from deltazoo.swap.families import decoder_layers_of, family_of
     from deltazoo.training.conversion import check_row_lengths, save_swapped
-    from deltazoo.training.conversion_plots import draw_ranking
     from deltazoo.training.layer_ranking import check_best, rank_layers, ranking_rows
     from deltazoo.training.loading import load_checkpoint, load_model
+    from deltazoo.training.pictures import draw_ranking
 
     options: dict[str, Any] = {"init": init, "rope": rope, "qk_norm": qk_norm, "grouped": grouped}
     console = Console()
@@ -365,7 +365,7 @@ def _convert(
     from deltazoo.training.console import say
     from deltazoo.training.conversion import convert
     from deltazoo.training.conversion_config import STAGES
-    from deltazoo.training.conversion_plots import draw_conversion
+    from deltazoo.training.pictures import draw_conversion
     from deltazoo.training.run_folder import LOSS_PICTURE, has_saved
 
     try:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltazoo.diagnosis.rule_figures import CHUNK
-from deltazoo.training.figures import ORANGE, PALETTE, new_figure, save_figure
+from deltazoo.training.pictures import ORANGE, PALETTE, new_figure, save_figure
 
 __all__ = ["draw_records"]
 

@@ -1,0 +1,167 @@
+"""Pictures of training: the losses of a run, those of a conversion, and a ranking of layers. matplotlib is an extra."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:  # imports torch
+    from deltazoo.training.layer_ranking import Ranking
+
+__all__ = [
+    "ORANGE",
+    "PALETTE",
+    "curves",
+    "draw_conversion",
+    "draw_loss_curve",
+    "draw_ranking",
+    "new_figure",
+    "require_matplotlib",
+    "save_figure",
+]
+
+# Okabe and Ito's palette, distinguishable with every common colour vision deficiency, and a grey.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+BLUE, ORANGE, BLACK, GREY = PALETTE[0], PALETTE[1], PALETTE[-1], "#8C8C8C"
+_PANEL = 4.6  # inches
+_LOSSES = {
+    "align": "relative squared error of a layer",
+    "distill": "KL to the original and\nweighted text loss, nats",
+    "finetune": "loss on text, nats per token",
+}
+
+
+def require_matplotlib() -> None:
+    """Raise ImportError with the line to install, unless matplotlib is there."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "a picture needs matplotlib: pip install '.[plots]' in a checkout of deltazoo, or elsewhere "
+            "pip install matplotlib"
+        ) from error
+
+
+def new_figure(panels: int, *, width: float, height: float, columns: int | None = None) -> tuple[Any, list[Any]]:
+    """A figure, sizes in inches, and its panels side by side, `columns` in a row; it needs no display."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    columns = columns or panels
+    axes = list(figure.subplots(-(-panels // columns), columns, squeeze=False).flat)
+    for axis in axes:
+        axis.grid(True, alpha=0.25)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def save_figure(figure: Any, path: Path, *, dpi: int = 110) -> Path:
+    """Write a PNG without the library's version in it, so that equal pictures are equal files."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi, metadata={"Software": None})
+    return path
+
+
+def curves(log_history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """``(step, loss in nats per token)`` pairs of both losses from the Trainer's log history."""
+    return {
+        name: [(int(entry["step"]), float(entry[key])) for entry in log_history if key in entry]
+        for name, key in (("training", "loss"), ("validation", "eval_loss"))
+    }
+
+
+def draw_loss_curve(log_history: Sequence[dict[str, Any]], path: str | Path, title: str, tokens_per_step: int) -> Path:
+    """Draw both losses of a run as a PNG.
+
+    Args:
+        log_history: the Trainer's log history.
+        path: where the PNG goes.
+        title: above the picture.
+        tokens_per_step: tokens per optimizer step, for the upper axis.
+
+    Raises:
+        ValueError: the history holds no training loss.
+    """
+    found = curves(log_history)
+    if not found["training"]:
+        raise ValueError("the log history holds no training loss to draw")
+    figure, [axes] = new_figure(1, width=8, height=4.5)
+    axes.plot(*zip(*found["training"], strict=True), color=BLUE, linewidth=1.5, label="training")
+    if found["validation"]:
+        axes.plot(*zip(*found["validation"], strict=True), "o--", color=ORANGE, markersize=4, label="validation")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(title)
+    axes.legend(frameon=False)
+    millions = tokens_per_step / 1e6
+    scale = (lambda x: np.multiply(x, millions)), (lambda x: np.divide(x, millions))
+    tokens = axes.secondary_xaxis("top", functions=scale)
+    tokens.set_xlabel("training tokens (millions)")
+    return save_figure(figure, Path(path), dpi=150)
+
+
+def draw_conversion(
+    path: Path, histories: Mapping[str, Sequence[Mapping[str, Any]]], scores: Mapping[str, float], title: str
+) -> Path:
+    """One panel per stage: its own loss on the left axis, held-out bits per byte of the whole model on the right.
+
+    Args:
+        path: where the PNG goes.
+        histories: stage -> the Trainer's log history, in the order of the stages.
+        scores: bits per byte of all held-out rows, for ``original``, ``transfer`` and each stage. The Trainer's
+            history has those of some rows, which may differ slightly.
+        title: above the plot.
+    """
+    count = len(histories)
+    columns = min(5, 2 * count - 1)  # of the legend, which is as wide as three panels in one line
+    figure, panels = new_figure(count, width=_PANEL * count, height=3.9 + 0.3 * math.ceil(5 / columns))
+    rights = [axis.twinx() for axis in panels]
+    for axis, right, (stage, history) in zip(panels, rights, histories.items(), strict=True):
+        losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+        bits = [(entry["step"], entry["eval_bits_per_byte"]) for entry in history if "eval_bits_per_byte" in entry]
+        axis.plot(*zip(*losses, strict=True), color=BLUE, linewidth=1.5, label="the stage's loss (left)")
+        right.plot(*zip(*bits, strict=True), "o--", color=ORANGE, markersize=4, label="held-out, some rows (right)")
+        right.plot(losses[-1][0], scores[stage], "*", color=ORANGE, markersize=13, label="held-out, all rows (right)")
+        right.axhline(scores["original"], color=BLACK, linestyle=":", label="original, all rows (right)")
+        right.axhline(scores["transfer"], color=GREY, linestyle="-.", label="after transfer, all rows (right)")
+        axis.set(xlabel="optimizer step", title=stage)
+        axis.set_ylabel(_LOSSES[stage], color=BLUE)
+        right.set_ylabel("held-out bits per byte", color=ORANGE)
+    low = min(axis.get_ylim()[0] for axis in rights)
+    high = max(axis.get_ylim()[1] for axis in rights)
+    for right in rights:
+        right.set_ylim(low, high)
+    lines = [*panels[0].get_lines(), *rights[0].get_lines()]
+    figure.legend(lines, [line.get_label() for line in lines], loc="outside lower center", ncols=columns, frameon=False)
+    figure.suptitle(textwrap.fill(title, 44 * count))
+    return save_figure(figure, path, dpi=150)
+
+
+def draw_ranking(path: Path, ranking: Ranking, chosen: Sequence[int] = ()) -> Path:
+    """Each layer's rise in loss as a bar, filled for chosen layers.
+
+    Args:
+        path: where the PNG goes.
+        ranking: the measured losses.
+        chosen: layers to mark; all bars are filled if there is none.
+    """
+    figure, [axis] = new_figure(1, width=max(5.0, 0.45 * len(ranking.layers) + 2), height=3.8)
+    for score in ranking.layers:
+        filled = not chosen or score.layer in chosen
+        axis.bar(score.layer, score.rise, color=BLUE if filled else "white", edgecolor=BLUE)
+    axis.axhline(0, color=BLACK, linewidth=0.8)
+    axis.set_xticks([score.layer for score in ranking.layers])
+    axis.set(xlabel="layer swapped alone, after transfer", ylabel="rise in loss, nats per token")
+    legend = "\nfilled: chosen" if chosen else ""
+    axis.set_title(f"{ranking.rule}; original: {ranking.loss:.3f} nats per token{legend}", fontsize=10)
+    axis.grid(False, axis="x")
+    return save_figure(figure, path, dpi=150)
