@@ -1,9 +1,12 @@
-# One environment in .venv for everything; it is made once and again only when what it is made from changes.
+# One environment in .venv: deltazoo alone for the quickstart, and the rest on top of it for whatever needs more. It is
+# made once, and again only when what it is made from changes.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CORE := $(VENV)/.installed-core
 INSTALLED := $(VENV)/.installed
+PIP := -m pip install --quiet --disable-pip-version-check
 
 # Waiting threads spin for microseconds, then sleep: torch's own default lets two threads slow each other down tenfold
 # as soon as a core has other work.
@@ -25,7 +28,7 @@ QUICK := tests/test_*.py tests/ops/test_reference.py tests/ops/test_chunkwise.py
 
 .PHONY: quickstart quick test test-oldest test-newest harness-test processes-test slow-test test-full compile-test gpu-test lab lint docs docs-serve wheel wheel-test clean
 
-quickstart: $(INSTALLED)  ## train a small model on real text, reload it, sample, compare (ARGS=--fresh trains again)
+quickstart: $(CORE)  ## train a small model on real text, reload it, sample, compare (ARGS=--fresh trains again)
 	$(BIN)/python scripts/quickstart.py $(ARGS)
 
 quick: $(INSTALLED)  ## a run after every edit, two to three minutes on two cores (ARGS are pytest's)
@@ -47,7 +50,7 @@ test-oldest: $(OLDEST)/.installed  ## models, training, swapping, recipes on the
 
 test-newest:  ## the same on the newest versions that a fresh install takes today, without our constraints
 	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable ".[test]"
+	$(NEWEST)/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable ".[test]"
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 $(ACROSS_VERSIONS) $(ARGS)
 
 harness-test: $(HARNESS)/.installed  ## the recipe of docs/evaluation.md with lm-evaluation-harness, in an environment of its own
@@ -74,8 +77,8 @@ docs: $(INSTALLED)  ## the documentation site into site/; a broken link or a nam
 docs-serve: $(INSTALLED)  ## the documentation site at http://127.0.0.1:8000, built again at every change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --watch src --watch README.md --watch CONTRIBUTING.md
 
-wheel: $(INSTALLED)  ## dist/deltazoo-VERSION-py3-none-any.whl
-	$(BIN)/python -m build --wheel --outdir dist
+wheel: $(INSTALLED)  ## the wheel and the source distribution, into dist/
+	$(BIN)/python -m build --outdir dist
 
 wheel-test: $(INSTALLED)  ## build the wheel, install it into an empty environment, use it there
 	$(BIN)/python scripts/wheel_test.py
@@ -83,18 +86,22 @@ wheel-test: $(INSTALLED)  ## build the wheel, install it into an empty environme
 clean:  ## remove the environment and what was built
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(HARNESS) build dist site
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(CORE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "deltazoo needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python $(PIP) --constraint constraints.txt --editable .
+	@touch $@
+
+$(INSTALLED): $(CORE)
+	$(BIN)/python $(PIP) --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt --editable ".[test]"
+	$(OLDEST)/bin/python $(PIP) --constraint constraints-oldest.txt --editable ".[test]"
 	@touch $@
 
 $(HARNESS)/.installed: pyproject.toml constraints-harness.txt
 	$(PYTHON) -m venv $(HARNESS)
-	$(HARNESS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-harness.txt --editable ".[test,harness]"
+	$(HARNESS)/bin/python $(PIP) --constraint constraints-harness.txt --editable ".[test,harness]"
 	@touch $@

@@ -75,10 +75,11 @@ def report(run: Path, figures: dict, sampling_speed: float, on_gpu: bool) -> int
     baselines = {baseline["name"]: baseline["bits_per_byte"] for baseline in figures["baselines"]}
     goal = "xz -9" if on_gpu else "order-2 byte model"
     margin = baselines[goal] - figures["bits_per_byte"]
+    curve = run / "loss.png"  # drawn where matplotlib is installed
     console.print(
         f"trained {training['seconds']:,.0f} s at {training['tokens_per_second']:,.0f} tokens/s in "
-        f"{training['precision']} on {training['device']}; sampled {sampling_speed:,.0f} tokens/s one by one\n"
-        f"loss curve: {run / 'loss.png'}",
+        f"{training['precision']} on {training['device']}; sampled {sampling_speed:,.0f} tokens/s one by one"
+        + (f"\nloss curve: {curve}" if curve.is_file() else ""),
         highlight=False,
     )
     if margin <= 0:
@@ -91,7 +92,7 @@ def report(run: Path, figures: dict, sampling_speed: float, on_gpu: bool) -> int
         f'deltazoo generate {run} --prompt "def main("',
         f"deltazoo eval {run} --primed   [dim]# lets xz read the training text first, as the model did[/]",
         "deltazoo list",
-        f"deltazoo train quickstart_{size} --set model.mixer=kda --output runs/kda",
+        f"deltazoo train quickstart_{size} --rule kda --output runs/kda",
         "deltazoo train --text FOLDER",
     ):
         console.print(f"  .venv/bin/{command}", highlight=False, soft_wrap=True)

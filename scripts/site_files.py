@@ -19,7 +19,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from deltazoo.cli.app import build_app
+from deltazoo.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -108,9 +108,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Links as the site needs them; formulas by number, so that Markdown finds nothing to format in them."""
     page.meta["formulas"] = [mathml(match[1] or match[2], bool(match[1])) for match in FORMULA.finditer(markdown)]
     numbers = iter(range(len(page.meta["formulas"])))
-    markdown = COMMANDS.sub(
-        lambda _: "\n".join(command_lines("deltazoo", typer.main.get_command(build_app()))), markdown
-    )
+    markdown = COMMANDS.sub(lambda _: "\n".join(command_lines("deltazoo", typer.main.get_command(app))), markdown)
     markdown = FORMULA.sub(lambda _: f"@formula{next(numbers)}@", markdown)
     return rewrite(markdown, page.file.src_uri)[0]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deltazoo import spec
-from deltazoo.cli.rule_files import load_rule_file
+from deltazoo.cli.options import load_rule_file
 
 RULES = Path(__file__).parent / "broken_rules"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers import run_python
 
 import deltazoo
 import deltazoo.layers
@@ -169,3 +170,25 @@ def test_a_former_name_says_the_new_one(name: str) -> None:
 
 def test_version_is_a_release_number() -> None:
     assert [part.isdigit() for part in deltazoo.__version__.split(".")[:2]] == [True, True]
+
+
+def test_no_module_hides_a_public_name() -> None:
+    """An imported submodule becomes an attribute of its package, in place of a function of its name."""
+    code = """
+import importlib, pkgutil, sys, types
+import deltazoo
+
+for module in pkgutil.walk_packages(deltazoo.__path__, "deltazoo."):
+    if module.name not in ("deltazoo.__main__", "deltazoo.training.harness_model"):  # a program; needs lm_eval
+        importlib.import_module(module.name)
+for name, package in sorted(sys.modules.items()):
+    if name.partition(".")[0] == "deltazoo" and hasattr(package, "__path__"):
+        for public in getattr(package, "__all__", ()):
+            if isinstance(getattr(package, public), types.ModuleType):
+                print(f"{name}.{public}")
+"""
+    assert run_python(code, timeout=300).split() == [
+        "deltazoo.compat.fla",
+        "deltazoo.ops.decay",
+        "deltazoo.ops.step_size",
+    ]

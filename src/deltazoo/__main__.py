@@ -1,5 +1,5 @@
 """``python -m deltazoo``: the ``deltazoo`` command."""
 
-from deltazoo.cli.app import main
+from deltazoo.cli import main
 
 main()

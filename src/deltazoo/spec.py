@@ -9,9 +9,9 @@ This module imports no torch, so that the command line can list the rules at onc
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module  # noqa: TID251 (a registered rule names its layer)
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -115,6 +115,10 @@ class RuleSpec:
     """Key dimension per head in the paper's language models."""
     expand_v: float = 1.0
     """Value dimension over key dimension, per head, in the paper's language models."""
+    paper_shape: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Keys of a model configuration of 1,024 channels and about 340 M parameters, and `learning_rate` where the paper's
+    is not 4e-4: what `deltazoo train paper_340m --rule NAME` trains. Unless named, the heads have the sizes above, keys
+    are as wide as the model, and there are 24 blocks. A model twice as wide has twice as many heads."""
     hub_model_type: str | None = None
     """`model_type` of published checkpoints, where deltazoo has one; None: `delta_rule` with `mixer: <name>`."""
     earlier: "RuleSpec | None" = None
@@ -122,10 +126,10 @@ class RuleSpec:
 
     def __post_init__(self) -> None:
         self._check_choices()
-        for field, usual in {"allow_neg_eigval": False, "erase_key": "tied", "num_micro_steps": 1}.items():
-            if self.step_size == "none" and getattr(self, field) != usual:
+        for choice, usual in {"allow_neg_eigval": False, "erase_key": "tied", "num_micro_steps": 1}.items():
+            if self.step_size == "none" and getattr(self, choice) != usual:
                 raise ValueError(
-                    f"rule {self.name!r}: {field}={getattr(self, field)!r} needs a correction term, but step_size "
+                    f"rule {self.name!r}: {choice}={getattr(self, choice)!r} needs a correction term, but step_size "
                     "is 'none'"
                 )
         if self.decay == "none" and self.decay_gate != "softplus":
@@ -148,25 +152,25 @@ class RuleSpec:
                 )
 
     def _check_choices(self) -> None:
-        for field, kind in {
+        for choice, kind in {
             "decay": Decay,
             "output_gate": OutputGate,
             "erase_key": EraseKey,
             "erase_reads": EraseReads,
             "nonexpansive": Nonexpansive,
         }.items():
-            value = getattr(self, field)
+            value = getattr(self, choice)
             if value not in get_args(kind):
-                raise ValueError(f"rule {self.name!r}: {unknown(field, value, get_args(kind))}")
-        for field in ("num_micro_steps", "head_dim"):
-            value = getattr(self, field)
+                raise ValueError(f"rule {self.name!r}: {unknown(choice, value, get_args(kind))}")
+        for choice in ("num_micro_steps", "head_dim"):
+            value = getattr(self, choice)
             if type(value) is not int or value < 1:  # Python takes True for 1
-                raise ValueError(f"rule {self.name!r}: {field} must be a whole number of at least 1, got {value!r}")
+                raise ValueError(f"rule {self.name!r}: {choice} must be a whole number of at least 1, got {value!r}")
         # Names are looked up when a layer is made: the functions need torch.
-        for field in ("step_size", "decay_gate", "gate_activation"):
-            value = getattr(self, field)
+        for choice in ("step_size", "decay_gate", "gate_activation"):
+            value = getattr(self, choice)
             if not isinstance(value, str) and not callable(value):
-                raise ValueError(f"rule {self.name!r}: {field} must be a name or a function, got {value!r}")
+                raise ValueError(f"rule {self.name!r}: {choice} must be a name or a function, got {value!r}")
 
     def __call__(self, layer: Layer) -> Layer:
         """Register `layer` as the class that computes this rule, and return it: the spec as a decorator."""

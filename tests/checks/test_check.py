@@ -11,7 +11,7 @@ from outside_rule import RULES, forget_rules
 from torch import Tensor
 
 from deltazoo.checks import CHECKS, check_rule
-from deltazoo.cli.rule_files import load_rule_file
+from deltazoo.cli.options import load_rule_file
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.spec import RuleSpec, list_rules, register_rule
 

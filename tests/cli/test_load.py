@@ -11,7 +11,7 @@ from outside_rule import RULES, forget_rules
 from tiny_runs import run_config, write_text_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deltazoo.cli.rule_files import load_rule_file
+from deltazoo.cli.options import load_rule_file
 from deltazoo.training import save_config
 from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.tokenizer import build_tokenizer
@@ -67,13 +67,6 @@ def test_a_rule_is_swapped_in(tmp_path: Path) -> None:
     assert call(*swap, "--load", RULE, "--device", "cpu") == 0
     (config,) = (tmp_path / "out").rglob("config.json")
     assert '"mixer_module": "trapezoid"' in config.read_text()
-
-
-def test_a_rule_is_timed_as_a_model(tmp_path: Path) -> None:
-    bench = ["bench", "model", "--device", "cpu", "--models", "trapezoid", "--peers", "none", "--measure", "train"]
-    bench += ["--shapes", "1x8", "--training", "eager", "--steps", "2", "--out", str(tmp_path / "bench.json")]
-    assert call(*bench, "--load", RULE) == 0
-    assert '"trapezoid"' in (tmp_path / "bench.json").read_text()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch import Tensor
 from transitions import factors_and_writes
 
 import deltazoo
-from deltazoo.cli.rule_files import load_rule_file
+from deltazoo.cli.options import load_rule_file
 from deltazoo.compat.transformers.layer import AcceleratedLayer
 from deltazoo.diagnosis import Diagnosis, Figures
 from deltazoo.diagnosis.rule_calls import delta_rule_layers, recorded_calls

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from one_thread_gloo import ONE_THREAD_GLOO
 from tiny_models import OPTIONS, VOCAB, tiny_model
 
-from deltazoo.cli.rule_files import load_rule_file
+from deltazoo.cli.options import load_rule_file
 from deltazoo.distributed import clip_grad_norm_
 from deltazoo.distributed.tensor_parallel import CallTogether
 from deltazoo.layers import parameter_groups

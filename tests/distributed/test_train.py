@@ -144,7 +144,7 @@ def test_fsdp2_with_tensor_parallelism_has_the_losses_of_one_process(tmp_path: P
 
 
 def test_rows_divide_among_processes() -> None:
-    settings = load_config("configs/gated_deltanet_340m.yaml").training
+    settings = load_config("configs/paper_340m.yaml").training
     assert divide_rows(settings, 1) == Division(groups=1, context_parallel=1, rows=16, accumulation=16)
     assert divide_rows(settings, 8) == Division(groups=8, context_parallel=1, rows=16, accumulation=2)
     assert divide_rows(settings, 64) == Division(groups=64, context_parallel=1, rows=4, accumulation=1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from deltazoo.cli.app import build_app
+from deltazoo.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -45,7 +45,7 @@ def test_there_are_commands_to_check() -> None:
 
 @pytest.mark.parametrize(("page", "line"), commands(), ids=lambda value: value.replace("/", "_")[:60])
 def test_command_and_options_exist(page: str, line: str) -> None:
-    group: Any = typer.main.get_command(build_app())
+    group: Any = typer.main.get_command(app)
     words = shlex.split(line)
     assert words[0] in group.commands, f"{page}: deltazoo {line}"
     check(words[1:], group.commands[words[0]])

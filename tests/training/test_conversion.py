@@ -25,12 +25,12 @@ from transformers import (
 
 import deltazoo.training.conversion as conversion
 from deltazoo.swap import swap_attention, swapped_layers
-from deltazoo.training import conversion_plots
+from deltazoo.training import pictures
 from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.conversion import ConversionResult, ConversionText, convert, run_stage
 from deltazoo.training.conversion_config import ConversionConfig, FineTuningConfig
-from deltazoo.training.conversion_plots import draw_conversion
 from deltazoo.training.packed_rows import collate_side_by_side
+from deltazoo.training.pictures import draw_conversion
 from deltazoo.training.stage_trainers import choose_trained_parameters, divergence, original_of, teacher_forced
 from deltazoo.training.tokenizer import build_tokenizer
 from deltazoo.training.trainer import PackedTrainer
@@ -131,7 +131,7 @@ def test_nothing_written_in_the_picture_is_cut_off(
     unbroken: ConversionResult, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(conversion_plots, "save_figure", lambda figure, path, dpi: drawn.append(figure))
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path, dpi: drawn.append(figure))
     histories = {name: unbroken.stages[name].history for name in names}
     draw_conversion(Path("unused"), histories, unbroken.scores, "kda in 12 of 24 attention slots of " + "folder/" * 8)
     [figure] = drawn

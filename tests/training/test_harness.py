@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import deltazoo
 from deltazoo.cli import main
-from deltazoo.cli.rule_files import load_rule_file
+from deltazoo.cli.options import load_rule_file
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.tokenizer import build_tokenizer

@@ -10,37 +10,50 @@ import pytest
 import torch
 import yaml
 from native_runs import INSTALLED
-from transformers import AutoConfig, AutoModelForCausalLM
+from outside_rule import RULES, forget_rules
 
 import deltazoo
-import deltazoo.models  # noqa: F401
-from deltazoo.training import TokenizerConfig, load_config
+from deltazoo.cli.options import load_rule_file
+from deltazoo.training import RunConfig, TokenizerConfig, load_config
 from deltazoo.training.conversion_config import STAGES, load_conversion
 from deltazoo.training.model import build_model
-from deltazoo.training.presets import is_for_gpus
+from deltazoo.training.presets import is_for_gpus, presets, rule_overrides
 from deltazoo.training.tokenizer import build_tokenizer
 
-FOLDER = Path(__file__).resolve().parents[2] / "configs"
-CONVERSIONS = sorted(FOLDER.glob("swap_*.yaml"))  # tests/training/test_conversion_config.py
-FILES = sorted(set(FOLDER.glob("*.yaml")) - set(CONVERSIONS))
-NATIVE = {"qwen3_5_text_340m", "olmo_hybrid_340m"}
-OTHERS = {"quickstart_cpu", "quickstart_gpu"} | NATIVE
-IN_PRODUCTION = ("gated_deltanet", "neg_gated_deltanet", "kda", "neg_kda", "mamba2_style", "lightning_attention")
+PRESETS, CONVERSIONS = presets(), presets(conversions=True)  # tests/training/test_conversion_config.py has the latter
+AT_PAPER_SIZE = {"paper_340m": (340e6, 400e6), "paper_1.3b": (1.3e9, 1.4e9), "hybrid_340m": (340e6, 400e6)}
+IN_PRODUCTION = ("gated_deltanet", "neg_gated_deltanet", "kda", "mamba2_style", "lightning_attention")
 """Rules of published models, which are hybrids of them."""
-SIZES = {"340m": (340e6, 400e6), "1.3b": (1.3e9, 1.4e9)}
 
 
 def keys(values: dict[str, Any]) -> list[str]:
     return [name for key, value in values.items() for name in [key, *(keys(value) if isinstance(value, dict) else [])]]
 
 
-def test_every_rule_has_a_preset() -> None:
-    names = {path.stem for path in FILES} - OTHERS
-    rules = [*deltazoo.list_rules(), "neg_kda", *(f"{rule}_hybrid" for rule in IN_PRODUCTION)]
-    assert {f"{rule}_340m" for rule in rules} <= names <= {f"{rule}_{size}" for rule in rules for size in SIZES}
+def with_rule(preset: str, rule: str) -> RunConfig:
+    return load_config(PRESETS[preset], rule_overrides(PRESETS[preset], rule))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def built(config: RunConfig) -> tuple[Any, int]:
+    """The model without its weights, and its parameters with the vocabulary of a preset's tokenizer."""
+    byte = build_tokenizer(TokenizerConfig("byte"), [])
+    with torch.device("meta"):
+        model = build_model(config.model, byte, config.runtime)
+    entries = (config.tokenizer.vocab_size or 32_000) - len(byte)
+    matrices = 1 if model.config.tie_word_embeddings else 2
+    return model, model.num_parameters() + matrices * model.config.hidden_size * entries
+
+
+def softmax_layers(model: Any) -> list[int]:
+    return [number for number, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
+
+
+def test_there_are_eight() -> None:
+    assert {*PRESETS} == {"quickstart_cpu", "quickstart_gpu", *AT_PAPER_SIZE, "native_340m"}
+    assert {*CONVERSIONS} == {"swap_cpu", "swap_gpu"}
+
+
+@pytest.mark.parametrize("path", PRESETS.values(), ids=lambda path: path.stem)
 def test_a_preset_says_what_each_key_does(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert lines[0].startswith("# ")
@@ -50,62 +63,77 @@ def test_a_preset_says_what_each_key_does(path: Path) -> None:
     assert set(keys(values)) - sections == commented
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PRESETS.values(), ids=lambda path: path.stem)
 def test_a_preset_for_gpus_says_so_in_its_comment(path: Path) -> None:
     comment = "".join(line for line in path.read_text().splitlines() if line.startswith("#"))
     assert ("GPU" in comment) == is_for_gpus(path.stem)
 
 
 def test_every_preset_can_be_shortened_to_a_few_steps() -> None:
-    for path in FILES:
+    for path in PRESETS.values():
         assert load_config(path, ["training.steps=5"]).training.warmup_steps <= 1
-    for path in CONVERSIONS:
+    for path in CONVERSIONS.values():
         load_conversion(path, [f"{stage}.steps=5" for stage in STAGES])
 
 
-@pytest.mark.parametrize("name", sorted(NATIVE))
-def test_a_preset_of_a_native_architecture_is_a_model_of_its_size(name: str) -> None:
-    config = load_config(FOLDER / f"{name}.yaml")
+def test_the_preset_of_a_native_architecture_is_a_model_of_its_size() -> None:
+    config = load_config(PRESETS["native_340m"])
     if config.architecture not in INSTALLED:
         pytest.skip(f"deltazoo cannot accelerate {config.architecture} of this version of transformers")
-    assert name == f"{config.architecture}_340m"
-    byte = build_tokenizer(TokenizerConfig("byte"), [])
-    with torch.device("meta"):
-        model = build_model(config.model, byte, config.runtime)
-    smallest, largest = SIZES["340m"]
-    assert smallest < model.num_parameters() + 2 * model.config.hidden_size * (32_000 - len(byte)) < largest
-    softmax = [number for number, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
-    assert softmax == list(range(3, model.config.num_hidden_layers, 4))
-    ours = load_config(FOLDER / "gated_deltanet_hybrid_340m.yaml")
+    model, parameters = built(config)
+    assert 340e6 < parameters < 400e6
+    assert softmax_layers(model) == list(range(3, model.config.num_hidden_layers, 4))
+    ours = load_config(PRESETS["hybrid_340m"])
     one_pass = replace(ours.training, rows_per_batch=config.training.rows_per_batch)
     assert config.training == one_pass and config.data == ours.data and config.tokenizer == ours.tokenizer
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.stem not in NATIVE], ids=lambda path: path.stem)
-def test_a_preset_is_the_model_of_its_name(path: Path) -> None:
-    config = load_config(path)
-    section = dict(config.model)
-    spec = deltazoo.get_rule(section.pop("mixer"))
-    model_type = spec.hub_model_type or "delta_rule"
-    named = {} if spec.hub_model_type else {"mixer": spec.name}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(model_type, vocab_size=config.tokenizer.vocab_size or 32_000, **named, **section)
-        )
-    rule, _, size = path.stem.rpartition("_")
-    if size in SIZES:
-        smallest, largest = SIZES[size]
-        hybrid, rule = rule.endswith("_hybrid"), rule.removesuffix("_hybrid")
-        if rule == "neg_kda":
-            assert spec.name == "kda" and model.config.allow_neg_eigval
-        else:
-            assert spec.name == rule and model.config.allow_neg_eigval == spec.allow_neg_eigval
-        softmax = [number for number, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
-        first = 0 if rule == "neg_kda" else 3
-        assert softmax == (list(range(first, len(model.config.layer_types), 4)) if hybrid else [])
-        assert smallest < model.num_parameters() < largest
-        tokens = config.training.rows_of_a_step * config.training.row_length
-        assert tokens in (2**19, 2**21), "half a million or two million tokens per step"
+@pytest.mark.parametrize("preset", ["quickstart_cpu", "quickstart_gpu"])
+def test_a_quickstart_takes_another_rule_in_its_own_shape(preset: str) -> None:
+    config, own = with_rule(preset, "kda"), load_config(PRESETS[preset])
+    assert config == replace(own, model={**own.model, "mixer": "kda"}, output=f"runs/{preset}_kda")
+    assert built(config)[0].config.mixer == "kda"
+
+
+@pytest.mark.parametrize(
+    ("preset", "rule"),
+    [
+        *(("paper_340m", rule) for rule in deltazoo.list_rules()),
+        *(("paper_1.3b", rule) for rule in ("delta_net", "gated_deltanet", "kda", "mamba2_style")),
+        *(("hybrid_340m", rule) for rule in IN_PRODUCTION),
+    ],
+)
+def test_a_rule_at_paper_size_is_a_model_of_that_size(preset: str, rule: str) -> None:
+    config = with_rule(preset, rule)
+    model, parameters = built(config)
+    smallest, largest = AT_PAPER_SIZE[preset]
+    assert smallest < parameters < largest
+    assert config.output == f"runs/{preset}_{rule}"
+    assert config.model["mixer"] == rule
+    assert model.config.allow_neg_eigval == deltazoo.get_rule(rule).allow_neg_eigval
+    hybrid = preset.startswith("hybrid")
+    assert softmax_layers(model) == (list(range(3, model.config.num_hidden_layers, 4)) if hybrid else [])
+    assert config.training.rows_of_a_step * config.training.row_length == 2**19, "half a million tokens per step"
+    own = load_config(PRESETS[preset])
+    assert replace(config.training, learning_rate=own.training.learning_rate) == own.training
+
+
+@pytest.mark.parametrize("preset", AT_PAPER_SIZE)
+def test_a_preset_at_paper_size_is_gated_deltanet_unless_told_otherwise(preset: str) -> None:
+    own = load_config(PRESETS[preset])
+    assert with_rule(preset, "gated_deltanet") == replace(own, output=f"{own.output}_gated_deltanet")
+
+
+def test_the_shape_of_a_rule_is_its_specs() -> None:
+    sizes = {"num_heads": 3, "head_dim": 256, "expand_v": 2, "num_hidden_layers": 18}
+    assert sizes.items() <= with_rule("paper_340m", "gated_deltaproduct").model.items()
+    assert with_rule("paper_1.3b", "gated_deltaproduct").model["num_heads"] == 6
+    assert with_rule("paper_340m", "gla").model["use_short_conv"] is False
+    assert with_rule("paper_340m", "delta_net").training.learning_rate == 3e-4
+    with forget_rules():
+        load_rule_file(RULES / "trapezoid.py")  # names no shape: heads of 128 as wide as the model, 24 blocks
+        model, parameters = built(with_rule("paper_340m", "trapezoid"))
+        assert (model.config.num_heads, model.config.num_hidden_layers) == (8, 24) and 340e6 < parameters < 400e6
 
 
 @pytest.mark.parametrize(

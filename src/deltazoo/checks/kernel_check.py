@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -89,18 +89,8 @@ class Case:
         return self.decay, self.K, self.V, self.dtype, self.precision, *update
 
     def __str__(self) -> str:
-        parts = ["step", f"{self.decay} decay"] if self.step else [f"{self.decay} decay"]
-        parts += [f"B{self.B} T{self.T} H{self.H}/{self.HV} K{self.K} V{self.V}", self.dtype]
-        parts += [f"{self.keys} keys"] if self.keys != "random" else []
-        parts += [f"{self.erase} erase keys"] if self.erase != "tied" else []
-        parts += ["undecayed"] if self.erase_reads == "undecayed" else []
-        parts += [f"{self.num_micro_steps} micro-steps"] if self.num_micro_steps > 1 else []
-        parts += [f"beta {self.beta:g}"] if self.beta is not None else []
-        parts += [f"mean log-decay {self.mean_log_decay:g}"] if self.mean_log_decay != Case.mean_log_decay else []
-        parts += [f"packed {self.lengths}"] if self.lengths else []
-        parts += ["initial state"] if self.initial_state else []
-        parts += [self.precision] if self.precision else []
-        return ", ".join(parts)
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return " ".join(f"{name}={value}" for name, value in changed.items())
 
 
 @dataclass(frozen=True)
@@ -117,6 +107,10 @@ class Verdict:
     def passed(self) -> bool:
         """False for NaN, too."""
         return self.message is None and self.error <= self.tolerance
+
+    def __str__(self) -> str:
+        found = self.message or f"{self.error:.1e} of {self.tolerance:.1e} in {self.tensor}"
+        return f"{'ok  ' if self.passed else 'FAIL'} {found:<38} {self.case}"
 
 
 def cases() -> list[Case]:

@@ -1,5 +1,571 @@
-"""The ``deltazoo`` command. Each file of ``deltazoo.cli.commands`` is one command."""
+"""The ``deltazoo`` command: list, show, check, train, swap, generate, serve, eval, diagnose, lm-eval.
 
-from deltazoo.cli.app import main
+Slow imports stand inside the commands, after the checks of their arguments: help and a typo's message are quick.
+"""
 
-__all__ = ["main"]
+import importlib.util
+import re
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deltazoo import __version__
+from deltazoo.cli.options import (
+    CheckpointArgument,
+    DeviceOption,
+    JsonOption,
+    LoadOption,
+    TextFieldOption,
+    check_output_file,
+    load_rule_file,
+    refuse,
+)
+from deltazoo.cli.training import facts_table, figures_table, swap, train
+
+if TYPE_CHECKING:
+    from deltazoo.spec import RuleSpec
+
+__all__ = ["app", "main"]
+
+_BAD_INPUT = (ValueError, KeyError, OSError, NotImplementedError, ArithmeticError, ImportError)
+_DTYPES = ("float32", "bfloat16", "float16")
+_DRAWN_OTHERWISE = {"min_p": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
+"""Of a generation config: ways to draw tokens that only `model.generate` knows, and the value that changes nothing, as
+None does."""
+
+app = typer.Typer(
+    name="deltazoo",
+    help="The model zoo for delta-rule linear attention.",
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; exits with status 0, 1 after bad input, or 128 + n after the signal n."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        app(args=arguments, prog_name="deltazoo", obj=arguments)
+    except SystemExit as stop:
+        # click exits with 2 after wrong usage; scripts get one status for all bad input.
+        by_signal = isinstance(stop.code, int) and stop.code > 128
+        sys.exit(stop.code if by_signal else 0 if stop.code in (0, None) else 1)
+    except _BAD_INPUT as error:
+        if "--traceback" in arguments:
+            raise
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), str(message)))
+        sys.exit(1)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the Python traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None: ...
+
+
+@app.command("list", epilog="Example: [bold]deltazoo list[/]")
+def list_rules(load: LoadOption = None) -> None:
+    """List the rules with their step size and decay."""
+    from deltazoo import spec
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("rule", "decay", "step size", "what is special", "arXiv"):
+        table.add_column(column, no_wrap=column != "what is special", overflow="fold")
+    for rule in map(spec.get_rule, spec.list_rules()):
+        step = spec.choice_name(rule.step_size) if rule.corrects else "no erase"
+        if rule.num_micro_steps > 1:
+            step = f"{rule.num_micro_steps} x {step}"
+        table.add_row(rule.name, rule.decay, step, rule.summary, rule.paper.partition("arXiv:")[2] or "-")
+    Console().print(table)
+
+
+@app.command(epilog="Example: [bold]deltazoo show gated_deltanet[/]")
+def show(
+    rule: Annotated[str, typer.Argument(help="Name of a rule; see deltazoo list.")],
+    load: LoadOption = None,
+) -> None:
+    """Show a rule: equation, paper, choices, and the model that its presets train."""
+    from deltazoo.spec import NONEXPANSIVE_MEANING, choice_name, get_rule
+    from deltazoo.training.presets import paper_shape
+
+    spec = get_rule(rule)
+    gate = f"{spec.output_gate}, {choice_name(spec.gate_activation)}" if spec.output_gate != "none" else "none"
+    facts = {
+        "rule": spec.name,
+        "in one sentence": spec.summary,
+        "update": spec.equation,
+        "paper": spec.paper,
+        "step size": choice_name(spec.step_size),
+        "micro-steps": str(spec.num_micro_steps),
+        "decay": spec.decay,
+        "erase key": f"{spec.erase_key}, reads the {spec.erase_reads} state" if spec.corrects else "none",
+        "bounded without writes": f"{spec.nonexpansive_class}: {NONEXPANSIVE_MEANING[spec.nonexpansive_class]}",
+        "normalised": ", ".join(n for n, on in (("q", spec.normalize_q), ("k", spec.normalize_k)) if on) or "nothing",
+        "eigenvalue of a step": _eigenvalue(spec),
+        "output gate": gate,
+        "head size": f"{spec.head_dim} for keys, {spec.expand_v:g} times that for values",
+        "model_type": spec.hub_model_type or f"delta_rule with mixer: {spec.name}",
+        "at paper size": ", ".join(f"{key}: {value}" for key, value in paper_shape(spec).items()),
+        "trained by": f"deltazoo train paper_340m --rule {spec.name}",
+    }
+    Console().print(facts_table(facts))
+
+
+def _eigenvalue(spec: "RuleSpec") -> str:
+    """Of `I - beta k e^T` along the key."""
+    if not spec.corrects:
+        return "none: it does not erase"
+    if spec.erase_key == "separate":
+        return "within [-1, 1]"
+    # A user's own function is bounded to the larger interval.
+    return "[-1, 1]" if spec.allow_neg_eigval or callable(spec.step_size) else "[0, 1]"
+
+
+@app.command(
+    epilog="Examples: [bold]deltazoo check my_rule.py[/], [bold]deltazoo check --report report.md[/] (this machine)"
+)
+def check(
+    context: typer.Context,
+    rule: Annotated[
+        str | None,
+        typer.Argument(help="Python file that registers a rule, or the name of a rule; default: check this machine."),
+    ] = None,
+    load: LoadOption = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Of this machine: triton (default on a GPU) or chunkwise (on a CPU).")
+    ] = None,
+    device: DeviceOption = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=0, help="Processes at a time, 8 on a GPU by default; 0: all in this one.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Also write verdicts, versions and speeds to this file, to post in an issue.")
+    ] = None,
+) -> None:
+    """Check a rule on a CPU, in under a minute: definition, gradients, cache, padding, packing, reload, swap.
+
+    Without a rule, check that this machine computes right: every kernel, outputs and gradients, against float64; on a
+    GPU, in about a minute, and with the speed of a few layers.
+    """
+    if rule is None:
+        return _check_machine(backend, device, jobs, report)
+    refuse({"--backend, --device, --jobs and --report act without a rule only": bool(backend or device or report)})
+
+    from deltazoo.spec import get_rule
+
+    if rule.endswith(".py") or Path(rule).is_file():
+        names = load_rule_file(rule)
+        if not names:
+            raise ValueError(f"{rule} registers no rule: call deltazoo.register_rule in it")
+    else:
+        names = [get_rule(rule).name]
+
+    from deltazoo.checks import check_rule
+
+    console = Console()
+    failed = 0
+    for name in names:
+        console.print(Text(name, style="bold"))
+        for finding in check_rule(name):
+            mark = ("  ok    ", "green") if finding.problem is None else ("  WRONG ", "bold red")
+            console.print(Text.assemble(mark, finding.title))
+            if finding.problem is not None:
+                failed += 1
+                console.print(Text(finding.problem), soft_wrap=True)
+            if finding.error is not None and context.find_root().params["traceback"]:
+                console.print(Text("".join(traceback.format_exception(finding.error))), soft_wrap=True)
+            if finding.remark is not None:
+                console.print(Text(finding.remark), soft_wrap=True)
+    if failed:
+        console.print(Text(f"{failed} {'check has' if failed == 1 else 'checks have'} found something wrong."))
+        raise typer.Exit(1)
+    console.print(Text("The rule keeps every promise checked here."))
+
+
+def _check_machine(backend: str | None, device: str | None, jobs: int | None, report: Path | None) -> None:
+    from deltazoo.names import unknown
+
+    if backend not in (None, "triton", "chunkwise"):
+        raise ValueError(unknown("backend", backend, ("triton", "chunkwise")))
+    check_output_file("--report", report)
+
+    import torch
+
+    from deltazoo.checks.kernel_check import run_selfcheck
+    from deltazoo.checks.machine_report import machine_report, speeds
+    from deltazoo.ops import resolve_backend
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device != "cpu"
+    backend = backend or ("triton" if on_gpu else "chunkwise")
+    try:
+        resolve_backend(backend, device=device, dtype=torch.bfloat16, head_k_dim=128, head_v_dim=128)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+    jobs = (8 if on_gpu else 0) if jobs is None else jobs
+    verdicts = run_selfcheck(backend=backend, device=device, jobs=jobs, report=typer.echo)
+    measured = speeds(device) if on_gpu else []
+    page = machine_report(backend, device, verdicts, measured)
+    typer.echo("\n" + page)
+    if report is not None:
+        report.write_text(page, encoding="utf-8")
+    if not all(verdict.passed for verdict in verdicts):
+        raise typer.Exit(1)
+
+
+app.command(
+    epilog="Examples: [bold]deltazoo train --text my_texts[/] (a file or folder; the run goes to runs/my_texts), "
+    "[bold]deltazoo train paper_340m --rule kda --set training.steps=1000 --output runs/mine[/], "
+    "[bold]deltazoo train runs/mine --resume --set training.steps=2000[/], "
+    "[bold]deltazoo train paper_340m --gpus 8[/] (eight GPUs; torchrun and accelerate launch work too)"
+)(train)
+app.command(
+    epilog="Examples: [bold]deltazoo swap my_llama --rule kda --layers 3:1 --dry-run[/], "
+    "[bold]deltazoo swap my_llama --rule kda --rank --text my_texts --output runs/rank[/], "
+    "[bold]deltazoo swap my_llama --rule kda --layers best:8 --train recipe.yaml --output runs/kda[/]"
+)(swap)
+
+
+@app.command(epilog='Example: [bold]deltazoo generate runs/quickstart --prompt "def read(self, size=-1):"[/]')
+def generate(
+    path: CheckpointArgument,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper limit of generated tokens.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from this many of the likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            max=1.0,
+            help="Sample from the likeliest tokens of this total probability; 0.95 unless given.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the prompt per forward pass; by default all.")
+    ] = None,
+    compile_step: Annotated[
+        bool, typer.Option("--compile", help="Compile the decoding step: up to a minute first, then faster.")
+    ] = False,
+    load: LoadOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Continue a prompt, and print the text while it is generated."""
+    from deltazoo.training.checkpoint_path import resolve_checkpoint
+
+    refuse(
+        {
+            "--top-k and --top-p act on sampling, and with --temperature 0 there is none: leave them out": (
+                temperature == 0 and (top_k is not None or top_p is not None)
+            )
+        }
+    )
+    path = resolve_checkpoint(path)
+
+    from transformers import TextStreamer, set_seed
+
+    from deltazoo.generation import generate as continue_prompt
+    from deltazoo.generation.position_limit import check_positions
+    from deltazoo.models import DeltaRuleForCausalLM
+    from deltazoo.training.loading import load_checkpoint
+
+    errors = Console(stderr=True)
+    with errors.status(f"loading {path}"):
+        model, tokenizer = load_checkpoint(path, device)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    length = inputs["input_ids"].shape[1]
+    check_positions(
+        model, length + max_new_tokens, f"{length} prompt tokens and --max-new-tokens {max_new_tokens} together"
+    )
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+    sampling: dict[str, Any] = {}
+    if temperature > 0:
+        sampling = {"temperature": temperature, "top_p": 0.95 if top_p is None else top_p, "top_k": top_k}
+    ours = _runs_in_our_loop(model, draws=temperature > 0)
+    if compile_step and not isinstance(model, DeltaRuleForCausalLM):
+        raise ValueError(f"--compile acts on delta-rule models, not on {type(model).__name__}")
+    if compile_step and not ours:
+        raise ValueError("--compile acts on deltazoo.generate, and the model's generation_config.json asks for more")
+    options: dict[str, Any]
+    began = time.perf_counter()
+    if ours:
+        options = {"seed": seed, "prefill_chunk": prefill_chunk, "compile": compile_step}
+        output = continue_prompt(
+            model, **inputs, **sampling, **options, max_new_tokens=max_new_tokens, streamer=streamer
+        )
+    else:
+        set_seed(seed)
+        options = {"do_sample": temperature > 0, "prefill_chunk_size": prefill_chunk, "max_new_tokens": max_new_tokens}
+        output = model.generate(**inputs, **sampling, **options, streamer=streamer)  # type: ignore[operator]
+    seconds = time.perf_counter() - began
+    made = output.shape[1] - length
+    errors.print(f"{made} tokens in {seconds:.1f} s: {made / seconds:.0f} tokens/s", style="dim", highlight=False)
+
+
+def _runs_in_our_loop(model: Any, *, draws: bool) -> bool:
+    """Whether `deltazoo.generate` serves a model, and draws its tokens as the model's generation config asks for."""
+    from deltazoo.generation import Decoder
+
+    config = model.generation_config
+    if draws and any(getattr(config, name, None) not in (None, unused) for name, unused in _DRAWN_OTHERWISE.items()):
+        return False
+    try:
+        Decoder(model, max_length=1)
+    except ValueError:
+        return False
+    return True
+
+
+@app.command(epilog="Example: [bold]deltazoo serve runs/quickstart --port 8000[/]")
+def serve(
+    path: CheckpointArgument,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; default: its folder's.")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="DELTAZOO_API_KEY", show_envvar=True, help="Key that clients must send."),
+    ] = None,
+    context_limit: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Most tokens of a prompt and its answer; default: 32,768 for our models without softmax layers, for "
+            "others their max_position_embeddings.",
+        ),
+    ] = None,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; others get status 429.")] = 256,
+    widths: Annotated[
+        str, typer.Option(help="Rows that a step can have; one number: equal tokens at any load, bit for bit.")
+    ] = "1,2,4,8,16,32,64",
+    prefix_memory: Annotated[
+        float, typer.Option(min=0.0, help="GiB for states of prompts and turns that may come again.")
+    ] = 1.0,
+    stop_timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that requests may take to finish after Ctrl-C or SIGTERM.")
+    ] = 30.0,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights: float32, bfloat16 or float16; default: as saved.")
+    ] = None,
+    load: LoadOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Serve a model of ours, swapped, or of transformers (accelerated) over HTTP until Ctrl-C or SIGTERM."""
+    import ipaddress
+
+    from deltazoo.names import unknown
+    from deltazoo.training.checkpoint_path import resolve_checkpoint
+    from deltazoo.training.console import say
+
+    if dtype not in (None, *_DTYPES):
+        raise ValueError(unknown("dtype", dtype, _DTYPES))
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", widths):
+        raise ValueError(f"--widths takes numbers from 1 on, such as 1,8,64, got {widths!r}")
+    rows = sorted({int(width) for width in widths.split(",")})
+    folder = Path(resolve_checkpoint(path))
+    name = name or (folder.parent.name if folder.name == "model" else folder.name)
+
+    try:
+        from deltazoo.serving.http_processes import AppSettings, number_of_processes, run_server
+        from deltazoo.serving.http_server import bind, url_of
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"deltazoo serve needs {error.name}: pip install '.[serve]' in a checkout of deltazoo, or elsewhere "
+            "pip install fastapi uvicorn prometheus_client"
+        ) from error
+
+    addresses = bind(host, port, number_of_processes())
+    url = url_of(addresses[0])
+    import torch
+
+    from deltazoo.serving.engine import Engine
+    from deltazoo.serving.model_limits import unlimited
+    from deltazoo.serving.model_loading import load_for_serving
+    from deltazoo.training.console import console
+
+    with console.status(f"loading {path}"):
+        model, tokenizer = load_for_serving(str(folder), device, None if dtype is None else getattr(torch, dtype))
+        if context_limit is None and unlimited(model):
+            context_limit = 32_768
+        engine = Engine(
+            model,
+            tokenizer,
+            widths=rows,
+            max_queue=max_queue,
+            context_limit=context_limit,
+            prefix_memory=int(prefix_memory * 2**30),
+        )
+        engine.start()
+    if api_key is None and not ipaddress.ip_address(addresses[0].getsockname()[0]).is_loopback:
+        say("Without --api-key everyone who reaches this machine can use the server.")
+
+    def ready() -> None:
+        header = "" if api_key is None else ' -H "Authorization: Bearer $DELTAZOO_API_KEY"'
+        typer.echo(f"{name} at {url}/v1, for example:")
+        typer.echo(
+            f"curl {url}/v1/completions{header} -H 'Content-Type: application/json' "
+            f'-d \'{{"model": "{name}", "prompt": "def read(self", "max_tokens": 64}}\''
+        )
+
+    settings = AppSettings(tokenizer, max_queue, name, api_key)
+    run_server(engine, settings, addresses, stop_timeout=stop_timeout, ready=ready)
+
+
+@app.command(
+    "eval",
+    epilog="Examples: [bold]deltazoo eval runs/quickstart[/], "
+    "[bold]deltazoo eval runs/quickstart --text my_texts --json score.json[/]",
+)
+def evaluate(
+    path: CheckpointArgument,
+    text: Annotated[
+        str | None,
+        typer.Option(help="Score all of this text (as data.text in a configuration), not the run's held-out part."),
+    ] = None,
+    text_field: TextFieldOption = "text",
+    max_bytes: Annotated[int | None, typer.Option(min=1, help="Stop reading --text after this many bytes.")] = None,
+    primed: Annotated[bool, typer.Option(help="Also measure xz with the training text read before.")] = False,
+    json_file: JsonOption = None,
+    load: LoadOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Score a model on held-out text, and compare it with gzip, xz and an order-2 byte model."""
+    from deltazoo.training.config import DataConfig
+    from deltazoo.training.documents import choose_documents
+
+    without_text = max_bytes is not None or text_field != DataConfig.text_field
+    refuse({"--max-bytes and --text-field act on --text only": text is None and without_text})
+    check_output_file("--json", json_file)
+    data = None if text is None else DataConfig(text=text, text_field=text_field)
+    documents = choose_documents(path, data, max_bytes)
+
+    from deltazoo.training import score_documents
+    from deltazoo.training.baselines import Baseline, baselines, save_comparison
+    from deltazoo.training.loading import load_checkpoint
+
+    model, tokenizer = load_checkpoint(path, device)
+    score = score_documents(model, tokenizer, documents.held_out)
+    others = baselines(documents.train, documents.held_out, primed=primed)
+    rule = getattr(model.config, "mixer", model.config.model_type)
+    ours = Baseline(f"{rule}, {model.num_parameters() / 1e6:.1f} M", score.bits_per_byte, "the training text")
+    ranked = sorted([ours, *others], key=lambda row: row.bits_per_byte)
+    rows = [(f"> {row.name}" if row is ours else row.name, f"{row.bits_per_byte:.3f}", row.has_seen) for row in ranked]
+    title = f"documents scored: {score.documents}, {score.bytes:,} bytes"
+    facts = {
+        "text": documents.description,
+        "perplexity": f"{score.perplexity:.2f} per token of this tokenizer ({len(tokenizer)} entries)",
+        "speed": f"{score.tokens_per_second:,.0f} tokens/s",
+    }
+    console = Console()
+    console.print(figures_table(title, ("predictor", "bits per byte", "has seen before"), rows))
+    console.print(facts_table(facts))
+    if json_file:
+        save_comparison(json_file, path, documents.description, score, others)
+
+
+@app.command(
+    epilog="Examples: [bold]deltazoo diagnose runs/quickstart[/], "
+    "[bold]deltazoo diagnose runs/quickstart --text my_texts --picture layers.png[/]"
+)
+def diagnose(
+    path: CheckpointArgument,
+    text: Annotated[
+        str | None,
+        typer.Option(help="This text (as data.text in a configuration), not the run's held-out part."),
+    ] = None,
+    text_field: TextFieldOption = "text",
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens of a document; the rest of it is left out. Default: 2048, or the model's number of learned "
+            "positions if that is smaller.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(min=2, help="No document is added beyond so many tokens in all; the first one is always there."),
+    ] = 8192,
+    picture: Annotated[str | None, typer.Option(help="Also draw heat maps of all heads into this PNG.")] = None,
+    json_file: JsonOption = None,
+    load: LoadOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Erase gains, half-lives of decays, norms of states and saturated gates of every layer; warnings in sentences."""
+    from deltazoo.diagnosis.diagnosis_picture import require_matplotlib
+    from deltazoo.training.config import DataConfig
+    from deltazoo.training.documents import choose_documents
+
+    refuse({"--text-field acts on --text only": text is None and text_field != DataConfig.text_field})
+    check_output_file("--picture", picture)
+    check_output_file("--json", json_file)
+    if picture is not None and Path(picture).suffix.lower() != ".png":
+        raise ValueError(f"--picture writes a PNG: give a name that ends in .png, not {picture}")
+    if picture is not None:
+        require_matplotlib()
+    data = None if text is None else DataConfig(text=text, text_field=text_field)
+    documents = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
+
+    import deltazoo
+    from deltazoo.generation.position_limit import check_positions, learned_positions
+    from deltazoo.training.checkpoint_files import as_json
+    from deltazoo.training.loading import load_checkpoint
+    from deltazoo.training.text_batch import text_batch
+
+    model, tokenizer = load_checkpoint(path, device)
+    if length is None:
+        length = min(2048, learned_positions(model) or 2048)
+    check_positions(model, length, f"documents of --length {length}")
+    found = deltazoo.diagnose(model, text_batch(tokenizer, documents.held_out, length, tokens))
+    typer.echo(f"{documents.description}\n{found}")
+    if picture is not None:
+        found.save_picture(picture)
+    if json_file is not None:
+        Path(json_file).write_text(as_json(found.records(), indent=1), encoding="utf-8")
+    if found.not_finite is not None:
+        raise typer.Exit(1)
+
+
+@app.command(
+    "lm-eval",
+    epilog="Example: [bold]deltazoo lm-eval --model hf --model_args pretrained=runs/quickstart/model --tasks "
+    "lambada_openai[/]; what it takes: [bold]deltazoo lm-eval -- --help[/]",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def lm_eval(
+    arguments: Annotated[list[str], typer.Argument(help="Those of lm_eval, as they are.", metavar="ARGUMENTS")],
+    load: LoadOption = None,
+) -> None:
+    """Run lm-evaluation-harness with our models, swapped ones and, as --model deltazoo, accelerated ones."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ImportError(
+            "lm-evaluation-harness is not installed: pip install '.[harness]' in a checkout of deltazoo, or elsewhere "
+            "pip install lm_eval"
+        )
+
+    from deltazoo.training.harness_model import run_harness
+
+    run_harness(arguments)

@@ -1,12 +1,105 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands have, with their checks."""
 
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from deltazoo import spec
 from deltazoo.training.device import check_device
 
-__all__ = ["CheckpointArgument", "DeviceOption", "TextFieldOption"]
+__all__ = [
+    "CheckpointArgument",
+    "DeviceOption",
+    "JsonOption",
+    "LoadOption",
+    "OverrideOption",
+    "TextFieldOption",
+    "check_output_file",
+    "load_rule_file",
+    "refuse",
+]
+
+
+def load_rule_file(path: str | Path) -> list[str]:
+    """Import a Python file that registers something, once per process.
+
+    The module has the file's name, as after `import my_rule`. Models record that name.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The names of the rules that it registered.
+
+    Raises:
+        ValueError: no such file, a name that another module has, or an error in the file, with its line. Rules that
+            the file registered before the error are forgotten.
+    """
+    path = Path(path).expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r} to load")
+    name = path.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return _registered_by(name)
+    if loaded is not None or not name.isidentifier() or _importable_elsewhere(name, path):
+        raise ValueError(
+            f"{path} cannot be loaded as a module {name!r}: that is another module's name, or none: rename it"
+        )
+    specification = importlib.util.spec_from_file_location(name, path)
+    if specification is None or specification.loader is None:
+        raise ValueError(f"{path} is no Python file: its name must end in .py")
+    module = importlib.util.module_from_spec(specification)
+    # Registered before it runs: other processes find its definitions by the module's name.
+    sys.modules[name] = module
+    try:
+        with spec.forgotten_on_error():
+            specification.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, Exception):
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+            where = f", line {lines[-1]}" if lines else ""
+            raise ValueError(f"{path}{where}: {type(error).__name__}: {error}") from error
+        raise
+    return _registered_by(name)
+
+
+def _importable_elsewhere(name: str, path: Path) -> bool:
+    """Whether `import name` would import another file, which this one would hide."""
+    found = importlib.util.find_spec(name)
+    return found is not None and found.origin != str(path)
+
+
+def _registered_by(module: str) -> list[str]:
+    return [name for name in spec.list_rules() if spec.registering_module(name) == module]
+
+
+def check_output_file(option: str, file: str | Path | None) -> None:
+    """Raise ValueError if the file that an option names, if any, cannot be one, or has no folder to go into."""
+    if file is None:
+        return
+    if not Path(file).parent.is_dir():
+        raise ValueError(f"there is no folder {str(Path(file).parent)!r} for {option} {file}")
+    if Path(file).is_dir():
+        raise ValueError(f"{option} names the file to write, and {file} is a folder")
+
+
+def refuse(reasons: dict[str, bool]) -> None:
+    """Raise ValueError with the first reason that holds."""
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(reason)
+
+
+def _load_all(paths: list[Path] | None) -> list[Path]:
+    for path in paths or []:
+        load_rule_file(path)
+    return list(paths or [])
 
 
 def _checked(device: str | None) -> str | None:
@@ -15,9 +108,17 @@ def _checked(device: str | None) -> str | None:
     return device
 
 
+# Devices are checked, and files loaded, while arguments are parsed.
 CheckpointArgument = Annotated[str, typer.Argument(help="Folder of a model or of a training run, or a Hub name.")]
-TextFieldOption = Annotated[str, typer.Option(help="Column of the text in JSONL, Parquet and Hub records.")]
 DeviceOption = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.", callback=_checked)
 ]
-"""Checked while arguments are parsed."""
+JsonOption = Annotated[str | None, typer.Option("--json", help="Also write all figures to this file.")]
+LoadOption = Annotated[
+    list[Path] | None,
+    typer.Option("--load", help="Python file that registers a rule; may be repeated.", callback=_load_all),
+]
+OverrideOption = Annotated[
+    list[str] | None, typer.Option("--set", help="section.key=value; replaces one value; may be repeated.")
+]
+TextFieldOption = Annotated[str, typer.Option(help="Column of the text in JSONL, Parquet and Hub records.")]

@@ -40,6 +40,7 @@ COMBA = register_rule(
         decay_rate_range=(0.0, 16.0),
         head_dim=256,
         expand_v=2.0,
+        paper_shape={"num_heads": 3, "num_hidden_layers": 21},
     ),
     layer="deltazoo.rules.comba_layer.Comba",
 )

@@ -19,6 +19,7 @@ DELTA_NET = register_rule(
         summary="Linear attention that erases what it overwrites.",
         equation="S_t = (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T",
         step_size="euler",
+        paper_shape={"learning_rate": 3e-4},
         hub_model_type="delta_net",
     )
 )

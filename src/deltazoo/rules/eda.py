@@ -33,6 +33,7 @@ _FIRST = replace(
     equation="S_t = (I - b_t k_t k_t^T) (I - c_t e_t e_t^T) Diag(exp(g_t)) S_{t-1} + b_t k_t v_t^T",
     decay_gate="saturating",
     num_micro_steps=2,
+    paper_shape={"num_hidden_layers": 22},
     hub_model_type=None,
 )
 EDA = register_rule(

@@ -25,6 +25,7 @@ EFLA = register_rule(
         equation="S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T, beta_t = (1 - exp(-b_t |k_t|^2)) / |k_t|^2",
         step_size="exact",
         normalize_k=False,
+        paper_shape={"learning_rate": 3e-4},
         hub_model_type="efla",
     )
 )

@@ -32,6 +32,7 @@ FG2_GDN = register_rule(
             "k~_t = sqrt(b_t) * k_t, v~_t = sqrt(w_t) * v_t"
         ),
         hub_model_type=None,
+        paper_shape={"num_hidden_layers": 20},
     ),
     layer="deltazoo.rules.fg2_gdn_layer.FG2GatedDeltaNet",
 )

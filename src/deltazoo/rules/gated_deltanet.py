@@ -26,6 +26,7 @@ GATED_DELTANET = register_rule(
         decay_rate_range=(0.0, 16.0),
         head_dim=256,
         expand_v=2.0,
+        paper_shape={"num_heads": 3, "num_hidden_layers": 21},
         hub_model_type="gated_deltanet",
     )
 )

@@ -31,6 +31,7 @@ GATED_DELTANET2 = register_rule(
         output_gate="low_rank",
         gate_activation="sigmoid",
         decay_rate_range=(1.0, 16.0),
+        paper_shape={"num_hidden_layers": 21},
     ),
     layer="deltazoo.rules.gated_deltanet2_layer.GatedDeltaNet2",
 )

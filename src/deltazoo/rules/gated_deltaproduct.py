@@ -27,6 +27,7 @@ GATED_DELTAPRODUCT = register_rule(
             "S_t = H_n ... H_1 exp(g_t) S_{t-1} + sum_j H_n ... H_{j+1} 2 b_j k_j v_j^T, H_j = (I - 2 b_j k_j k_j^T)"
         ),
         num_micro_steps=2,
+        paper_shape={"num_heads": 3, "num_hidden_layers": 18},
         hub_model_type="gated_deltaproduct",
     )
 )

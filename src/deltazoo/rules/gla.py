@@ -29,6 +29,7 @@ GLA = register_rule(
         gate_activation="silu",
         head_dim=256,
         expand_v=2.0,
+        paper_shape={"head_dim": 128, "num_heads": 4, "use_short_conv": False},
         hub_model_type="gla",
     ),
     layer="deltazoo.rules.gla_layer.GatedLinearAttention",

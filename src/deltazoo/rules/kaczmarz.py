@@ -32,6 +32,7 @@ KACZMARZ = register_rule(
         step_size="kaczmarz",
         normalize_k=False,
         head_dim=96,
+        paper_shape={"num_heads": 8, "num_hidden_layers": 21, "beta_bias": True},
         hub_model_type=None,
     )
 )

@@ -36,6 +36,7 @@ _FIRST = RuleSpec(
     normalize_k=False,
     output_gate="full",
     gate_activation="sigmoid",
+    paper_shape={"num_hidden_layers": 22, "use_short_conv": False},
 )
 LIGHTNING_ATTENTION = register_rule(
     replace(_FIRST, scale_queries=False, earlier=_FIRST),

@@ -21,5 +21,6 @@ LINEAR_ATTENTION = register_rule(
         step_size="none",
         normalize_q=False,
         normalize_k=False,
+        paper_shape={"learning_rate": 3e-4},
     )
 )

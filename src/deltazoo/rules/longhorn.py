@@ -19,5 +19,6 @@ LONGHORN = register_rule(
         equation="S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T, beta_t = b_t / (1 + b_t |k_t|^2)",
         step_size="implicit",
         normalize_k=False,
+        paper_shape={"learning_rate": 3e-4},
     )
 )

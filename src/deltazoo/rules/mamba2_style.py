@@ -24,5 +24,6 @@ MAMBA2_STYLE = register_rule(
         normalize_k=False,
         output_gate="full",
         decay_rate_range=(1.0, 16.0),
+        paper_shape={"head_dim": 256, "expand_v": 2.0, "num_heads": 3, "num_hidden_layers": 21},
     )
 )

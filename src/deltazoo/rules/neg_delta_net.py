@@ -21,5 +21,6 @@ NEG_DELTA_NET = register_rule(
         equation="S_t = (I - 2 b_t k_t k_t^T) S_{t-1} + 2 b_t k_t v_t^T",
         step_size="euler",
         allow_neg_eigval=True,
+        paper_shape={"learning_rate": 3e-4},
     )
 )

@@ -37,6 +37,6 @@ _FIRST = replace(
     hub_model_type="precond_gated_deltanet",
 )
 PGDN = register_rule(
-    replace(_FIRST, output_gate="none", head_dim=128, expand_v=1.0, earlier=_FIRST),
+    replace(_FIRST, output_gate="none", head_dim=128, expand_v=1.0, paper_shape={}, earlier=_FIRST),
     layer="deltazoo.rules.preconditioned_layer.Preconditioned",
 )

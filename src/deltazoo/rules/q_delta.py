@@ -32,6 +32,7 @@ Q_DELTA = register_rule(
         decay_rate_range=(0.0, 16.0),
         head_dim=128,
         expand_v=2.0,
+        paper_shape={"num_heads": 6, "num_hidden_layers": 21},
     ),
     layer="deltazoo.rules.q_delta_layer.QDelta",
 )

@@ -1,17 +1,23 @@
 """The configurations that come with the project: the folder configs of a checkout, inside the package in a wheel."""
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 from deltazoo.names import unknown
-from deltazoo.training.config import RUN_CONFIG
+from deltazoo.spec import RuleSpec, get_rule, list_rules
+from deltazoo.training.config import RUN_CONFIG, load_config
 from deltazoo.training.run_folder import nearest_run
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parents[1] / "configs"
 
-
-_CONVERSION = "swap_"  # the names of conversion recipes begin like this
-_FOR_CPUS = "_cpu"  # the names of configurations for CPUs end like this; the comments of all others name GPUs
+# What the names of configurations say.
+_CONVERSION = "swap_"  # a recipe to train a swapped model
+_FOR_CPUS = "_cpu"  # the comments of all others name GPUs
+_PAPER, _HYBRID = "paper_", "hybrid_"  # models in the shape of a paper, which a rule brings along
+_EARLIER = re.compile(r"(neg_(?=kda))?(\w+?)(_hybrid)?_(340m|1\.3b)")  # when there was one for every rule
 
 
 def presets(*, conversions: bool = False) -> dict[str, Path]:
@@ -42,10 +48,60 @@ def find_config(name: str, *, conversions: bool = False) -> Path:
     near = nearest_run(path)
     if near or path.parent != Path():
         raise ValueError(f"there is no file or folder {name!r}{near}")
+    if successor := _successor(name):
+        raise ValueError(f"there is no preset {name!r}; a rule is an option: did you mean `{successor}`?")
     raise ValueError(f"there is no file or folder {name!r}, and it names no preset: {unknown('preset', name, known)}")
+
+
+def _successor(name: str) -> str | None:
+    """The command that trains what a preset of that name trained; None: there was no such preset."""
+    found = _EARLIER.fullmatch(name)
+    if found is None:
+        return None
+    doubled, rule, hybrid, size = found.groups()
+    if rule in ("qwen3_5_text", "olmo"):
+        return "deltazoo train native_340m"
+    if rule not in list_rules():
+        return None
+    step = " --set model.allow_neg_eigval=true" if doubled else ""
+    return f"deltazoo train {'hybrid_340m' if hybrid else f'paper_{size}'} --rule {rule}{step}"
 
 
 def is_for_gpus(name: str) -> bool:
     """Whether a name or path, as for `find_config`, means a training configuration of the project that is for GPUs."""
     path = find_config(name).resolve()
     return path in presets().values() and not path.stem.endswith(_FOR_CPUS)
+
+
+def rule_overrides(config: Path, rule: str) -> list[str]:
+    """Overrides, as of `load_config`, that train a rule by a configuration.
+
+    A preset of a paper's size gets the shape and the learning rate of the rule's own paper, and a preset writes into a
+    folder of its own for each rule.
+
+    Raises:
+        ValueError: no such rule, or a configuration of a model of transformers.
+    """
+    spec = get_rule(rule)
+    name, model = config.stem, load_config(config).model
+    if "architecture" in model:
+        raise ValueError(f"--rule acts on our own models, and {name} trains {model['architecture']} of transformers")
+    values: dict[str, Any] = {"model.mixer": rule}
+    if config.resolve() in presets().values():
+        values["output"] = f"runs/{name}_{rule}"
+        if name.startswith((_PAPER, _HYBRID)):
+            shape = paper_shape(spec, model["hidden_size"])
+            if "learning_rate" in shape:
+                values["training.learning_rate"] = shape.pop("learning_rate")
+            if name.startswith(_HYBRID):
+                blocks = shape["num_hidden_layers"]
+                shape["layer_types"] = ["full_attention" if n % 4 == 3 else "linear_attention" for n in range(blocks)]
+            values |= {f"model.{key}": value for key, value in shape.items()}
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def paper_shape(spec: RuleSpec, hidden_size: int = 1024) -> dict[str, Any]:
+    """`RuleSpec.paper_shape` with its defaults, for a model of that width."""
+    usual = {"head_dim": spec.head_dim, "expand_v": spec.expand_v, "num_heads": 1024 // spec.head_dim}
+    shape = {**usual, "num_hidden_layers": 24, **spec.paper_shape}
+    return {**shape, "num_heads": shape["num_heads"] * hidden_size // 1024}

@@ -1,15 +1,26 @@
-"""Plots of a conversion: the losses of all stages, and the ranking of the layers."""
+"""Pictures of training: the losses of a run, those of a conversion, and a ranking of layers. matplotlib is an extra."""
+
+from __future__ import annotations
 
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deltazoo.training.figures import BLACK, BLUE, GREY, ORANGE, new_figure, save_figure
-from deltazoo.training.layer_ranking import Ranking
+import numpy as np
 
-__all__ = ["draw_conversion", "draw_ranking"]
+from deltazoo.diagnosis.diagnosis_picture import BLACK, BLUE, GREY, ORANGE, new_figure, save_figure
+
+if TYPE_CHECKING:  # imports torch
+    from deltazoo.training.layer_ranking import Ranking
+
+__all__ = [
+    "curves",
+    "draw_conversion",
+    "draw_loss_curve",
+    "draw_ranking",
+]
 
 _PANEL = 4.6  # inches
 _LOSSES = {
@@ -17,6 +28,44 @@ _LOSSES = {
     "distill": "KL to the original and\nweighted text loss, nats",
     "finetune": "loss on text, nats per token",
 }
+
+
+def curves(log_history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """``(step, loss in nats per token)`` pairs of both losses from the Trainer's log history."""
+    return {
+        name: [(int(entry["step"]), float(entry[key])) for entry in log_history if key in entry]
+        for name, key in (("training", "loss"), ("validation", "eval_loss"))
+    }
+
+
+def draw_loss_curve(log_history: Sequence[dict[str, Any]], path: str | Path, title: str, tokens_per_step: int) -> Path:
+    """Draw both losses of a run as a PNG.
+
+    Args:
+        log_history: the Trainer's log history.
+        path: where the PNG goes.
+        title: above the picture.
+        tokens_per_step: tokens per optimizer step, for the upper axis.
+
+    Raises:
+        ValueError: the history holds no training loss.
+    """
+    found = curves(log_history)
+    if not found["training"]:
+        raise ValueError("the log history holds no training loss to draw")
+    figure, [axes] = new_figure(1, width=8, height=4.5)
+    axes.plot(*zip(*found["training"], strict=True), color=BLUE, linewidth=1.5, label="training")
+    if found["validation"]:
+        axes.plot(*zip(*found["validation"], strict=True), "o--", color=ORANGE, markersize=4, label="validation")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(title)
+    axes.legend(frameon=False)
+    millions = tokens_per_step / 1e6
+    scale = (lambda x: np.multiply(x, millions)), (lambda x: np.divide(x, millions))
+    tokens = axes.secondary_xaxis("top", functions=scale)
+    tokens.set_xlabel("training tokens (millions)")
+    return save_figure(figure, Path(path), dpi=150)
 
 
 def draw_conversion(

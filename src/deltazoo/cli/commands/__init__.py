@@ -1,1 +1,0 @@
-"""The commands of ``deltazoo``, one module each, with a function ``register(app)``."""
