@@ -54,16 +54,15 @@ from unittest import mock
 no_kernels = mock.patch("deltazoo.ops.backends.triton_obstacle", lambda *args: "interpreted")
 with mock.patch.object(tests.fused_blocks, "fused_kernels_fit", lambda x, past=None: True), no_kernels:
     for case in sys.argv[3:]:
-        tests.check_tokens(case, "cpu", fused=True, new_tokens=3, batch_sizes=(3,))
+        both = case in ("gated_deltanet", "hybrid")
+        tests.check_tokens(case, "cpu", fused=True, new_tokens=3, batch_sizes=(3,), captured=both)
     for case in tests.OWN_FORM:
-        for batch_size in (1, 3):
-            tests.check_logits(case, "cpu", tests.torch.float32, batch_size, **tests.SMALL)
+        tests.check_logits(case, "cpu", tests.torch.float32, 1, **tests.SMALL)
     for case in tests.DOUBLED:
         tests.check_logits(case, "cpu", tests.torch.float32, 2, allow_neg_eigval=True, **tests.SMALL)
     for swap in tests.SWAPPED:
         tests.check_swapped_tokens(*swap, "cpu", new_tokens=3, batch_sizes=(3,))
-        for batch_size in (1, 3):
-            tests.check_swapped_logits(*swap, "cpu", tests.torch.float32, batch_size)
+        tests.check_swapped_logits(*swap, "cpu", tests.torch.float32, 1)
 """
 SWAPPED = [
     ("llama", "gated_deltanet", {}),
@@ -94,8 +93,9 @@ def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def check_tokens(
-    case: str, device: str, *, fused: bool, new_tokens: int = 9, batch_sizes: Sequence[int] = (1, 3)
-) -> None:
+    case: str, device: str, *, fused: bool, new_tokens: int = 9, batch_sizes: Sequence[int] = (1, 3),
+    captured: bool = True,
+) -> None:  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, forget_rules():
         options = {}
         if case == RAW_KEYS:
@@ -113,9 +113,10 @@ def check_tokens(
             blocks = model.config.layer_types.count("linear_attention") if fused else 0
             assert len(set(map(id, steps))) == blocks
             steps.clear()
-            assert torch.equal(model.generate(ids, capture_step=True, **greedy), plain)
-            assert len(set(map(id, steps))) == blocks
-            steps.clear()
+            if captured:
+                assert torch.equal(model.generate(ids, capture_step=True, **greedy), plain)
+                assert len(set(map(id, steps))) == blocks
+                steps.clear()
 
 
 def check_logits(case: str, device: str, dtype: torch.dtype, batch_size: int, **options: Any) -> None:

@@ -356,9 +356,17 @@ class TestShards:
         (folder / "config.json").write_text(json.dumps(config))
         return folder
 
-    @pytest.mark.parametrize("place", [in_a_folder, in_a_subfolder, from_the_hub])
-    @pytest.mark.parametrize("variant", [None, "fp16"])
-    @pytest.mark.parametrize("shard", ["a.bin", "../other.safetensors", "{tmp_path}/other.safetensors"])
+    @pytest.mark.parametrize(
+        ("shard", "place", "variant"),
+        [
+            ("a.bin", in_a_folder, None),
+            ("a.bin", in_a_subfolder, "fp16"),
+            ("a.bin", from_the_hub, None),
+            ("../other.safetensors", in_a_folder, "fp16"),
+            ("../other.safetensors", from_the_hub, "fp16"),
+            ("{tmp_path}/other.safetensors", in_a_subfolder, None),
+        ],
+    )
     def test_a_bad_name(self, place, variant, shard, tmp_path):
         shard = shard.format(tmp_path=tmp_path)
         folder = self.checkpoint(tiny_named("kda"), tmp_path, shard, variant)
@@ -366,9 +374,15 @@ class TestShards:
         with pytest.raises(ValueError, match=re.escape(f"{shard!r} is named as a file of the model's weights")):
             AutoModelForCausalLM.from_pretrained(path, **options)
 
-    @pytest.mark.parametrize("place", [in_a_folder, in_a_subfolder, from_the_hub])
-    @pytest.mark.parametrize("variant", [None, "fp16"])
-    @pytest.mark.parametrize("shard", ["other.safetensors", "below/other.safetensors"])
+    @pytest.mark.parametrize(
+        ("shard", "place", "variant"),
+        [
+            ("other.safetensors", in_a_folder, None),
+            ("other.safetensors", from_the_hub, "fp16"),
+            ("below/other.safetensors", in_a_subfolder, "fp16"),
+            ("below/other.safetensors", from_the_hub, None),
+        ],
+    )
     def test_a_good_name(self, place, variant, shard, tmp_path):
         model = tiny_named("kda")
         path, options = place(self.checkpoint(model, tmp_path, shard, variant), tmp_path, variant=variant)
