@@ -86,7 +86,7 @@ def arguments_of_operator(inputs: DeltaRuleInputs) -> tuple[Any, ...]:
 def operator_passes_opcheck(device: str) -> None:
     import deltazoo.ops.triton.delta_rule_operator  # noqa: F401, registers the operator
 
-    for case in OPERATOR_CASES:
+    for case in OPERATOR_CASES if device == "cuda" else OPERATOR_CASES[::2]:  # each runs some ten times
         arguments = arguments_of_operator(case.make(device=device, dtype=torch.float32))
         torch.library.opcheck(torch.ops.deltazoo.triton_delta_rule.default, arguments)
     inputs = without_beta(OPERATOR_CASES[1], device)
@@ -98,7 +98,8 @@ def compiles_in_one_graph(device: str) -> None:
         output, state = delta_rule(**arguments | dict(k=arguments["k"] * 0.5), backend="triton")
         return DeltaRuleOutput(output.tanh(), state)
 
-    for case in (*OPERATOR_CASES, EMPTY_SEQUENCE):
+    cases = OPERATOR_CASES if device == "cuda" else (OPERATOR_CASES[0], OPERATOR_CASES[3])
+    for case in (*cases, EMPTY_SEQUENCE):
         torch.compiler.reset()
         inputs = case.make(device=device, dtype=torch.float32)
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

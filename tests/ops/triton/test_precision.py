@@ -74,7 +74,7 @@ def gain_is_that_of_the_erase_key() -> None:
             (1.0, {(0, 70): 1.9}, "strict"),
             (-1.0, {(0, 70): 0.0, (0, 3): 1.9}, "strict"),
         ):
-            inputs = inputs_of(decay, steps, T=70)
+            inputs = inputs_of(decay, steps, T=40)
             inputs = replace(inputs, erase_key=length * inputs.k, erase_reads=reads)
             if inputs.log_decay is not None:
                 inputs.log_decay[:, 3] = -1.0
@@ -104,7 +104,7 @@ def mixed_rows_are_right() -> None:
     """Large gains between small ones: whole rows, packed, cut into segments; no worse than all strict."""
     from deltazoo.ops.triton import plan
 
-    steps = {(100, 150): 2.0}
+    steps = {(70, 120): 2.0}
     for decay, options in (
         ("none", {}),
         ("scalar", dict(lengths=(30, 0, 130, 60), groups=2)),
@@ -113,7 +113,7 @@ def mixed_rows_are_right() -> None:
         ("channel", dict(segmented=True)),
     ):
         segmented = options.pop("segmented", False)
-        inputs = inputs_of(decay, steps, **dict(T=220) | options)
+        inputs = inputs_of(decay, steps, **dict(T=180) | options)
         exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")
         shortest, plan.MIN_SEGMENT = plan.MIN_SEGMENT, 2 if segmented else plan.MIN_SEGMENT
         plan.plan_for.cache_clear()
