@@ -572,9 +572,9 @@ CASES = [
     Convolution("packed", lengths=(5, 0, 1, 17, 2), unit_heads=8),
     Convolution("packed_past", lengths=(5, 0, 1, 17, 2), past=True),
     Convolution("five_taps", taps=5, past=True),
-    Convolution("long_runs", T=150, unit_heads=8, past=True, long_runs=True),
+    Convolution("long_runs", T=130, unit_heads=8, past=True, long_runs=True),
     Convolution("a_run_and_a_token", T=65, B=3, long_runs=True),
-    Convolution("long_runs_packed", lengths=(70, 0, 1, 3, 62, 1, 90, 2), unit_heads=8, past=True, long_runs=True),
+    Convolution("long_runs_packed", lengths=(70, 0, 1, 3, 62, 2), unit_heads=8, past=True, long_runs=True),
     Convolution("half", dtype=HALF, unit_heads=8, past=True),
     Convolution("bare_sum", activation="identity", past=True),
     Convolution("bare_sum_unit_heads", activation="identity", unit_heads=8, lengths=(5, 0, 1, 17, 2)),
@@ -654,10 +654,10 @@ CASES = [
     StepSize("step_size_of_many_rows", "efla", shape=(3, 150, 5, 7)),
     *(StepSize(f"step_size_of_{rule}_half", rule, dtype=HALF) for rule in ("efla", "longhorn", "kaczmarz")),
     *(UnitHeads(f"unit_heads_of_size_{size:g}", size=size) for size in (1, 1e-3, 0)),
-    *(DecayedSum(f"decayed_sum_{decay:g}", decay=decay) for decay in (0, 0.1, 10)),
+    *(DecayedSum(f"decayed_sum_{decay:g}", decay=decay) for decay in (0, 10)),
     DecayedSum("decayed_sum_of_one_channel", shape=(1, 64, 2, 1)),
-    DecayedSum("decayed_sum_of_many_channels", shape=(1, 40, 2, 150)),
-    DecayedSum("decayed_sum_of_long_rows", shape=(1, 1000, 1, 24)),
+    DecayedSum("decayed_sum_of_many_channels", shape=(1, 40, 1, 150)),
+    DecayedSum("decayed_sum_of_long_rows", shape=(1, 300, 1, 24)),
     UnitHeads("unit_heads_alone_half", shape=(3, 50, 2, 24), dtype=HALF),
     Rotation("rotary"),
     Rotation("rotary_of_rows", shape=(3, 5, 2, 24), channels=24, shared=False),
@@ -766,8 +766,16 @@ def test_known_misses_lie_above_their_limits(name: str) -> None:
         judge(case, off)
 
 
+ON_A_GPU = [
+    *CASES,
+    DecayedSum("decayed_sum_0.1", decay=0.1),
+    DecayedSum("decayed_sum_of_many_channels_and_heads", shape=(1, 40, 2, 150)),
+    DecayedSum("decayed_sum_of_1000_tokens", shape=(1, 1000, 1, 24)),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ON_A_GPU, ids=lambda case: case.name)
 def test_on_the_gpu(case: Case) -> None:
     with KNOWN_MISSES.get(case.name, nullcontext()):
         judge(case, case.run("cuda", fused=True))
@@ -1034,7 +1042,8 @@ def test_unit_heads_in_plain_torch() -> None:
     torch.testing.assert_close(module(x)[0], l2_normalize(bare(x)[0].unflatten(2, (3, 4))).flatten(2))
 
 
-OWN_KEYS = ("gated_deltanet2", "fg2_gdn", "qed", "q_delta", "comba", "comba_unit_erase", "pgdn", "eda", "gla", "efla")
+OWN_KEYS = ("gated_deltanet2", "qed", "q_delta", "comba", "pgdn")
+"""Rules whose layers between them call every operator for keys."""
 
 
 def check_operators() -> None:
