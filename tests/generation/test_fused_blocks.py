@@ -78,7 +78,15 @@ SWAPPED = [
 
 
 SIZES = {"hidden_size": 192, "num_heads": 3, "head_dim": 64, "intermediate_size": 344, "initializer_range": 0.02}
-SMALL = {"hidden_size": 48, "num_heads": 2, "num_v_heads": 4, "head_dim": 12, "expand_v": 1.5, "initializer_range": 0.1}
+SMALL = {
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "num_v_heads": 4,
+    "head_dim": 12,
+    "expand_v": 1.5,
+    "initializer_range": 0.1,
+}
 
 
 def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
