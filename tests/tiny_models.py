@@ -77,6 +77,8 @@ TYPES = ["delta_rule", "delta_net", "gated_deltanet", "kda", "efla", "gla"]
 """Few: most types differ from the generic one in nothing that a model does. That of GLA renames a parameter."""
 FEW = ["gated_deltanet", "kda_without_conv", "hybrid", "hybrid_without_conv"]
 """With and without convolutions, pure and hybrid: for tests that hardly depend on the mixer."""
+STATES = [*FEW, "pkda", "grouped_values", "micro_steps", "hybrid_softmax_first", "softmax_only"]
+"""With every kind of tensor that a layer keeps: for the ways to decode, which move what is kept and do not read it."""
 
 
 def tiny_config(case: str, **overrides: Any) -> DeltaRuleConfig:

@@ -165,7 +165,7 @@ class TestCacheOfAnotherModel:
             tiny_model("gated_deltanet")(tokens(1, 4), past_key_values=[])
 
 
-@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("case", ["hybrid", *(pytest.param(x, marks=pytest.mark.slow) for x in FEW if x != "hybrid")])
 def test_compiled_decoding_never_traces_again(case):
     """One graph serves every length; the logits are those of the full forward pass."""
     model, ids = tiny_model(case), tokens(2, 5)

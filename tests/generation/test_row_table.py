@@ -1,13 +1,15 @@
 """A table of rows: prompts in pieces and steps of several widths give the tokens of `generate`, rows apart from each
 other to the last bit."""
 
+from itertools import product
+
 import foreign_models
 import pytest
 import tiny_families
 import torch
 from foreign_models import FUSED, foreign_model
 from tiny_families import tiny_original
-from tiny_models import CASES, tiny_config, tiny_model, tokens
+from tiny_models import CASES, STATES, tiny_config, tiny_model, tokens
 
 import deltazoo
 from deltazoo.generation import Sampling, row_table, step_capture
@@ -77,8 +79,18 @@ def check_greedy(model, ids, *, padded=False, falls_back=False):
         assert made[row] == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("case", "padded"), [(case, padded) for case in LINEAR for padded in (False, True)])
+def on_both_devices(some, every):
+    """Parameters: `some` on a CPU, `every` one on a GPU."""
+    return [*((*x, "cpu") for x in some), *(pytest.param(*x, "cuda", marks=pytest.mark.gpu) for x in every)]
+
+
+@pytest.mark.parametrize(
+    ("case", "padded", "device"),
+    on_both_devices(
+        [*((case, True) for case in LINEAR if case in STATES), *product(("kda_without_conv", "pkda"), [False])],
+        product(LINEAR, (False, True)),
+    ),
+)
 def test_greedy(case, padded, device):
     check_greedy(tiny_model(case).to(device), tokens(2, 20).to(device), padded=padded)
 
@@ -90,9 +102,16 @@ def test_hybrids(case, padded, device):
     check_greedy(tiny_model(case).to(device), tokens(2, 20).to(device), padded=padded)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("family", "layers"), [("llama", "1:1"), ("llama", "all"), ("gpt2", "1:1")])
+OF_SWAPPED = [("llama", "1:1"), ("llama", "all"), ("gpt2", "1:1")]
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "padded", "device"),
+    on_both_devices(
+        [("llama", "1:1", False), *((*x, True) for x in OF_SWAPPED)],
+        [(*x, padded) for x, padded in product(OF_SWAPPED, (False, True))],
+    ),
+)
 def test_swapped_models(family, layers, padded, device):
     model = tiny_original(family).to(device)
     deltazoo.swap_attention(model, "gated_deltanet", layers)

@@ -593,7 +593,9 @@ def test_report_runs_what_it_says() -> None:
     assert not torch.equal(layer(x), looped)
 
 
-@pytest.mark.parametrize("rule", ["neg_gated_deltanet", "kda", "efla"])
+@pytest.mark.parametrize(
+    "rule", ["kda", *(pytest.param(x, marks=pytest.mark.slow) for x in ("neg_gated_deltanet", "efla"))]
+)
 def test_compiles_into_one_graph(rule: str) -> None:
     torch.compiler.reset()
     layer = make(rule)

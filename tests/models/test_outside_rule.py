@@ -140,15 +140,15 @@ options = {}
 if way != "remote code":  # transformers uses that only where the model type is unknown
     import deltazoo
 if way == "imported":
+    try:
+        AutoModelForCausalLM.from_pretrained(folder)
+    except ValueError as error:
+        print("refused:", error)
     sys.path.insert(0, rule)
     import trapezoid
 elif way == "remote code":
     options["trust_remote_code"] = True
-try:
-    model = AutoModelForCausalLM.from_pretrained(folder, **options)
-except ValueError as error:
-    print("refused:", error)
-    sys.exit()
+model = AutoModelForCausalLM.from_pretrained(folder, **options)
 logits = model(torch.arange(12)[None]).logits
 torch.save(logits, folder + "/logits.pt")
 print(type(model.model.layers[0].attn).__module__.rpartition(".")[2], model.config.mixer_module)
@@ -167,11 +167,12 @@ def test_a_fresh_process_needs_the_module_and_says_so(tmp_path: Path, monkeypatc
     def fresh(way: str) -> str:
         return run_python(FRESH, str(tmp_path / "model"), str(RULES), way)
 
-    refusal = fresh("unaided")
-    assert "refused:" in refusal and "'trapezoid'" in refusal and "--load trapezoid.py" in refusal
-    assert "a model saved with remote_code=True brings it along" in refusal
     for way in ("imported", "remote code"):
-        assert fresh(way).splitlines()[0] == "trapezoid trapezoid"
+        printed = fresh(way)
+        if way == "imported":
+            assert "refused:" in printed and "'trapezoid'" in printed and "--load trapezoid.py" in printed
+            assert "a model saved with remote_code=True brings it along" in printed
+        assert "trapezoid trapezoid" in printed.splitlines()
         assert torch.equal(torch.load(tmp_path / "model" / "logits.pt"), logits)
     assert {path.name for path in (tmp_path / "model" / "again").glob("*.py")} == {
         "configuration_deltazoo.py",

@@ -24,8 +24,9 @@ def same_state(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
 
 
-@pytest.mark.parametrize("max_shard_size", ["5GB", "8KB"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "max_shard_size"), [*((case, "8KB") for case in CASES), ("hybrid", "5GB"), ("tied", "5GB")]
+)
 def test_comes_back_through_the_auto_class(case, max_shard_size, tmp_path):
     model, ids = tiny_model(case), tokens(2, 6)
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size)

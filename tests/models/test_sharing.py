@@ -197,31 +197,27 @@ class TestRemoteCode:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
         assert type(loaded) is type(model)
 
-    def test_missing_package_is_named(self, tmp_path):
-        tiny_named("efla").save_pretrained(tmp_path, remote_code=True)
+    def test_nothing_runs_unless_asked_and_a_missing_package_is_named(self, tmp_path, capsys):
+        """With the package its own classes are used; without it, loading fails with the reason."""
+        tiny_named("efla").save_pretrained(tmp_path / "efla", remote_code=True)
+        tiny_named("kda").save_pretrained(tmp_path / "kda", remote_code=True)
+        for name in ("configuration_deltazoo.py", "modeling_deltazoo.py"):
+            (tmp_path / "kda" / name).write_text("print('the checkpoint runs code')")
+        assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "kda")) is deltazoo.models.KDAForCausalLM
         done = run(
             WITHOUT_DELTAZOO
-            + "from transformers import AutoModelForCausalLM\n"
-            + "AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)",
-            tmp_path,
+            + "from transformers import AutoModelForCausalLM as Auto\n"
+            + "try: Auto.from_pretrained(sys.argv[1])\n"
+            + "except ValueError as error: print(error)\n"
+            + "Auto.from_pretrained(sys.argv[2], trust_remote_code=True)",
+            tmp_path / "kda",
+            tmp_path / "efla",
         )
-        assert done.returncode == 1
+        assert done.returncode == 1 and "trust_remote_code=True" in done.stdout
+        assert "runs code" not in done.stdout + capsys.readouterr().out
         last = done.stderr.strip().splitlines()[-1]
         assert "needs deltazoo, which is not on PyPI: run `pip install .` in a checkout of it" in last
-        assert "pip install deltazoo" not in done.stderr + (tmp_path / "README.md").read_text()
-
-    def test_nothing_runs_unless_asked(self, tmp_path):
-        """With the package its own classes are used; without it, loading fails with the reason."""
-        tiny_named("kda").save_pretrained(tmp_path, remote_code=True)
-        for name in ("configuration_deltazoo.py", "modeling_deltazoo.py"):
-            (tmp_path / name).write_text("print('the checkpoint runs code')")
-        load = "import sys\nfrom transformers import AutoModelForCausalLM as Auto\n"
-        load += "print(type(Auto.from_pretrained(sys.argv[1])))"
-        with_package = run("import deltazoo\n" + load, tmp_path)
-        assert "deltazoo.models.hub.KDAForCausalLM" in with_package.stdout, with_package.stderr
-        without = run(load, tmp_path)
-        assert without.returncode == 1 and "trust_remote_code=True" in without.stderr
-        assert "runs code" not in with_package.stdout + without.stdout
+        assert "pip install deltazoo" not in done.stderr + (tmp_path / "efla" / "README.md").read_text()
 
     @pytest.mark.parametrize("model_type", CONFIGS)
     def test_a_saved_folder_gets_the_same_files(self, model_type, tmp_path):
@@ -343,9 +339,17 @@ class TestShards:
         (folder / "config.json").write_text(json.dumps(config))
         return folder
 
-    @pytest.mark.parametrize("place", [in_a_folder, in_a_subfolder, from_the_hub])
-    @pytest.mark.parametrize("variant", [None, "fp16"])
-    @pytest.mark.parametrize("shard", ["a.bin", "../other.safetensors", "{tmp_path}/other.safetensors"])
+    @pytest.mark.parametrize(
+        ("shard", "place", "variant"),
+        [
+            ("a.bin", in_a_folder, None),
+            ("a.bin", in_a_subfolder, "fp16"),
+            ("a.bin", from_the_hub, None),
+            ("../other.safetensors", in_a_folder, "fp16"),
+            ("../other.safetensors", from_the_hub, "fp16"),
+            ("{tmp_path}/other.safetensors", in_a_subfolder, None),
+        ],
+    )
     def test_a_bad_name(self, place, variant, shard, tmp_path):
         shard = shard.format(tmp_path=tmp_path)
         folder = self.checkpoint(tiny_named("kda"), tmp_path, shard, variant)
@@ -353,9 +357,15 @@ class TestShards:
         with pytest.raises(ValueError, match=re.escape(f"{shard!r} is named as a file of the model's weights")):
             AutoModelForCausalLM.from_pretrained(path, **options)
 
-    @pytest.mark.parametrize("place", [in_a_folder, in_a_subfolder, from_the_hub])
-    @pytest.mark.parametrize("variant", [None, "fp16"])
-    @pytest.mark.parametrize("shard", ["other.safetensors", "below/other.safetensors"])
+    @pytest.mark.parametrize(
+        ("shard", "place", "variant"),
+        [
+            ("other.safetensors", in_a_folder, None),
+            ("other.safetensors", from_the_hub, "fp16"),
+            ("below/other.safetensors", in_a_subfolder, "fp16"),
+            ("below/other.safetensors", from_the_hub, None),
+        ],
+    )
     def test_a_good_name(self, place, variant, shard, tmp_path):
         model = tiny_named("kda")
         path, options = place(self.checkpoint(model, tmp_path, shard, variant), tmp_path, variant=variant)

@@ -16,6 +16,7 @@ from delta_rule_cases import (
     ALL_CASES,
     ERASE_CASES,
     GROWING_CASES,
+    HARD_CASES,
     MICRO_STEP_CASES,
     SHAPE_CASES,
     DeltaRuleCase,
@@ -31,10 +32,10 @@ from deltazoo.ops import delta_rule
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
-UPDATE_CASES = [*ERASE_CASES, *GROWING_CASES, *MICRO_STEP_CASES, *random_update_cases(40, seed=4)]
+UPDATE_CASES = [*ERASE_CASES, *GROWING_CASES, *MICRO_STEP_CASES, *random_update_cases(20, seed=4)]
 
 
-@pytest.mark.parametrize("case", [*ALL_CASES, *random_cases(60, seed=2), *UPDATE_CASES], ids=str)
+@pytest.mark.parametrize("case", [*ALL_CASES, *random_cases(30, seed=2), *UPDATE_CASES], ids=str)
 def test_chunkwise_equals_reference_in_outputs_and_every_gradient(case: DeltaRuleCase) -> None:
     inputs = case.make(dtype=torch.float64)
     actual = results_and_gradients(delta_rule, inputs, backend="chunkwise")
@@ -46,7 +47,7 @@ def test_chunkwise_equals_reference_in_outputs_and_every_gradient(case: DeltaRul
     ("case", "dtype"),
     [
         *((case, torch.float32) for case in ALL_CASES),
-        *((case, torch.bfloat16) for case in ALL_CASES),
+        *((case, torch.bfloat16) for case in HARD_CASES),
         *((case, torch.float32) for case in (*ERASE_CASES, *MICRO_STEP_CASES)),
         *((case, torch.bfloat16) for case in (*ERASE_CASES, *MICRO_STEP_CASES)[::3]),
         *((case, torch.float16) for case in SHAPE_CASES),

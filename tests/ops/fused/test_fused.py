@@ -526,7 +526,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Layer:
-    """A whole layer: with one cache for a prompt, more tokens and one token; and in one call, with gradients."""
+    """A whole layer: in one call, with gradients; and `in_pieces` with one cache, a prompt, more tokens, one token."""
 
     name: str
     rule: str = "gated_deltanet"
@@ -534,6 +534,7 @@ class Layer:
     packed: bool = False
     left_out: tuple[str, ...] = ()
     seed: int = 0
+    in_pieces: bool = True
 
     def run(self, device: str, *, fused: bool | None, dtype: torch.dtype | None = None) -> Results:
         torch.manual_seed(self.seed)
@@ -541,15 +542,17 @@ class Layer:
             self.rule, 16, 2, 8, layer_idx=0, initializer_range=0.3, fused_kernels=fused, backend="chunkwise"
         ).to(device, dtype or self.dtype)
         x = torch.randn(2, 12, 16).to(device, dtype or self.dtype).requires_grad_()
-        states = LayerStates()
-        with torch.no_grad():
-            cached = torch.cat([layer(part, past_key_values=states) for part in x.split([7, 4, 1], dim=1)], dim=1)
+        results, states = {}, LayerStates()
+        if self.in_pieces:
+            with torch.no_grad():
+                pieces = [layer(part, past_key_values=states) for part in x.split([7, 4, 1], dim=1)]
+            results["cached"] = torch.cat(pieces, dim=1)
         if self.packed:
             x = x.detach().view(1, 24, 16).requires_grad_()
         y = layer(x, cu_seqlens=torch.tensor([0, 5, 6, 24], device=device) if self.packed else None)
         names, parameters = zip(*(p for p in layer.named_parameters() if p[0] not in self.left_out), strict=True)
         gradients = torch.autograd.grad(y, [x, *parameters], torch.randn(y.shape).to(y))
-        return {"y": y.detach(), "cached": cached, **dict(zip(("x", *names), gradients, strict=True))}
+        return results | {"y": y.detach(), **dict(zip(("x", *names), gradients, strict=True))}
 
 
 SUMS_OF_FEW = ("A_log", "dt_bias", "A_log_atk", "dt_bias_atk", "log_atk_scale")
@@ -569,9 +572,9 @@ CASES = [
     Convolution("packed", lengths=(5, 0, 1, 17, 2), unit_heads=8),
     Convolution("packed_past", lengths=(5, 0, 1, 17, 2), past=True),
     Convolution("five_taps", taps=5, past=True),
-    Convolution("long_runs", T=150, unit_heads=8, past=True, long_runs=True),
+    Convolution("long_runs", T=130, unit_heads=8, past=True, long_runs=True),
     Convolution("a_run_and_a_token", T=65, B=3, long_runs=True),
-    Convolution("long_runs_packed", lengths=(70, 0, 1, 3, 62, 1, 90, 2), unit_heads=8, past=True, long_runs=True),
+    Convolution("long_runs_packed", lengths=(70, 0, 1, 3, 62, 2), unit_heads=8, past=True, long_runs=True),
     Convolution("half", dtype=HALF, unit_heads=8, past=True),
     Convolution("bare_sum", activation="identity", past=True),
     Convolution("bare_sum_unit_heads", activation="identity", unit_heads=8, lengths=(5, 0, 1, 17, 2)),
@@ -651,10 +654,10 @@ CASES = [
     StepSize("step_size_of_many_rows", "efla", shape=(3, 150, 5, 7)),
     *(StepSize(f"step_size_of_{rule}_half", rule, dtype=HALF) for rule in ("efla", "longhorn", "kaczmarz")),
     *(UnitHeads(f"unit_heads_of_size_{size:g}", size=size) for size in (1, 1e-3, 0)),
-    *(DecayedSum(f"decayed_sum_{decay:g}", decay=decay) for decay in (0, 0.1, 10)),
+    *(DecayedSum(f"decayed_sum_{decay:g}", decay=decay) for decay in (0, 10)),
     DecayedSum("decayed_sum_of_one_channel", shape=(1, 64, 2, 1)),
-    DecayedSum("decayed_sum_of_many_channels", shape=(1, 40, 2, 150)),
-    DecayedSum("decayed_sum_of_long_rows", shape=(1, 1000, 1, 24)),
+    DecayedSum("decayed_sum_of_many_channels", shape=(1, 40, 1, 150)),
+    DecayedSum("decayed_sum_of_long_rows", shape=(1, 300, 1, 24)),
     UnitHeads("unit_heads_alone_half", shape=(3, 50, 2, 24), dtype=HALF),
     Rotation("rotary"),
     Rotation("rotary_of_rows", shape=(3, 5, 2, 24), channels=24, shared=False),
@@ -763,8 +766,16 @@ def test_known_misses_lie_above_their_limits(name: str) -> None:
         judge(case, off)
 
 
+ON_A_GPU = [
+    *CASES,
+    DecayedSum("decayed_sum_0.1", decay=0.1),
+    DecayedSum("decayed_sum_of_many_channels_and_heads", shape=(1, 40, 2, 150)),
+    DecayedSum("decayed_sum_of_1000_tokens", shape=(1, 1000, 1, 24)),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ON_A_GPU, ids=lambda case: case.name)
 def test_on_the_gpu(case: Case) -> None:
     with KNOWN_MISSES.get(case.name, nullcontext()):
         judge(case, case.run("cuda", fused=True))
@@ -1031,7 +1042,8 @@ def test_unit_heads_in_plain_torch() -> None:
     torch.testing.assert_close(module(x)[0], l2_normalize(bare(x)[0].unflatten(2, (3, 4))).flatten(2))
 
 
-OWN_KEYS = ("gated_deltanet2", "fg2_gdn", "qed", "q_delta", "comba", "comba_unit_erase", "pgdn", "eda", "gla", "efla")
+OWN_KEYS = ("gated_deltanet2", "qed", "q_delta", "comba", "pgdn")
+"""Rules whose layers between them call every operator for keys."""
 
 
 def check_operators() -> None:
@@ -1074,18 +1086,17 @@ def check_layers_elsewhere() -> None:
 
 def check_sums_of_few() -> None:
     """The median error over 32 draws is at most twice that of plain torch; with nine, medians differ threefold."""
-    for rule in ("comba_unit_erase", "pgdn"):
-        errors: dict[str, list[tuple[float, float]]] = {}
-        for seed in range(32):
-            layer = Layer(rule, rule=rule, seed=seed)
-            exact = layer.run("cpu", fused=False, dtype=torch.float64)
-            found = [layer.run("cpu", fused=fused) for fused in (True, False)]
-            for name in set(SUMS_OF_FEW) & exact.keys():
-                fused_error, plain = ((x[name].double() - exact[name]).norm().item() for x in found)
-                errors.setdefault(name, []).append((fused_error, plain))
+    errors: dict[str, list[tuple[float, float]]] = {name: [] for name in SUMS_OF_FEW}
+    for seed in range(32):
+        layer = Layer("pgdn", rule="pgdn", seed=seed, in_pieces=False)
+        exact = layer.run("cpu", fused=False, dtype=torch.float64)
+        found = [layer.run("cpu", fused=fused) for fused in (True, False)]
         for name, pairs in errors.items():
-            fused_error, plain = (median(side) for side in zip(*pairs, strict=True))
-            assert fused_error <= 2 * plain, (rule, name, fused_error, plain)
+            fused_error, plain = ((x[name].double() - exact[name]).norm().item() for x in found)
+            pairs.append((fused_error, plain))
+    for name, pairs in errors.items():
+        fused_error, plain = (median(side) for side in zip(*pairs, strict=True))
+        assert fused_error <= 2 * plain, (name, fused_error, plain)
 
 
 if __name__ == "__main__":

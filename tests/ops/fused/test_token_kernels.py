@@ -488,6 +488,15 @@ CASES: list[Product | Rule | Gates] = [
 ]  # fmt: skip
 
 
+def is_interpreted(case: Product | Rule | Gates) -> bool:
+    """Numbers of rows are crossed with what stands around a product, and with half precision, on a GPU alone."""
+    rows = {Product: (1, 2, 3, 4, 5) if case.dtype == HALF else (1, 2, 3, 4, 65), Gates: (1, 2, 3, 65)}
+    return isinstance(case, Rule) or case.R in rows[type(case)]
+
+
+INTERPRETED = [case for case in CASES if is_interpreted(case)]
+
+
 def judge(case: Product | Rule | Gates, results: Results, device: str) -> None:
     """Every result errs at most twice as much as plain torch in the same dtype, plus its rounding."""
     exact, plain = case.plain("cpu", WIDE), case.plain(device, case.dtype)
@@ -512,7 +521,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
     return torch.load(path)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
 def test_interpreted(case: Product | Rule | Gates, interpreted: dict[str, Results]) -> None:
     judge(case, interpreted[case.name], "cpu")
 
@@ -561,5 +570,5 @@ def test_greedy_tokens_on_the_gpu() -> None:
 
 
 if __name__ == "__main__":
-    computed = {case.name: case.run("cpu") for case in CASES}
+    computed = {case.name: case.run("cpu") for case in INTERPRETED}
     torch.save(computed | {"greedy": greedy_tokens("cpu")}, sys.argv[1])

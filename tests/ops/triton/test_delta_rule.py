@@ -94,14 +94,14 @@ def channel_updates() -> list[Run]:
     bounded = dict(free=0.3, orthogonal=0.3, opposite=0.05)
     kinds = ("tied", "gated", "near", "free", "orthogonal", "opposite", "zero", "same")
     for i, (kind, n) in enumerate(product(kinds, (1, 2, 3))):
-        tokens, half = 66 // n + 1, i % 5 % 2 == 1
+        tokens, half, grouped = 66 // n + 1, i % 5 % 2 == 1, i % 5 == 4
         strong = -5.0 if half else -60.0  # what decays of 60 leave of a state's gradient is below float16's range
         repeated = dict(keys="same", erase="gated") if kind == "same" else dict(erase=kind)
         case = shaped(
-            f"channel_{kind}_{n}", H=2, K=(70, 20)[i % 4 // 2], V=33, decay="channel", num_micro_steps=n,
+            f"channel_{kind}_{n}", H=1 + grouped, K=(70, 20)[i % 4 // 2], V=33, decay="channel", num_micro_steps=n,
             erase_reads=("undecayed", "decayed")[i % 2], log_decay=(-0.1, strong, "mixed", "reset")[i // 2 % 4],
-            beta=bounded.get(kind, 1.0 if kind == "same" else "uniform"), groups=1 + i % 5 // 4 * 2,
-            initial_state=i % 7 != 0, **repeated, **dict(lengths=(tokens, 0, 1, 5)) if i % 3 == 1 else dict(T=tokens),
+            beta=bounded.get(kind, 1.0 if kind == "same" else "uniform"), groups=1 + grouped,
+            initial_state=i % 7 != 0, **repeated, **dict(lengths=(tokens, 0, 1)) if i % 3 == 1 else dict(T=tokens),
         )  # fmt: skip
         precision = (None, "strict", "fast")[i // 3 % 3]
         runs.append(Run(case, *((torch.float16, precision) if half else (torch.float32,))))
@@ -137,10 +137,10 @@ INTERPRETED = [
     *(Run(shaped(f"same_keys_beta_{b}", keys="same", beta=b), torch.float16, "strict") for b in (0.0, 1.0, 2.0)),
     Run(shaped("same_keys_beta_2.0", keys="same", beta=2.0), torch.float16),
     *(
-        Run(shaped(f"{decay}_cut", B=2, T=200, decay=decay, initial_state=True), segmented=True)
+        Run(shaped(f"{decay}_cut", B=2, T=140, decay=decay, initial_state=True), segmented=True)
         for decay in DECAYS
     ),
-    Run(shaped("none_cut_wide", T=200, K=136, V=16, decay="none", initial_state=True), segmented=True),
+    Run(shaped("none_cut_wide", T=140, K=136, V=16, decay="none", initial_state=True), segmented=True),
     Run(shaped("zero_keys", keys="zero", decay="scalar")),
 ]  # fmt: skip
 
@@ -167,7 +167,7 @@ def updates(decay: str) -> list[Run]:
         *(Run(half, torch.float16, precision) for precision in (None, "fast", "strict")),
         Run(large_gain, torch.float16),
         Run(update("packed_steps", lengths=(1, 0, 22, 25, 3), num_micro_steps=3)),
-        Run(update("cut_steps", B=2, T=100, num_micro_steps=2), segmented=True),
+        Run(update("cut_steps", B=2, T=70, num_micro_steps=2), segmented=True),
         Run(update("wide", T=33, K=136, V=136, num_micro_steps=2), torch.float16),
         *(Run(update(str(log_decay), T=70, log_decay=log_decay)) for log_decay in strong),
     ]

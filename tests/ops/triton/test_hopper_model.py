@@ -194,8 +194,10 @@ def some_zero_and_large(x: DeltaRuleInputs) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        SHORT,
-        replace(SHORT, name="whole_chunks", T=128, decay="none", initial_state=False),
+        pytest.param(SHORT, marks=pytest.mark.slow),
+        pytest.param(
+            replace(SHORT, name="whole_chunks", T=128, decay="none", initial_state=False), marks=pytest.mark.slow
+        ),
         pytest.param(replace(SHORT, name="channel", decay="channel"), marks=pytest.mark.sweep),
         pytest.param(replace(SHORT, name="erase_key", T=100, erase="gated"), marks=pytest.mark.sweep),
         pytest.param(SEGMENTS, marks=pytest.mark.sweep),
@@ -231,7 +233,7 @@ IN_PLACE = replace(SHORT, name="in_place", T=192, decay="channel")
 @pytest.mark.parametrize(
     "case",
     [
-        IN_PLACE,
+        pytest.param(IN_PLACE, marks=pytest.mark.slow),
         pytest.param(replace(IN_PLACE, name="segments", T=256), marks=pytest.mark.sweep),
         pytest.param(replace(IN_PLACE, name="groups", groups=2, log_decay="uneven"), marks=pytest.mark.sweep),
         pytest.param(replace(IN_PLACE, name="strong", log_decay=-50.0, initial_state=False), marks=pytest.mark.sweep),

@@ -86,7 +86,7 @@ def arguments_of_operator(inputs: DeltaRuleInputs) -> tuple[Any, ...]:
 def operator_passes_opcheck(device: str) -> None:
     import deltazoo.ops.triton.delta_rule_operator  # noqa: F401, registers the operator
 
-    for case in OPERATOR_CASES:
+    for case in OPERATOR_CASES if device == "cuda" else OPERATOR_CASES[::2]:  # each runs some ten times
         arguments = arguments_of_operator(case.make(device=device, dtype=torch.float32))
         torch.library.opcheck(torch.ops.deltazoo.triton_delta_rule.default, arguments)
     inputs = without_beta(OPERATOR_CASES[1], device)
@@ -98,7 +98,8 @@ def compiles_in_one_graph(device: str) -> None:
         output, state = delta_rule(**arguments | dict(k=arguments["k"] * 0.5), backend="triton")
         return DeltaRuleOutput(output.tanh(), state)
 
-    for case in (*OPERATOR_CASES, EMPTY_SEQUENCE):
+    cases = OPERATOR_CASES if device == "cuda" else (OPERATOR_CASES[0], OPERATOR_CASES[3])
+    for case in (*cases, EMPTY_SEQUENCE):
         torch.compiler.reset()
         inputs = case.make(device=device, dtype=torch.float32)
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -110,9 +111,9 @@ def compiles_in_one_graph(device: str) -> None:
 def future_changes_no_bit(device: str) -> None:
     """A later chunk changes no earlier bit. Within a chunk it may: the largest erase gain decides its precision."""
     for decay, (erase, n) in product(DECAYS, (("tied", 1), ("gated", 2))):
-        T, V, cut = (300, 72, 3 * CHUNK) if device == "cuda" else (90, 24, CHUNK)
+        T, V, H, cut = (300, 72, 2, 3 * CHUNK) if device == "cuda" else (90, 24, 1, CHUNK)
         reads = "decayed" if erase == "tied" else "undecayed"
-        case = DeltaRuleCase("future", B=1, T=T // n, V=V, groups=2, decay=decay, erase=erase, num_micro_steps=n)
+        case = DeltaRuleCase("future", B=1, T=T // n, H=H, V=V, groups=2, decay=decay, erase=erase, num_micro_steps=n)
         inputs = replace(case, erase_reads=reads).make(device=device, dtype=torch.float16)
         changed = {n: t.clone() if isinstance(t, Tensor) else t for n, t in inputs.arguments().items()}
         cut //= n
@@ -144,8 +145,8 @@ def a_kept_graph_gives_the_same_gradients(device: str) -> None:
         leaves = {name: x.clone().requires_grad_() for name, x in inputs.leaves().items()}
         output = delta_rule(**inputs.arguments() | leaves, backend="triton").output
         first, *others = (
-            torch.autograd.grad(output, list(leaves.values()), inputs.d_output, retain_graph=again < 2)
-            for again in range(3)
+            torch.autograd.grad(output, list(leaves.values()), inputs.d_output, retain_graph=again > 0)
+            for again in reversed(range(3 if device == "cuda" else 2))
         )
         assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True)), case
         assert all(torch.equal(x, leaves[name]) for name, x in inputs.leaves().items()), case
