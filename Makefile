@@ -26,7 +26,7 @@ QUICK := tests/test_*.py tests/ops/test_reference.py tests/ops/test_chunkwise.py
 	tests/ops/triton/test_delta_rule.py tests/rules tests/layers/test_delta_attention.py tests/models/test_saving.py \
 	tests/swap/test_surgery.py tests/cli/test_cli.py
 
-.PHONY: quickstart quick test test-oldest test-newest harness-test compile-test gpu-test lint docs docs-serve wheel wheel-test clean
+.PHONY: quickstart quick test test-oldest test-newest harness-test compile-test gpu-test lab lint docs docs-serve wheel wheel-test clean
 
 quickstart: $(CORE)  ## train a small model on real text, reload it, sample, compare (ARGS=--fresh trains again)
 	$(BIN)/python scripts/quickstart.py $(ARGS)
@@ -53,6 +53,9 @@ compile-test: $(INSTALLED)  ## every kernel at many head sizes compiled for card
 
 gpu-test: $(INSTALLED)  ## all that needs a GPU: tests, self-check, compute-sanitizer (ARGS names the folder for results)
 	PYTHON=$(BIN)/python scripts/gpu_checks.sh $(ARGS)
+
+lab: $(INSTALLED)  ## the claims of the papers on small models, on two CPU cores (ARGS as of python -m experiments)
+	$(BIN)/python -m experiments $(if $(ARGS),$(ARGS),mini --device cpu*2)
 
 lint: $(INSTALLED)  ## style, format, types
 	$(BIN)/ruff check .

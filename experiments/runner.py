@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from deltazoo.cli.options import load_rule_file
+from deltazoo.cli.rule_files import load_rule_file
 from experiments.claims import Claim, Scores, verdict_of
 from experiments.configurations import label_of, parse_configuration
 from experiments.experiment import Experiment, Run

@@ -24,7 +24,7 @@ check() { # name, command...
 }
 
 "$python" -c 'import json, torch, triton; print(json.dumps(dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)))' >"$out/machine.json" || exit 1
-check selfcheck "$python" -m deltazoo bench --check --jobs "$jobs"
+check selfcheck "$python" -m deltazoo check --jobs "$jobs"
 # shellcheck disable=SC2046
 check tests "$python" -m pytest -q -m gpu -n "$jobs" --dist worksteal --junitxml "$out/tests.xml" $(grep -rlE 'mark\.gpu' tests)
 check sanitizer "$python" scripts/sanitize.py --out "$out/sanitizer.json"

@@ -165,8 +165,7 @@ def check(
 ) -> None:
     """Check a rule on a CPU, in under a minute: definition, gradients, cache, padding, packing, reload, swap.
 
-    Without a rule, check that this machine computes right: every kernel, outputs and gradients, against float64; on a
-    GPU, in about a minute, and with the speed of a few layers.
+    Without a rule, check this machine: every kernel against float64, and on a GPU the speed of a few layers too.
     """
     if rule is None:
         return _check_machine(backend, device, jobs, report)
@@ -517,7 +516,6 @@ def diagnose(
     """Erase gains, half-lives of decays, norms of states and saturated gates of every layer; warnings in sentences."""
     from deltazoo.training.config import DataConfig
     from deltazoo.training.documents import choose_documents
-    from deltazoo.training.pictures import require_matplotlib
 
     refuse({"--text-field acts on --text only": text is None and text_field != DataConfig.text_field})
     check_output_file("--picture", picture)
@@ -525,15 +523,17 @@ def diagnose(
     if picture is not None and Path(picture).suffix.lower() != ".png":
         raise ValueError(f"--picture writes a PNG: give a name that ends in .png, not {picture}")
     if picture is not None:
+        from deltazoo.diagnosis.pictures import require_matplotlib
+
         require_matplotlib()
     data = None if text is None else DataConfig(text=text, text_field=text_field)
     documents = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
 
     import deltazoo
-    from deltazoo.diagnosis.text_batch import text_batch
     from deltazoo.generation.position_limit import check_positions, learned_positions
     from deltazoo.training.checkpoint_files import as_json
     from deltazoo.training.loading import load_checkpoint
+    from deltazoo.training.text_batch import text_batch
 
     model, tokenizer = load_checkpoint(path, device)
     if length is None:
