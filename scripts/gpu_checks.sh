@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs an NVIDIA GPU: the tests marked gpu, the check of the kernels, compute-sanitizer.
+# Everything that needs an NVIDIA GPU: the tests marked gpu, the self-check, compute-sanitizer.
 #
 #   scripts/gpu_checks.sh [FOLDER]     results go to FOLDER (gpu_checks), one file per check; exit status 1 if any fails
 #
@@ -24,7 +24,7 @@ check() { # name, command...
 }
 
 "$python" -c 'import json, torch, triton; print(json.dumps(dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)))' >"$out/machine.json" || exit 1
-check selfcheck "$python" -m deltazoo check --device cuda --jobs "$jobs" --json "$out/selfcheck.json"
+check selfcheck "$python" -m deltazoo check --jobs "$jobs"
 # shellcheck disable=SC2046
 check tests "$python" -m pytest -q -m gpu -n "$jobs" --dist worksteal --junitxml "$out/tests.xml" $(grep -rlE 'mark\.gpu' tests)
 check sanitizer "$python" scripts/sanitize.py --out "$out/sanitizer.json"

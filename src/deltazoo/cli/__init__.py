@@ -165,8 +165,7 @@ def check(
 ) -> None:
     """Check a rule on a CPU, in under a minute: definition, gradients, cache, padding, packing, reload, swap.
 
-    Without a rule, check that this machine computes right: every kernel, outputs and gradients, against float64; on a
-    GPU, in about a minute, and with the speed of a few layers.
+    Without a rule, check this machine: every kernel against float64, and on a GPU the speed of a few layers too.
     """
     if rule is None:
         return _check_machine(backend, device, jobs, report)
@@ -515,7 +514,6 @@ def diagnose(
     device: DeviceOption = None,
 ) -> None:
     """Erase gains, half-lives of decays, norms of states and saturated gates of every layer; warnings in sentences."""
-    from deltazoo.diagnosis.diagnosis_picture import require_matplotlib
     from deltazoo.training.config import DataConfig
     from deltazoo.training.documents import choose_documents
 
@@ -525,6 +523,8 @@ def diagnose(
     if picture is not None and Path(picture).suffix.lower() != ".png":
         raise ValueError(f"--picture writes a PNG: give a name that ends in .png, not {picture}")
     if picture is not None:
+        from deltazoo.diagnosis.pictures import require_matplotlib
+
         require_matplotlib()
     data = None if text is None else DataConfig(text=text, text_field=text_field)
     documents = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)

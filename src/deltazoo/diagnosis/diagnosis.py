@@ -92,7 +92,7 @@ class Diagnosis:
 
     def save_picture(self, path: str | Path) -> Path:
         """Draw heat maps, layers by heads, and the states over the tokens into a PNG; needs matplotlib."""
-        from deltazoo.diagnosis.diagnosis_picture import draw_records
+        from deltazoo.diagnosis.pictures import draw_records
 
         return draw_records(self.records(), Path(path))
 

@@ -10,17 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deltazoo.diagnosis.diagnosis_picture import BLACK, BLUE, GREY, ORANGE, new_figure, save_figure
+from deltazoo.diagnosis.pictures import BLACK, BLUE, GREY, ORANGE, new_figure, save_figure
 
 if TYPE_CHECKING:  # imports torch
     from deltazoo.training.layer_ranking import Ranking
 
-__all__ = [
-    "curves",
-    "draw_conversion",
-    "draw_loss_curve",
-    "draw_ranking",
-]
+__all__ = ["curves", "draw_conversion", "draw_loss_curve", "draw_ranking"]
 
 _PANEL = 4.6  # inches
 _LOSSES = {

@@ -1,7 +1,9 @@
-"""The picture of a diagnosis: a heat map, layers by heads, for each figure, and the states over the tokens.
+"""Colours, figures and files of all pictures, and the picture of a diagnosis. matplotlib is an extra.
 
-Its palette and its figures are those of all pictures of the package. matplotlib is an extra.
+A diagnosis is a heat map, layers by heads, for each figure, and the states over the tokens.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +15,17 @@ from numpy.typing import NDArray
 
 from deltazoo.diagnosis.rule_figures import CHUNK
 
-__all__ = ["BLACK", "BLUE", "GREY", "ORANGE", "draw_records", "new_figure", "require_matplotlib", "save_figure"]
+__all__ = [
+    "BLACK",
+    "BLUE",
+    "GREY",
+    "ORANGE",
+    "PALETTE",
+    "draw_records",
+    "new_figure",
+    "require_matplotlib",
+    "save_figure",
+]
 
 # Okabe and Ito's palette, distinguishable with every common colour vision deficiency, and a grey.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
