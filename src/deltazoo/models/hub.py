@@ -216,7 +216,6 @@ for _config in CONFIG_CLASSES[1:]:
 __all__ = [  # noqa: PLE0604
     "CombaConfig",
     "DeltaNetConfig",
-    "DeltaRuleConfig",
     "DeltaRuleForQuestionAnswering",
     "DeltaRuleForSequenceClassification",
     "DeltaRuleForTokenClassification",
@@ -227,9 +226,6 @@ __all__ = [  # noqa: PLE0604
     "KDAConfig",
     "PrecondGatedDeltaNetConfig",
     "PrecondKDAConfig",
-    "export_remote_code",
-    "model_types",
-    "register_auto_classes",
     *(class_name(config.__name__, head) for config in CONFIG_CLASSES[1:] for head in HEADS),
 ]
 
