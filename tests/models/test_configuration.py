@@ -116,6 +116,33 @@ def test_contradictions_are_refused(overrides, message):
         DeltaRuleConfig(**{**SIZES, **overrides})
 
 
+SOFTMAX_ONLY = {**HYBRID, "layer_types": ["full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [
+        {"neg_eigval": "erase"},
+        {"mixer": "linear_attention", "allow_neg_eigval": True},
+        {"mixer": "delta_net", "decay_lower_bound": -5.0},
+        {"expand_v": 1.3},
+    ],
+)
+def test_options_of_linear_layers_may_contradict_each_other_where_there_are_none(idle, tmp_path):
+    DeltaRuleConfig(**{**SIZES, **SOFTMAX_ONLY, **idle}).save_pretrained(tmp_path)
+    loaded = DeltaRuleConfig.from_pretrained(tmp_path)
+    assert {key: getattr(loaded, key) for key in idle} == idle
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"num_v_heads": 3}, {"norm_eps": 0.0}, {"initializer_range": -1.0}, {"conv_initializer_range": -1.0}],
+)
+def test_but_some_must_be_right_in_all_models(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        DeltaRuleConfig(**{**SIZES, **SOFTMAX_ONLY, **wrong})
+
+
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_what_was_saved_loads_with_keys_of_others(model_type, tmp_path):
     """Attributes that other tools set on a configuration: scripts for LoRA, Unsloth, older versions of transformers."""

@@ -53,6 +53,11 @@ _BASE_KEYS = frozenset(
     }
 )
 
+# Options of linear layers that must be right in a model of softmax layers too.
+_CHECKED_IN_ALL_MODELS = (
+    *("hidden_size", "num_heads", "head_dim", "num_v_heads"),
+    *("norm_eps", "initializer_range", "conv_initializer_range"),
+)
 # Keys that act on softmax layers alone.
 _SOFTMAX_KEYS = ("num_attention_heads", "num_key_value_heads", "rope_parameters", "qkv_bias")
 
@@ -279,8 +284,11 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             )
         if "full_attention" in self.layer_types:
             check_softmax_layers(self)
+        options = self.layer_options
+        if "linear_attention" not in self.layer_types:  # its other options have no effect and may contradict each other
+            options = {"rule": "gated_deltanet", **{name: options[name] for name in _CHECKED_IN_ALL_MODELS}}
         with torch.device("meta"):  # a layer says which options it refuses
-            make_layer(**self.layer_options, layer_idx=0, num_layers=self.num_hidden_layers)
+            make_layer(**options, layer_idx=0, num_layers=self.num_hidden_layers)
 
     def validate_rope(self) -> None:
         """transformers' check of `rope_parameters`, for softmax heads: `head_dim` is that of the linear layers."""
