@@ -53,8 +53,8 @@ def check_model(model: nn.Module) -> ModelFamily:
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: an unknown family, encoder-decoders and cross-attention, attention that looks ahead, models swapped
-            before, quantised models, layers that share their attention.
+        ValueError: an unknown family, cross-attention, attention that looks ahead, models swapped before, quantised
+            models, layers that share their attention.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -68,8 +68,6 @@ def check_model(model: nn.Module) -> ModelFamily:
             f"{type(model).__name__} is swapped already: {first}, then name all layers to be swapped in one call"
         )
     config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder; only decoders can be swapped")
     family = family_of(config)
     known = list(original_classes(type(config)).values())
     if type(model) not in known:

@@ -14,7 +14,7 @@ from deltazoo.swap.transfer import copied_parameters
 
 __all__ = ["LayerSwap", "MemoryAtLength", "SwapReport", "report_swap"]
 
-_CONTEXTS = {"1k": 1024, "32k": 32 * 1024, "1M": 1024 * 1024}
+_CONTEXTS = (1024, 32 * 1024, 1024 * 1024)
 """Context lengths, in tokens, at which memory is compared."""
 
 
@@ -32,8 +32,6 @@ class LayerSwap:
     """One swapped layer, with names of parameters as they are within the layer."""
 
     index: int
-    path: str
-    """Path of the attention slot in the model."""
     copied: tuple[str, ...]
     """Parameters of the new layer, copied from the original weights."""
     created: tuple[str, ...]
@@ -83,20 +81,19 @@ class SwapReport:
         for layer in self.layers:
             equal.setdefault((layer.copied, layer.created, layer.dropped), []).append(layer.index)
         for parameters, indices in equal.items():
-            table.add_row(_ranges(indices), *(", ".join(names) or "-" for names in parameters))
+            table.add_row(", ".join(map(str, indices)), *(", ".join(names) or "-" for names in parameters))
         return table
 
     def _summary_table(self) -> Table:
         table = Table()
         for heading in ("", "before", "after", "ratio"):
             table.add_column(heading, justify="right" if heading else "left")
-        ratio = self.parameters_after / self.parameters_before
-        table.add_row("parameters", f"{self.parameters_before:,}", f"{self.parameters_after:,}", f"{ratio:.3f}")
-        names = {length: name for name, length in _CONTEXTS.items()}
+        before, after = self.parameters_before, self.parameters_after
+        table.add_row("parameters", f"{before:,}", f"{after:,}", f"{after / before:.3f}")
         for memory in self.memory:
-            label = f"cache of one sequence of {names[memory.num_tokens]} tokens"
-            ratio = memory.after / memory.before
-            table.add_row(label, _size(memory.before), _size(memory.after), f"{ratio:.3g}")
+            sizes = (f"{size / 2**20:,.2f} MiB" for size in (memory.before, memory.after))
+            label = f"cache of one sequence of {memory.num_tokens:,} tokens"
+            table.add_row(label, *sizes, f"{memory.after / memory.before:.3g}")
         return table
 
 
@@ -111,7 +108,6 @@ def report_swap(
 ) -> SwapReport:
     """The report of a swap whose replacements are built and not yet in their slots."""
     num_layers = len(decoder_layers_of(model, family))
-    slot = f"{family.layers}.{{}}.{family.attention}"
     layers = []
     for plan, replacement in zip(plans, replacements, strict=True):
         names = [name for name, _ in replacement.delta.named_parameters()]
@@ -119,7 +115,6 @@ def report_swap(
         layers.append(
             LayerSwap(
                 index=plan.index,
-                path=slot.format(plan.index),
                 copied=tuple(copied),
                 created=tuple(name for name in names if name not in copied),
                 dropped=tuple(_dropped(model, family, plan, init)),
@@ -143,7 +138,7 @@ def report_swap(
         num_layers=num_layers,
         parameters_before=before,
         parameters_after=before - removed + added,
-        memory=tuple(_memory(length, per_token, windows, states) for length in _CONTEXTS.values()),
+        memory=tuple(_memory(length, per_token, windows, states) for length in _CONTEXTS),
         only_windows_left=bool(remaining) and None not in remaining and None in windows,
     )
 
@@ -184,23 +179,3 @@ def _dropped(model: PreTrainedModel, family: ModelFamily, plan: LayerPlan, init:
     if dropout := getattr(getattr(plan.attention, "resid_dropout", None), "p", None):
         lost.append(f"output dropout of {dropout:g}")
     return lost
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """`[0, 1, 2, 5]` as "0-2, 5"."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-
-
-def _size(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
