@@ -220,7 +220,7 @@ class TestRemoteCode:
         assert (tmp_path / "again" / "modeling_deltazoo.py").exists()
 
     def test_strangers_are_refused(self, tmp_path):
-        with pytest.raises(ValueError, match=r"holds no config.json"):
+        with pytest.raises(FileNotFoundError, match=r"config\.json"):
             export_remote_code(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
         with pytest.raises(ValueError, match="model type 'llama'"):

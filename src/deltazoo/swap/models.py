@@ -15,7 +15,6 @@ import torch
 import transformers
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -189,7 +188,8 @@ def _adapt(model: PreTrainedModel) -> None:
     base = model.base_model
     if not isinstance(base, SwappedModel):
         base.__class__ = swapped_class(type(base))
-    base._delta_hook = _describe_batches(base)  # type: ignore[assignment]
+    describe = partial(_describe, tuple(inspect.signature(base.forward).parameters))
+    base._delta_hook = base.register_forward_pre_hook(describe, with_kwargs=True)  # type: ignore[assignment]
     tell_of_row_head(model)
     for part in _parts(model):
         part._original_properties = {name: getattr(part, name, None) for name in _ADAPTED}  # type: ignore[assignment]
@@ -278,22 +278,20 @@ def register_swapped_classes(model_type: str) -> None:
         register_checkpoint_conversion_mapping(config.model_type, conversions, overwrite=True)
 
 
-def _describe_batches(base_model: nn.Module) -> RemovableHandle:
-    """A hook by which `base_model` describes every batch to its swapped layers, until the handle is removed.
+def _describe(
+    names: tuple[str, ...], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """Forward pre-hook of a base model: describe the batch to its swapped layers.
 
     The mask that reaches an attention layer is about pairs of tokens, perhaps within a sliding window, and no longer
     says which tokens are padding. So the description (`layers/batch_description.py`) is made from what the caller
     passed. It is one more keyword argument, which every model passes on to its attention. An argument survives
     recomputation under gradient checkpointing and leaves compiled code nothing to guard.
+
+    Args:
+        names: of the forward pass's positional arguments.
+        model, args, kwargs: as torch calls a hook.
     """
-    names = tuple(inspect.signature(base_model.forward).parameters)
-    return base_model.register_forward_pre_hook(partial(_describe, names), with_kwargs=True)
-
-
-def _describe(
-    names: tuple[str, ...], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[()], dict[str, Any]]:
-    """The hook: `names` are those of the forward pass's positional arguments."""
     kwargs = dict(zip(names, args, strict=False)) | kwargs
     context: ContextParallel | None = model.deltazoo_context
     row_head = take_row_head(kwargs)
@@ -333,14 +331,11 @@ def _token_mask(kwargs: dict[str, Any]) -> Tensor | Mapping[str, Tensor | None] 
         return {"linear_attention": kwargs.pop(_TOKEN_MASK)}
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         return mask
+    found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
     raise ValueError(
-        f"a swapped model takes attention_mask [batch, tokens] with 1 = real token, got {_in_words(mask)}: a linear "
-        "layer cannot follow a mask over pairs of tokens"
+        f"a swapped model takes attention_mask [batch, tokens] with 1 = real token, got {found}: a linear layer cannot "
+        "follow a mask over pairs of tokens"
     )
-
-
-def _in_words(mask: Any) -> str:
-    return f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
 
 
 def _token_mask_argument(attention_mask: Tensor | None, inputs: Mapping[str, Any]) -> dict[str, Tensor | None]:
