@@ -73,7 +73,6 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
         ({"num_heads": 3, "head_dim": None}, "num_heads must divide hidden_size = 32"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be positive, got 0"),
         ({"max_position_embeddings": 0}, "max_position_embeddings must be positive, got 0"),
-        ({"classifier_dropout": 1.5}, "classifier_dropout must be between 0 and 1, or None, got 1.5"),
         ({"num_micro_steps": 0}, "num_micro_steps must be positive, got 0"),
         ({"expand_v": 1.3}, "whole number"),
         ({"expand_v": 0}, "must be a positive whole number, got 0"),

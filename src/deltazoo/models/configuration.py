@@ -268,8 +268,6 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         for name in (*sizes, "num_micro_steps", "max_position_embeddings"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.classifier_dropout is not None and not 0 <= self.classifier_dropout <= 1:
-            raise ValueError(f"classifier_dropout must be between 0 and 1, or None, got {self.classifier_dropout}")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(
                 f"pad_token_id must be at least 0 and less than vocab_size = {self.vocab_size}, or None, got "

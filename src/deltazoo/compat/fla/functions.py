@@ -358,7 +358,7 @@ def _log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bo
     return (fused_softplus_decay if fused_kernels_fit(g) else softplus_decay)(g, A_log, dt_bias)
 
 
-def _require_gate(function: str, name: str, gate: Tensor, v: Tensor, *, per_channel: bool) -> None:
+def _require_gate(function: str, name: str, gate: Any, v: Tensor, *, per_channel: bool) -> None:
     """Raise ValueError unless a gate has one value per value head, or per key channel of it."""
     if not isinstance(gate, Tensor):
         raise TypeError(f"{name} of {function} must be a tensor, got {type(gate).__name__}")
@@ -377,16 +377,7 @@ _OTHER_DECAY = {
 
 
 def _take_state_layout(function: str, state_v_first: bool, options: dict[str, Any]) -> bool:
-    """Read the keyword arguments that a signature does not name, and return `state_v_first`.
-
-    Args:
-        function: its name, for messages.
-        state_v_first: as given under that name.
-        options: the remaining keyword arguments. `head_first=False` and hints change nothing.
-
-    Raises:
-        ValueError: `head_first=True`, or two names for one option. TypeError: an unknown argument.
-    """
+    """`state_v_first` as given, or under its old name in the further keyword arguments; others are refused."""
     options = {name: value for name, value in options.items() if name not in _HINTS}
     if options.pop("head_first", False):
         raise ValueError(
