@@ -22,7 +22,7 @@ from deltazoo.generation.cache_argument import CACHE
 from deltazoo.layers import make_layer
 from deltazoo.layers.batch_description import LAYER_TYPES
 from deltazoo.layers.mlp import default_intermediate_size
-from deltazoo.models.config_keys import AutoMapConfig, not_a_key, offer_lora_targets, without_runtime_options
+from deltazoo.models.config_keys import SharedConfig, not_a_key, without_runtime_options
 from deltazoo.models.fla_keys import translate_fla_config
 from deltazoo.models.outside_rules import module_of_rule
 from deltazoo.models.softmax_attention import check_softmax_layers, with_softmax_heads
@@ -63,7 +63,7 @@ _SOFTMAX_KEYS = ("num_attention_heads", "num_key_value_heads", "rope_parameters"
 
 
 @strict
-class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
+class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
     """Configuration of a causal language model of delta-rule layers, softmax layers, or both.
 
     Args:
@@ -210,8 +210,6 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain values."""
-        # PEFT calls this just before it looks up default targets, and may be imported later than deltazoo.
-        offer_lora_targets(self.model_type)
         values = super().to_dict()
         # PEFT and others read these keys as numbers where they exist.
         missing = [key for key in ("num_attention_heads", "num_key_value_heads") if values[key] is None]

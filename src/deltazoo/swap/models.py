@@ -25,7 +25,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from deltazoo.generation.cache import check_cache, prepare_cache_layer
 from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.captured_generation import CapturedGeneration
-from deltazoo.models.config_keys import HEADS, AutoMapConfig, auto_class_name, offer_lora_targets
+from deltazoo.models.config_keys import HEADS, SharedConfig, auto_class_name
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates
 from deltazoo.models.forward_arguments import (
     describe_arguments,
@@ -58,19 +58,6 @@ _ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan",
 """Properties that transformers collects when a model is made, and that depend on the layers."""
 _TOKEN_MASK = "delta_token_mask"
 """The argument by which `generate` tells of padding where it has prepared the masks of softmax layers."""
-
-
-class SwappedConfig(AutoMapConfig):
-    """Additions of a swapped model's configuration to the original configuration class."""
-
-    model_type: ClassVar[str]
-    original_model_type: ClassVar[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain values."""
-        # PEFT asks for this dictionary just before it looks up default targets, and may be imported later than we are.
-        offer_lora_targets(self.model_type, like=self.original_model_type)
-        return super().to_dict()
 
 
 def recorded_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
@@ -218,7 +205,7 @@ def _swapped_config_class(original_config: type[Any]) -> type[Any]:
         "delta_layers": None,
         "mixer_module": None,
     }
-    return _make(_PREFIX + original_config.__name__, (SwappedConfig, original_config), members, strict)
+    return _make(_PREFIX + original_config.__name__, (SharedConfig, original_config), members, strict)
 
 
 def swapped_class(original_class: type[Any]) -> type[Any]:
