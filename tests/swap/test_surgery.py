@@ -75,10 +75,10 @@ class TestReport:
         taken = {i: sum(x.nbytes for x in state if x is not None) for i, state in states.items()}
         assert {layer.index: layer.state_bytes for layer in report.layers} == taken
         per_token = 2 * 2 * 8 * 4  # keys and values, heads, channels, bytes
-        for memory in report.memory:
-            assert memory.before == per_token * (2 * 5 + 2 * memory.num_tokens)  # two layers have windows of 5
-            assert memory.after == sum(taken.values()) + per_token * (5 + memory.num_tokens)
-        assert [memory.num_tokens for memory in report.memory] == [1024, 32768, 1048576]
+        for num_tokens, (before, after) in report.memory.items():
+            assert before == per_token * (2 * 5 + 2 * num_tokens)  # two layers have windows of 5
+            assert after == sum(taken.values()) + per_token * (5 + num_tokens)
+        assert list(report.memory) == [1024, 32768, 1048576]
 
     def test_prints_as_tables(self):
         printed = str(deltazoo.swap_attention(tiny_original("llama"), "delta_net", "3:1"))

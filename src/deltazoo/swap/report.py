@@ -12,19 +12,10 @@ from deltazoo.swap.layer import SwappedAttention
 from deltazoo.swap.plan import LayerPlan
 from deltazoo.swap.transfer import copied_parameters
 
-__all__ = ["LayerSwap", "MemoryAtLength", "SwapReport", "report_swap"]
+__all__ = ["LayerSwap", "SwapReport", "report_swap"]
 
 _CONTEXTS = (1024, 32 * 1024, 1024 * 1024)
 """Context lengths, in tokens, at which memory is compared."""
-
-
-@dataclass(frozen=True)
-class MemoryAtLength:
-    """Bytes that the cache of one sequence takes, before and after the swap."""
-
-    num_tokens: int
-    before: int
-    after: int
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,8 @@ class SwapReport:
     """Number of the model's layers, swapped or not."""
     parameters_before: int
     parameters_after: int
-    memory: tuple[MemoryAtLength, ...]
+    memory: Mapping[int, tuple[int, int]]
+    """Bytes that the cache of one sequence takes before and after the swap, by the sequence's length in tokens."""
     only_windows_left: bool
     """Softmax layers that saw all tokens were swapped, and all that remain have sliding windows."""
 
@@ -90,10 +82,9 @@ class SwapReport:
             table.add_column(heading, justify="right" if heading else "left")
         before, after = self.parameters_before, self.parameters_after
         table.add_row("parameters", f"{before:,}", f"{after:,}", f"{after / before:.3f}")
-        for memory in self.memory:
-            sizes = (f"{size / 2**20:,.2f} MiB" for size in (memory.before, memory.after))
-            label = f"cache of one sequence of {memory.num_tokens:,} tokens"
-            table.add_row(label, *sizes, f"{memory.after / memory.before:.3g}")
+        for num_tokens, (before, after) in self.memory.items():
+            sizes = (f"{size / 2**20:,.2f} MiB" for size in (before, after))
+            table.add_row(f"cache of one sequence of {num_tokens:,} tokens", *sizes, f"{after / before:.3g}")
         return table
 
 
@@ -138,18 +129,18 @@ def report_swap(
         num_layers=num_layers,
         parameters_before=before,
         parameters_after=before - removed + added,
-        memory=tuple(_memory(length, per_token, windows, states) for length in _CONTEXTS),
+        memory={length: _memory(length, per_token, windows, states) for length in _CONTEXTS},
         only_windows_left=bool(remaining) and None not in remaining and None in windows,
     )
 
 
 def _memory(
     num_tokens: int, per_token: int, windows: Sequence[int | None], states: Mapping[int, int]
-) -> MemoryAtLength:
+) -> tuple[int, int]:
     """Caches before and after, of softmax layers with these windows, some of which get states of a fixed size."""
     kept = [per_token * min(num_tokens, window or num_tokens) for window in windows]
     after = [states.get(index, size) for index, size in enumerate(kept)]
-    return MemoryAtLength(num_tokens, sum(kept), sum(after))
+    return sum(kept), sum(after)
 
 
 def _window(config: PreTrainedConfig, index: int) -> int | None:
