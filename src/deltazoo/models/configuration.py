@@ -303,14 +303,11 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
                     f"got {self.num_heads}"
                 )
             self.head_dim = self.hidden_size // self.num_heads
-        if self.expand_v is None:
-            self.expand_v = spec.expand_v
         if self.use_gate is None:
             self.use_gate = spec.output_gate != "none"
-        if self.allow_neg_eigval is None:
-            self.allow_neg_eigval = spec.allow_neg_eigval
-        if self.num_micro_steps is None:
-            self.num_micro_steps = spec.num_micro_steps
+        for name in ("expand_v", "allow_neg_eigval", "num_micro_steps"):
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(spec, name))
         if self.intermediate_size is None:
             ratio = 4 if self.hidden_ratio is None else self.hidden_ratio
             if not 0 < ratio < math.inf:
@@ -336,10 +333,9 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
         if "full_attention" not in (self.layer_types or ()):
             reason = "acts on softmax layers, and layer_types has none"
             idle = {key: reason for key in _SOFTMAX_KEYS if getattr(self, key)}
-        if not self.use_short_conv and self.conv_size != type(self).conv_size:
-            idle["conv_size"] = "acts with use_short_conv=True"
-        if not self.use_short_conv and self.conv_initializer_range is not None:
-            idle["conv_initializer_range"] = "acts with use_short_conv=True"
+        for key in ("conv_size", "conv_initializer_range"):
+            if not self.use_short_conv and getattr(self, key) != getattr(type(self), key):
+                idle[key] = "acts with use_short_conv=True"
         return idle
 
     def _keys_of_others(self, extra: dict[str, Any]) -> dict[str, str]:

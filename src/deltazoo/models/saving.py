@@ -22,6 +22,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+from deltazoo.models.block import DeltaRuleBlock, make_block_layer
 from deltazoo.models.config_keys import (
     CONFIGURATION_FILE,
     HEADS,
@@ -120,8 +121,13 @@ class SharedModel(PreTrainedModel):
     """A `PreTrainedModel` that is saved and pushed with a model card."""
 
     def refuse_undescribed_layers(self) -> None:
-        """Raise ValueError if loading would make other layers than the model has."""
-        raise NotImplementedError
+        """Raise ValueError if the configuration would load another layer than one that the model has."""
+        config: Any = self.config
+        for name, block in self.named_modules():
+            if isinstance(block, DeltaRuleBlock):
+                with torch.device("meta"):
+                    described = make_block_layer(config, block.layer_idx)
+                refuse_undescribed(block.attn, described, f"{name}.attn")
 
     def save_pretrained(  # type: ignore[override]
         self,
