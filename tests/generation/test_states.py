@@ -399,7 +399,6 @@ class TestFiles:
         ("header", "message"),
         [
             ({}, "holds no states"),
-            ({"format": "deltazoo states", "version": "1"}, "of an earlier deltazoo, .* run their tokens through"),
             ({"format": "deltazoo states", "version": "3"}, "version 3 .* reads 2"),
         ],
     )

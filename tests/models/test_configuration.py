@@ -73,7 +73,6 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
         ({"num_heads": 3, "head_dim": None}, "num_heads must divide hidden_size = 32"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be positive, got 0"),
         ({"max_position_embeddings": 0}, "max_position_embeddings must be positive, got 0"),
-        ({"classifier_dropout": 1.5}, "classifier_dropout must be between 0 and 1, or None, got 1.5"),
         ({"num_micro_steps": 0}, "num_micro_steps must be positive, got 0"),
         ({"expand_v": 1.3}, "whole number"),
         ({"expand_v": 0}, "must be a positive whole number, got 0"),
@@ -114,6 +113,33 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
 def test_contradictions_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         DeltaRuleConfig(**{**SIZES, **overrides})
+
+
+SOFTMAX_ONLY = {**HYBRID, "layer_types": ["full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [
+        {"neg_eigval": "erase"},
+        {"mixer": "linear_attention", "allow_neg_eigval": True},
+        {"mixer": "delta_net", "decay_lower_bound": -5.0},
+        {"expand_v": 1.3},
+    ],
+)
+def test_options_of_linear_layers_may_contradict_each_other_where_there_are_none(idle, tmp_path):
+    DeltaRuleConfig(**{**SIZES, **SOFTMAX_ONLY, **idle}).save_pretrained(tmp_path)
+    loaded = DeltaRuleConfig.from_pretrained(tmp_path)
+    assert {key: getattr(loaded, key) for key in idle} == idle
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"num_v_heads": 3}, {"norm_eps": 0.0}, {"initializer_range": -1.0}, {"conv_initializer_range": -1.0}],
+)
+def test_but_some_must_be_right_in_all_models(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        DeltaRuleConfig(**{**SIZES, **SOFTMAX_ONLY, **wrong})
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

@@ -24,7 +24,7 @@ import deltazoo.models
 from deltazoo.models import export_remote_code
 from deltazoo.models.config_keys import HEADS, auto_class_name
 from deltazoo.models.hub import CONFIG_CLASSES, model_class_of
-from deltazoo.models.saving import make_model_card, state_bytes
+from deltazoo.models.saving import make_model_card
 
 
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -44,10 +44,7 @@ class TestModelCard:
             spec.equation,
             spec.paper,
             "A shelf of books.",
-            f"| parameters | {sum(p.numel() for p in model.parameters()):,}",
-            f"| layers | 2: 1 {spec.name}, 1 softmax attention |",
-            "| heads of a linear layer | 2 of 8 channels",
-            "| heads of a softmax layer | 4, 2 for keys |",
+            f"# {spec.name} and softmax attention, {sum(p.numel() for p in model.parameters()):,} parameters",
             'AutoModelForCausalLM.from_pretrained("me/mine")',
         ):
             assert fact in card.text
@@ -69,21 +66,9 @@ class TestModelCard:
         assert card.data.pipeline_tag == task
         assert f"import AutoModel{suffix.removeprefix('Model')}\n" in card.text
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("case", ["grouped_values", "kda_without_conv", "hybrid", "softmax_only"])
-    def test_state_is_as_large_as_the_cache(self, case, dtype):
-        model = tiny_model(case).to(dtype)
-        cache = model(tokens(1, 9)).past_key_values
-        measured = {"linear_attention": 0, "full_attention": 0}
-        for layer_type, layer in zip(model.config.layer_types, cache.layers, strict=True):
-            kept = layer.state if layer_type == "linear_attention" else (layer.keys, layer.values)
-            measured[layer_type] += sum(x.nbytes for x in kept if x is not None)
-        constant, per_token = state_bytes(model)
-        assert (constant, 9 * per_token) == (measured["linear_attention"], measured["full_attention"])
-
     def test_a_softmax_model_claims_no_linear_layers(self):
         text = make_model_card(tiny_model("softmax_only")).text
-        assert "gated_deltanet" not in text and "linear layer" not in text
+        assert "gated_deltanet" not in text
 
     def test_is_written_on_saving(self, tmp_path):
         model = tiny_model("gated_deltanet")
@@ -235,7 +220,7 @@ class TestRemoteCode:
         assert (tmp_path / "again" / "modeling_deltazoo.py").exists()
 
     def test_strangers_are_refused(self, tmp_path):
-        with pytest.raises(ValueError, match=r"holds no config.json"):
+        with pytest.raises(FileNotFoundError, match=r"config\.json"):
             export_remote_code(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
         with pytest.raises(ValueError, match="model type 'llama'"):

@@ -196,13 +196,11 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Refuse keys and values: the layer is linear."""
         raise ValueError("this cache layer belongs to a delta-rule layer and holds no keys and values")
 
-    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """Refuse: window and state are kept together by `store`."""
         raise NotImplementedError("a delta-rule cache layer takes its states through store()")
 
-    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Refuse: window and state are kept together by `store`."""
-        raise NotImplementedError("a delta-rule cache layer takes its states through store()")
+    update_conv_state = update_recurrent_state
 
 
 class CacheStates:

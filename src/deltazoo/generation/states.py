@@ -59,8 +59,6 @@ __all__ = ["Snapshot", "detach", "fork", "restore", "snapshot"]
 
 _FORMAT = "deltazoo states"
 _VERSION = "2"
-_SAMPLED = "1"
-"""Of files with digests of a few numbers of every parameter, which other models may share."""
 _NOT_OF_THE_MODEL = {"architectures", "dtype", "name_or_path", "torch_dtype", "transformers_version", "use_cache"}
 """Keys of a configuration that differ between copies of one model."""
 _PIECE = 2**22
@@ -179,11 +177,6 @@ class Snapshot:
 def _check_header(header: dict[str, str], model: PreTrainedModel, path: object) -> None:
     if header.get("format") != _FORMAT:
         raise ValueError(f"{path} holds no states that Snapshot.save has written")
-    if header["version"] == _SAMPLED:
-        raise ValueError(
-            f"{path} is of an earlier deltazoo, which noted only a few of the model's weights, so it cannot be told "
-            "whether the states are of this model: run their tokens through the model again, and save that snapshot"
-        )
     if header["version"] != _VERSION:
         raise ValueError(f"{path} has version {header['version']} of the format, and this deltazoo reads {_VERSION}")
     differing = [name for name, digest in _identity(model).items() if header.get(name) != digest]

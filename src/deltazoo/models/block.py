@@ -95,14 +95,10 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
                 mixed, softmax.position_embeddings, softmax.attention_mask, cache, **softmax.kernel_kwargs
             )
         else:
-            mixed = self._mix(mixed, batch, cache)
+            states = None if cache is None else CacheStates(cache)
+            mixed = self.attn(mixed, past_key_values=states, sequences=batch.sequences)
         normalized, hidden_states = self.mlp_norm(mixed, residual=hidden_states)
         return hidden_states + self.mlp(normalized)
-
-    def _mix(self, x: Tensor, batch: BatchDescription, cache: Cache | None) -> Tensor:
-        if cache is None:
-            return self.attn(x, sequences=batch.sequences)
-        return self.attn(x, past_key_values=CacheStates(cache), sequences=batch.sequences)
 
 
 def describe_blocks(model: Any) -> str:

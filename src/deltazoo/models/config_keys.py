@@ -8,7 +8,7 @@ refused from a caller.
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from deltazoo.runtime import RUNTIME_OPTIONS
 
@@ -16,13 +16,12 @@ __all__ = [
     "CONFIGURATION_FILE",
     "HEADS",
     "MODELING_FILE",
-    "AutoMapConfig",
+    "SharedConfig",
     "auto_class_name",
     "auto_map",
     "class_name",
     "has_remote_code",
     "not_a_key",
-    "offer_lora_targets",
     "without_runtime_options",
 ]
 
@@ -34,15 +33,18 @@ _LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 """The large projections that linear and softmax layers have in common."""
 
 
-class AutoMapConfig:
-    """The attribute `auto_map` of our configurations, empty unless the checkpoint has the two files.
+class SharedConfig:
+    """Additions of all our configurations to those of transformers."""
 
-    TRL reads it from every model whose class is not one of transformers' own.
-    """
+    original_model_type: ClassVar[str | None] = None
+    """The model type before some of its layers were swapped."""
 
     @property
     def auto_map(self) -> dict[str, str]:
-        """The classes in a checkpoint's own files, by the name of the Auto class."""
+        """The classes in a checkpoint's own files, by the name of the Auto class; empty unless it has the two files.
+
+        TRL reads it from every model whose class is not one of transformers' own.
+        """
         return self.__dict__.setdefault("auto_map", {})
 
     @auto_map.setter
@@ -50,7 +52,13 @@ class AutoMapConfig:
         self.__dict__["auto_map"] = classes
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain values, without an empty `auto_map`."""
+        """The configuration as plain values, without an empty `auto_map`; PEFT learns which modules LoRA adapts."""
+        # PEFT calls this just before it looks up default targets, and may be imported later than deltazoo.
+        constants = sys.modules.get("peft.utils.constants")
+        if constants is not None:
+            known = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+            targets = [*_LORA_TARGETS, *known.get(self.original_model_type, ())]
+            known.setdefault(self.model_type, list(dict.fromkeys(targets)))  # type: ignore[attr-defined]
         values = super().to_dict()  # type: ignore[misc]
         if not self.auto_map:
             values.pop("auto_map", None)
@@ -78,19 +86,6 @@ def has_remote_code(config: object) -> bool:
     """Whether a configuration comes from a checkpoint with the two files."""
     found = getattr(config, "auto_map", None) or {}
     return str(found.get("AutoConfig", "")).rpartition("--")[2].startswith(f"{CONFIGURATION_FILE}.")
-
-
-def offer_lora_targets(model_type: str, like: str | None = None) -> None:
-    """Register the modules that LoRA adapts by default with PEFT, if it is imported.
-
-    Args:
-        model_type: of one of our models.
-        like: a model type whose default targets are added, for a model that has its layers too.
-    """
-    constants = sys.modules.get("peft.utils.constants")
-    if constants is not None:
-        targets = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        targets.setdefault(model_type, list(dict.fromkeys([*_LORA_TARGETS, *targets.get(like, ())])))
 
 
 def without_runtime_options(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from deltazoo.generation.cache_argument import CACHE
 from deltazoo.layers import make_layer
 from deltazoo.layers.batch_description import LAYER_TYPES
 from deltazoo.layers.mlp import default_intermediate_size
-from deltazoo.models.config_keys import AutoMapConfig, not_a_key, offer_lora_targets, without_runtime_options
+from deltazoo.models.config_keys import SharedConfig, not_a_key, without_runtime_options
 from deltazoo.models.fla_keys import translate_fla_config
 from deltazoo.models.outside_rules import module_of_rule
 from deltazoo.models.softmax_attention import check_softmax_layers, with_softmax_heads
@@ -53,12 +53,17 @@ _BASE_KEYS = frozenset(
     }
 )
 
+# Options of linear layers that must be right in a model of softmax layers too.
+_CHECKED_IN_ALL_MODELS = (
+    *("hidden_size", "num_heads", "head_dim", "num_v_heads"),
+    *("norm_eps", "initializer_range", "conv_initializer_range"),
+)
 # Keys that act on softmax layers alone.
 _SOFTMAX_KEYS = ("num_attention_heads", "num_key_value_heads", "rope_parameters", "qkv_bias")
 
 
 @strict
-class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
+class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
     """Configuration of a causal language model of delta-rule layers, softmax layers, or both.
 
     Args:
@@ -205,8 +210,6 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain values."""
-        # PEFT calls this just before it looks up default targets, and may be imported later than deltazoo.
-        offer_lora_targets(self.model_type)
         values = super().to_dict()
         # PEFT and others read these keys as numbers where they exist.
         missing = [key for key in ("num_attention_heads", "num_key_value_heads") if values[key] is None]
@@ -263,8 +266,6 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         for name in (*sizes, "num_micro_steps", "max_position_embeddings"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.classifier_dropout is not None and not 0 <= self.classifier_dropout <= 1:
-            raise ValueError(f"classifier_dropout must be between 0 and 1, or None, got {self.classifier_dropout}")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(
                 f"pad_token_id must be at least 0 and less than vocab_size = {self.vocab_size}, or None, got "
@@ -279,8 +280,11 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             )
         if "full_attention" in self.layer_types:
             check_softmax_layers(self)
+        options = self.layer_options
+        if "linear_attention" not in self.layer_types:  # its other options have no effect and may contradict each other
+            options = {"rule": "gated_deltanet", **{name: options[name] for name in _CHECKED_IN_ALL_MODELS}}
         with torch.device("meta"):  # a layer says which options it refuses
-            make_layer(**self.layer_options, layer_idx=0, num_layers=self.num_hidden_layers)
+            make_layer(**options, layer_idx=0, num_layers=self.num_hidden_layers)
 
     def validate_rope(self) -> None:
         """transformers' check of `rope_parameters`, for softmax heads: `head_dim` is that of the linear layers."""
@@ -299,14 +303,11 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
                     f"got {self.num_heads}"
                 )
             self.head_dim = self.hidden_size // self.num_heads
-        if self.expand_v is None:
-            self.expand_v = spec.expand_v
         if self.use_gate is None:
             self.use_gate = spec.output_gate != "none"
-        if self.allow_neg_eigval is None:
-            self.allow_neg_eigval = spec.allow_neg_eigval
-        if self.num_micro_steps is None:
-            self.num_micro_steps = spec.num_micro_steps
+        for name in ("expand_v", "allow_neg_eigval", "num_micro_steps"):
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(spec, name))
         if self.intermediate_size is None:
             ratio = 4 if self.hidden_ratio is None else self.hidden_ratio
             if not 0 < ratio < math.inf:
@@ -332,10 +333,9 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         if "full_attention" not in (self.layer_types or ()):
             reason = "acts on softmax layers, and layer_types has none"
             idle = {key: reason for key in _SOFTMAX_KEYS if getattr(self, key)}
-        if not self.use_short_conv and self.conv_size != type(self).conv_size:
-            idle["conv_size"] = "acts with use_short_conv=True"
-        if not self.use_short_conv and self.conv_initializer_range is not None:
-            idle["conv_initializer_range"] = "acts with use_short_conv=True"
+        for key in ("conv_size", "conv_initializer_range"):
+            if not self.use_short_conv and getattr(self, key) != getattr(type(self), key):
+                idle[key] = "acts with use_short_conv=True"
         return idle
 
     def _keys_of_others(self, extra: dict[str, Any]) -> dict[str, str]:

@@ -82,11 +82,11 @@ def translate_fla_config(values: Mapping[str, Any]) -> dict[str, Any]:
     if translated.get("transformers_version") is not None:
         translated = {key: value for key, value in translated.items() if key not in _INITIAL_VALUES}
     _rename(translated)
-    _check_safe_gate(translated)
+    if translated.pop("safe_gate", False) and translated.get("decay_lower_bound") is None:  # its kernels rely on one
+        raise ValueError("safe_gate=True needs a bound on the decay: set decay_lower_bound")
     _translate_forget_gate(translated)
-    _check_key_heads(translated)
     _translate_head_width(translated)
-    _check_gate_activation(translated)
+    _check_rule(translated)
     _translate_hybrid_layers(translated)
     return translated
 
@@ -101,12 +101,6 @@ def _rename(values: dict[str, Any]) -> None:
         values[ours] = value
 
 
-def _check_safe_gate(values: dict[str, Any]) -> None:
-    """`safe_gate` picks kernels that rely on a bounded decay."""
-    if values.pop("safe_gate", False) and values.get("decay_lower_bound") is None:
-        raise ValueError("safe_gate=True needs a bound on the decay: set decay_lower_bound")
-
-
 def _translate_forget_gate(values: dict[str, Any]) -> None:
     """Gated DeltaProduct without its decay is DeltaNet in several steps, with an output gate."""
     decays = values.pop("use_forget_gate", None)
@@ -119,23 +113,16 @@ def _translate_forget_gate(values: dict[str, Any]) -> None:
         raise ValueError(f"use_forget_gate={decays} and mixer={values['mixer']!r} contradict each other")
 
 
-def _check_key_heads(values: dict[str, Any]) -> None:
-    """fla-hub's GLA may have fewer heads of keys and values than of queries."""
-    if values["mixer"] != "gla":
-        return
-    queries, keys = values.get("num_heads"), values.pop("num_kv_heads", None)
+def _check_rule(values: dict[str, Any]) -> None:
+    """Refuse a rule of fla-hub that ours is not: GLA with fewer heads of keys than queries, another output gate."""
+    rule, queries = values["mixer"], values.get("num_heads")
+    keys = values.pop("num_kv_heads", None) if rule == "gla" else None
     if keys not in (None, queries):
         raise NotImplementedError(f"num_kv_heads={keys} is not implemented, only num_heads={queries}")
-
-
-def _check_gate_activation(values: dict[str, Any]) -> None:
-    activation = values.pop("output_gate_activation", None)
-    if activation is None:
-        return
-    implemented = get_rule(values["mixer"]).gate_activation
-    if {"swish": "silu"}.get(activation, activation) != implemented:
+    activation, implemented = values.pop("output_gate_activation", None), get_rule(rule).gate_activation
+    if {"swish": "silu"}.get(activation, activation) not in (None, implemented):
         raise NotImplementedError(
-            f"output_gate_activation={activation!r} is not implemented for {values['mixer']}, only {implemented!r}"
+            f"output_gate_activation={activation!r} is not implemented for {rule}, only {implemented!r}"
         )
 
 
@@ -149,12 +136,8 @@ def _translate_head_width(values: dict[str, Any]) -> None:
     missing = [key for key in ("hidden_size", "num_heads") if values.get(key) is None]
     if missing:
         raise ValueError(f"expand_k={expand_k} needs {' and '.join(missing)} to be given as well")
-    head_dim, value_dim = (
-        _channels_per_head(values, name, ratio)
-        for name, ratio in (("expand_k", expand_k), ("expand_v", values.get("expand_v") or 1))
-    )
-    values["head_dim"] = head_dim
-    values["expand_v"] = value_dim / head_dim
+    values["head_dim"] = _channels_per_head(values, "expand_k", expand_k)
+    values["expand_v"] = _channels_per_head(values, "expand_v", values.get("expand_v") or 1) / values["head_dim"]
 
 
 def _channels_per_head(values: Mapping[str, Any], name: str, ratio: float) -> int:

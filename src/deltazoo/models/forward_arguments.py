@@ -127,18 +127,22 @@ def tell_of_row_head(model: nn.Module) -> None:
     Such a head classifies a sequence by its last token, or has a loss of one answer per row. The base model, which
     finds packed documents, refuses them for it (`refuse_several_documents`).
     """
-    names = [kind.__name__ for kind in type(model).__mro__]
-    reduces = any(name.endswith(("ForSequenceClassification", "ForQuestionAnswering")) for name in names)
+    reduces = _is_a(model, "ForSequenceClassification", "ForQuestionAnswering")
     if reduces and tells_of_row_head not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(tells_of_row_head, with_kwargs=True)
 
 
 def tells_of_row_head(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward pre-hook of `tell_of_row_head`."""
-    answers = any(name.endswith("ForQuestionAnswering") for name in (kind.__name__ for kind in type(model).__mro__))
-    if answers and kwargs.get("start_positions") is None:  # without a loss every token has logits of its own
+    if (
+        _is_a(model, "ForQuestionAnswering") and kwargs.get("start_positions") is None
+    ):  # without a loss every token has logits of its own
         return None
     return args, {**kwargs, _ROW_HEAD: type(model).__name__}
+
+
+def _is_a(model: nn.Module, *heads: str) -> bool:
+    return any(kind.__name__.endswith(heads) for kind in type(model).__mro__)
 
 
 def remove_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> None:

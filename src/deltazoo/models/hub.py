@@ -263,7 +263,10 @@ def register_auto_classes(override: bool = False) -> None:
         for head in HEADS:
             auto_class = getattr(transformers, auto_class_name(head))
             auto_class.register(config, model_class_of(config, head), exist_ok=True)
-            _register_parameter_names(config, head)
+            if names := getattr(config, "parameter_names", {}):
+                # By the class's name: by model type it would also rename the parameters of another library's class.
+                renamings: list[WeightConverter | WeightRenaming] = [WeightRenaming(*pair) for pair in names.items()]
+                register_checkpoint_conversion_mapping(class_name(config.__name__, head), renamings, overwrite=True)
         # get() of this mapping does not see what it loads lazily.
         owner = CONFIG_MAPPING[config.model_type] if config.model_type in CONFIG_MAPPING else None  # noqa: SIM401
         if owner is None or override:
@@ -277,17 +280,6 @@ def register_auto_classes(override: bool = False) -> None:
             )
 
 
-def _register_parameter_names(config: type[DeltaRuleConfig], head: str) -> None:
-    """Let transformers load and save the parameters whose names in checkpoints differ from the layers'.
-
-    By the name of the class: by model type it would also rename the parameters of another library's class.
-    """
-    names = getattr(config, "parameter_names", {})
-    if names:
-        renamings: list[WeightConverter | WeightRenaming] = [WeightRenaming(*pair) for pair in names.items()]
-        register_checkpoint_conversion_mapping(class_name(config.__name__, head), renamings, overwrite=True)
-
-
 def export_remote_code(path: str | Path) -> None:
     """Make a saved checkpoint load with `trust_remote_code=True` in a process that does not import deltazoo.
 
@@ -298,13 +290,11 @@ def export_remote_code(path: str | Path) -> None:
         path: a folder that `save_pretrained` of one of our models has written.
 
     Raises:
-        ValueError: the folder has no `config.json`, or one of a model that is not ours; the model's rule is not loaded,
-            or not in a file of its own.
+        FileNotFoundError: the folder has no `config.json`.
+        ValueError: the model is not ours; its rule is not loaded, or not in a file of its own.
     """
     path = Path(path)
     written = path / "config.json"
-    if not written.is_file():
-        raise ValueError(f"{path} holds no config.json: save the model there first")
     values = json.loads(written.read_text(encoding="utf-8"))
     config_class = config_class_of(values.get("model_type"), path)
     config = config_class.__name__

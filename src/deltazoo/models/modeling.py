@@ -27,7 +27,7 @@ from deltazoo.generation.captured_generation import CapturedGeneration
 from deltazoo.layers.batch_description import BatchDescription
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of
-from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, describe_blocks, make_block_layer
+from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, describe_blocks
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers
 from deltazoo.models.forward_arguments import (
@@ -40,7 +40,7 @@ from deltazoo.models.forward_arguments import (
 )
 from deltazoo.models.late_logits import LateLogits, OutputWithLateLogits
 from deltazoo.models.loss import describe_loss, fuses_loss, loss_without_logits
-from deltazoo.models.saving import SharedModel, refuse_undescribed
+from deltazoo.models.saving import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
 from deltazoo.ops.fused.linear_cross_entropy import IGNORED
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
@@ -72,15 +72,6 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
         super().post_init()
         if not self.config.base_model_tp_plan:
             self._tp_plan = {}
-
-    def refuse_undescribed_layers(self) -> None:
-        """Raise ValueError if the configuration would load another layer than one that the model has."""
-        config = self.config
-        for name, block in self.named_modules():
-            if isinstance(block, DeltaRuleBlock):
-                with torch.device("meta"):
-                    described = make_block_layer(config, block.layer_idx)
-                refuse_undescribed(block.attn, described, f"{name}.attn")
 
     def describe_training(self) -> str:
         """How norms and MLPs are computed in a training step, what is recomputed, and why."""

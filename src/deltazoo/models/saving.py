@@ -1,7 +1,7 @@
 """Saving and pushing as in transformers, with a model card and, if asked for, two Python files.
 
-The card, README.md beside the weights, says what the model is, its size, its training data and how to load it. It is
-written only where there is none: an existing one, in the folder or on the Hub, stays.
+The card, README.md beside the weights, says what the model is, its training data and how to load it. It is written only
+where there is none: an existing one, in the folder or on the Hub, stays.
 
 With the two files a checkpoint loads without `import deltazoo`: `from_pretrained(path, trust_remote_code=True)` imports
 them, and they import the installed package, or say how to install it. They hold no model code, so a checkpoint never
@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from deltazoo.layers import DeltaRuleAttention
+from deltazoo.models.block import DeltaRuleBlock, make_block_layer
 from deltazoo.models.config_keys import (
     CONFIGURATION_FILE,
     HEADS,
@@ -34,10 +33,9 @@ from deltazoo.models.config_keys import (
     has_remote_code,
 )
 from deltazoo.models.outside_rules import source_of_rule
-from deltazoo.models.softmax_attention import SoftmaxAttention
 from deltazoo.names import did_you_mean
 
-__all__ = ["SharedModel", "make_model_card", "refuse_undescribed", "state_bytes", "write_remote_code"]
+__all__ = ["SharedModel", "make_model_card", "refuse_undescribed", "write_remote_code"]
 
 CARD = "README.md"
 INSTALL = "pip install ."
@@ -59,7 +57,7 @@ _CARD_TEMPLATE = """\
 {{ card_data }}
 ---
 
-# {{ kinds | join(" and ") }}, {{ parameters }} parameters
+# {{ kinds | join(" and ") }}, {{ "{:,}".format(parameters) }} parameters
 
 A {{ words }} of deltazoo, the model zoo for delta-rule linear attention.
 {% if config.mixer in kinds %}
@@ -69,11 +67,7 @@ A {{ words }} of deltazoo, the model zoo for delta-rule linear attention.
 
 Paper: {{ paper }}
 {% endif %}
-| | |
-|---|---|
-{%- for row, value in sizes.items() %}
-| {{ row }} | {{ value }} |
-{%- endfor %}
+Its sizes are in `config.json`.
 
 ## Training data
 
@@ -94,10 +88,6 @@ from transformers import {{ auto_class }}
 
 model = {{ auto_class }}.from_pretrained("{{ name }}")
 ```
-{%- if remote_code %}
-
-With `trust_remote_code=True` it loads without `import deltazoo`, from the installed package.
-{%- endif %}
 
 """
 
@@ -131,8 +121,13 @@ class SharedModel(PreTrainedModel):
     """A `PreTrainedModel` that is saved and pushed with a model card."""
 
     def refuse_undescribed_layers(self) -> None:
-        """Raise ValueError if loading would make other layers than the model has."""
-        raise NotImplementedError
+        """Raise ValueError if the configuration would load another layer than one that the model has."""
+        config: Any = self.config
+        for name, block in self.named_modules():
+            if isinstance(block, DeltaRuleBlock):
+                with torch.device("meta"):
+                    described = make_block_layer(config, block.layer_idx)
+                refuse_undescribed(block.attn, described, f"{name}.attn")
 
     def save_pretrained(  # type: ignore[override]
         self,
@@ -246,7 +241,7 @@ def make_model_card(model: PreTrainedModel, name: str = "PATH") -> ModelCard:
     head = next(end for end in _TASKS if type(model).__name__.endswith(end))
     task, words = _TASKS[head]
     kinds = {"linear_attention": config.mixer, "full_attention": "softmax attention"}
-    layers = Counter(kinds[layer_type] for layer_type in config.layer_types)
+    layers = dict.fromkeys(kinds[layer_type] for layer_type in config.layer_types)
     hybrid = ["hybrid"] if "full_attention" in config.layer_types else []
     tags = ["deltazoo", "linear-attention", "delta-rule", config.model_type, config.mixer, *hybrid]
     number = re.search(r"\d{4}\.\d{5}", spec.paper)
@@ -261,65 +256,12 @@ def make_model_card(model: PreTrainedModel, name: str = "PATH") -> ModelCard:
         spec=spec,
         kinds=list(layers),
         words=words,
-        parameters=_short(model.num_parameters()),
+        parameters=model.num_parameters(),
         paper=f"[{spec.paper}](https://arxiv.org/abs/{number[0]})" if number else spec.paper,
-        sizes=_sizes(model, layers),
         install=INSTALL,
         auto_class=auto_class_name(head),
         name=name,
-        remote_code=has_remote_code(config),
     )
-
-
-def _sizes(model: PreTrainedModel, layers: Counter[str]) -> dict[str, str]:
-    """The rows of the card's table; `layers` counts them by kind."""
-    config, total = model.config, model.num_parameters()
-    constant, per_token = state_bytes(model)
-    state = [f"{constant:,} bytes at any length"] if constant else []
-    if per_token:
-        state.append(f"{per_token:,} bytes per token")
-    sizes = {
-        "parameters": f"{total:,}, of which embeddings {total - model.num_parameters(exclude_embeddings=True):,}",
-        "layers": f"{config.num_hidden_layers}: " + ", ".join(f"{n} {kind}" for kind, n in layers.items()),
-        "width": f"{config.hidden_size}, {config.intermediate_size} in the MLPs",
-    }
-    if "linear_attention" in config.layer_types:
-        sizes["heads of a linear layer"] = (
-            f"{config.num_heads} of {config.head_dim} channels for queries and keys, "
-            f"{config.num_v_heads} of {round(config.head_dim * config.expand_v)} for values"
-        )
-        sizes["short convolutions"] = f"{config.conv_size} tokens" if config.use_short_conv else "none"
-    if "full_attention" in config.layer_types:
-        sizes["heads of a softmax layer"] = f"{config.num_attention_heads}, {config.num_key_value_heads} for keys"
-    return sizes | {
-        "vocabulary": f"{config.vocab_size:,}",
-        "state of one sequence": " and ".join(state),
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
-
-
-def state_bytes(model: PreTrainedModel) -> tuple[int, int]:
-    """The memory of one sequence in decoding.
-
-    Returns:
-        Bytes that do not depend on the length (float32 states, and convolution windows in the model's dtype), and bytes
-        per token (keys and values of softmax layers).
-    """
-    constant = per_token = 0
-    for module in model.modules():
-        if isinstance(module, DeltaRuleAttention):
-            constant += module.state_bytes(model.dtype)
-        elif isinstance(module, SoftmaxAttention):
-            per_token += model.dtype.itemsize * (module.k_proj.out_features + module.v_proj.out_features)
-    return constant, per_token
-
-
-def _short(number: int) -> str:
-    """A number in three digits, such as 1.30 B or 46.1 M."""
-    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)
 
 
 def write_remote_code(folder: Path, config: str, rule: Path | None = None) -> None:

@@ -246,10 +246,10 @@ class SwappedAttention(nn.Module):
                 )
         rotary = position_embeddings if self.rope else None
         sequences = WHOLE_ROWS if delta_batch is None else delta_batch.sequences
-        if cache is None or (delta_batch is not None and delta_batch.packed):
-            return self.delta(hidden_states, sequences=sequences, rotary=rotary), None
-        prepare_cache_layer(cache, self.layer_idx)
-        states = CacheStates(cache)
+        states = None
+        if cache is not None and not (delta_batch is not None and delta_batch.packed):
+            prepare_cache_layer(cache, self.layer_idx)
+            states = CacheStates(cache)
         return self.delta(hidden_states, past_key_values=states, sequences=sequences, rotary=rotary), None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

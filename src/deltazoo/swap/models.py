@@ -15,7 +15,6 @@ import torch
 import transformers
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -26,7 +25,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from deltazoo.generation.cache import check_cache, prepare_cache_layer
 from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.captured_generation import CapturedGeneration
-from deltazoo.models.config_keys import HEADS, AutoMapConfig, auto_class_name, offer_lora_targets
+from deltazoo.models.config_keys import HEADS, SharedConfig, auto_class_name
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates
 from deltazoo.models.forward_arguments import (
     describe_arguments,
@@ -59,19 +58,6 @@ _ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan",
 """Properties that transformers collects when a model is made, and that depend on the layers."""
 _TOKEN_MASK = "delta_token_mask"
 """The argument by which `generate` tells of padding where it has prepared the masks of softmax layers."""
-
-
-class SwappedConfig(AutoMapConfig):
-    """Additions of a swapped model's configuration to the original configuration class."""
-
-    model_type: ClassVar[str]
-    original_model_type: ClassVar[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain values."""
-        # PEFT asks for this dictionary just before it looks up default targets, and may be imported later than we are.
-        offer_lora_targets(self.model_type, like=self.original_model_type)
-        return super().to_dict()
 
 
 def recorded_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
@@ -189,7 +175,8 @@ def _adapt(model: PreTrainedModel) -> None:
     base = model.base_model
     if not isinstance(base, SwappedModel):
         base.__class__ = swapped_class(type(base))
-    base._delta_hook = _describe_batches(base)  # type: ignore[assignment]
+    describe = partial(_describe, tuple(inspect.signature(base.forward).parameters))
+    base._delta_hook = base.register_forward_pre_hook(describe, with_kwargs=True)  # type: ignore[assignment]
     tell_of_row_head(model)
     for part in _parts(model):
         part._original_properties = {name: getattr(part, name, None) for name in _ADAPTED}  # type: ignore[assignment]
@@ -218,7 +205,7 @@ def _swapped_config_class(original_config: type[Any]) -> type[Any]:
         "delta_layers": None,
         "mixer_module": None,
     }
-    return _make(_PREFIX + original_config.__name__, (SwappedConfig, original_config), members, strict)
+    return _make(_PREFIX + original_config.__name__, (SharedConfig, original_config), members, strict)
 
 
 def swapped_class(original_class: type[Any]) -> type[Any]:
@@ -278,22 +265,20 @@ def register_swapped_classes(model_type: str) -> None:
         register_checkpoint_conversion_mapping(config.model_type, conversions, overwrite=True)
 
 
-def _describe_batches(base_model: nn.Module) -> RemovableHandle:
-    """A hook by which `base_model` describes every batch to its swapped layers, until the handle is removed.
+def _describe(
+    names: tuple[str, ...], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """Forward pre-hook of a base model: describe the batch to its swapped layers.
 
     The mask that reaches an attention layer is about pairs of tokens, perhaps within a sliding window, and no longer
     says which tokens are padding. So the description (`layers/batch_description.py`) is made from what the caller
     passed. It is one more keyword argument, which every model passes on to its attention. An argument survives
     recomputation under gradient checkpointing and leaves compiled code nothing to guard.
+
+    Args:
+        names: of the forward pass's positional arguments.
+        model, args, kwargs: as torch calls a hook.
     """
-    names = tuple(inspect.signature(base_model.forward).parameters)
-    return base_model.register_forward_pre_hook(partial(_describe, names), with_kwargs=True)
-
-
-def _describe(
-    names: tuple[str, ...], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[()], dict[str, Any]]:
-    """The hook: `names` are those of the forward pass's positional arguments."""
     kwargs = dict(zip(names, args, strict=False)) | kwargs
     context: ContextParallel | None = model.deltazoo_context
     row_head = take_row_head(kwargs)
@@ -333,14 +318,11 @@ def _token_mask(kwargs: dict[str, Any]) -> Tensor | Mapping[str, Tensor | None] 
         return {"linear_attention": kwargs.pop(_TOKEN_MASK)}
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         return mask
+    found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
     raise ValueError(
-        f"a swapped model takes attention_mask [batch, tokens] with 1 = real token, got {_in_words(mask)}: a linear "
-        "layer cannot follow a mask over pairs of tokens"
+        f"a swapped model takes attention_mask [batch, tokens] with 1 = real token, got {found}: a linear layer cannot "
+        "follow a mask over pairs of tokens"
     )
-
-
-def _in_words(mask: Any) -> str:
-    return f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
 
 
 def _token_mask_argument(attention_mask: Tensor | None, inputs: Mapping[str, Any]) -> dict[str, Tensor | None]:

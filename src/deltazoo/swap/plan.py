@@ -53,8 +53,8 @@ def check_model(model: nn.Module) -> ModelFamily:
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: an unknown family, encoder-decoders and cross-attention, attention that looks ahead, models swapped
-            before, quantised models, layers that share their attention.
+        ValueError: an unknown family, cross-attention, attention that looks ahead, models swapped before, quantised
+            models, layers that share their attention.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -68,8 +68,6 @@ def check_model(model: nn.Module) -> ModelFamily:
             f"{type(model).__name__} is swapped already: {first}, then name all layers to be swapped in one call"
         )
     config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder; only decoders can be swapped")
     family = family_of(config)
     known = list(original_classes(type(config)).values())
     if type(model) not in known:
@@ -110,46 +108,42 @@ def choose_layers(choice: LayerChoice, num_layers: int) -> list[int]:
     Raises:
         ValueError: an unreadable choice, a number outside the model or twice, or no layer at all.
     """
-    if not (callable(choice) or isinstance(choice, Iterable)):
-        raise ValueError(_forms(choice))
-    read = parse_layers(choice) if isinstance(choice, str) else choice
-    chosen = [index for index in range(num_layers) if read(index)] if callable(read) else _by_number(read, num_layers)
+    read = parse_layers(choice)
+    if callable(read):
+        chosen = [index for index in range(num_layers) if read(index)]
+    else:
+        for number in read:
+            if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < num_layers:
+                raise ValueError(f"layers are numbered 0 to {num_layers - 1}, got {number!r}")
+        if len(set(read)) != len(read):
+            raise ValueError(f"layers names a layer twice: {list(read)}")
+        chosen = sorted(read)
     if not chosen:
         raise ValueError(f"layers={choice!r} chooses none of the {num_layers} layers")
     return chosen
 
 
-def parse_layers(choice: str) -> Sequence[int] | Callable[[int], bool]:
-    """The numbers or the predicate that a written choice stands for: `"all"`, `"3:1"` or `"0,2,5"`.
+def parse_layers(choice: LayerChoice) -> Sequence[int] | Callable[[int], bool]:
+    """The numbers or the predicate that a choice stands for.
 
     Raises:
-        ValueError: none of these forms.
+        ValueError: it has none of the forms of `LayerChoice`.
     """
-    if choice == "all":
+    if not isinstance(choice, str) and (callable(choice) or isinstance(choice, Iterable)):
+        return choice
+    written = choice if isinstance(choice, str) else ""
+    if written == "all":
         return lambda index: True
-    if re.fullmatch(r"\d+(,\d+)*", choice):
-        return [int(number) for number in choice.split(",")]
-    ratio = re.fullmatch(r"(\d+):(\d+)", choice)
+    if re.fullmatch(r"\d+(,\d+)*", written):
+        return [int(number) for number in written.split(",")]
+    ratio = re.fullmatch(r"(\d+):(\d+)", written)
     if ratio is None or ratio[1] == ratio[2] == "0":
-        raise ValueError(_forms(choice))
+        raise ValueError(
+            'layers must be "all", a ratio such as "3:1", numbers such as "0,2,5", or in Python a sequence of numbers '
+            f"or a function, got {choice!r}"
+        )
     delta, softmax = int(ratio[1]), int(ratio[2])
     return lambda index: index % (delta + softmax) < delta
-
-
-def _forms(choice: object) -> str:
-    return (
-        'layers must be "all", a ratio such as "3:1", numbers such as "0,2,5", or in Python a sequence of numbers '
-        f"or a function, got {choice!r}"
-    )
-
-
-def _by_number(numbers: Sequence[int], num_layers: int) -> list[int]:
-    for number in numbers:
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < num_layers:
-            raise ValueError(f"layers are numbered 0 to {num_layers - 1}, got {number!r}")
-    if len(set(numbers)) != len(numbers):
-        raise ValueError(f"layers names a layer twice: {list(numbers)}")
-    return sorted(numbers)
 
 
 def check_layer_options(options: Mapping[str, Any], init: str, rule: str, arguments: Iterable[str]) -> None:

@@ -12,19 +12,10 @@ from deltazoo.swap.layer import SwappedAttention
 from deltazoo.swap.plan import LayerPlan
 from deltazoo.swap.transfer import copied_parameters
 
-__all__ = ["LayerSwap", "MemoryAtLength", "SwapReport", "report_swap"]
+__all__ = ["LayerSwap", "SwapReport", "report_swap"]
 
-_CONTEXTS = {"1k": 1024, "32k": 32 * 1024, "1M": 1024 * 1024}
+_CONTEXTS = (1024, 32 * 1024, 1024 * 1024)
 """Context lengths, in tokens, at which memory is compared."""
-
-
-@dataclass(frozen=True)
-class MemoryAtLength:
-    """Bytes that the cache of one sequence takes, before and after the swap."""
-
-    num_tokens: int
-    before: int
-    after: int
 
 
 @dataclass(frozen=True)
@@ -32,8 +23,6 @@ class LayerSwap:
     """One swapped layer, with names of parameters as they are within the layer."""
 
     index: int
-    path: str
-    """Path of the attention slot in the model."""
     copied: tuple[str, ...]
     """Parameters of the new layer, copied from the original weights."""
     created: tuple[str, ...]
@@ -59,7 +48,8 @@ class SwapReport:
     """Number of the model's layers, swapped or not."""
     parameters_before: int
     parameters_after: int
-    memory: tuple[MemoryAtLength, ...]
+    memory: Mapping[int, tuple[int, int]]
+    """Bytes that the cache of one sequence takes before and after the swap, by the sequence's length in tokens."""
     only_windows_left: bool
     """Softmax layers that saw all tokens were swapped, and all that remain have sliding windows."""
 
@@ -83,20 +73,18 @@ class SwapReport:
         for layer in self.layers:
             equal.setdefault((layer.copied, layer.created, layer.dropped), []).append(layer.index)
         for parameters, indices in equal.items():
-            table.add_row(_ranges(indices), *(", ".join(names) or "-" for names in parameters))
+            table.add_row(", ".join(map(str, indices)), *(", ".join(names) or "-" for names in parameters))
         return table
 
     def _summary_table(self) -> Table:
         table = Table()
         for heading in ("", "before", "after", "ratio"):
             table.add_column(heading, justify="right" if heading else "left")
-        ratio = self.parameters_after / self.parameters_before
-        table.add_row("parameters", f"{self.parameters_before:,}", f"{self.parameters_after:,}", f"{ratio:.3f}")
-        names = {length: name for name, length in _CONTEXTS.items()}
-        for memory in self.memory:
-            label = f"cache of one sequence of {names[memory.num_tokens]} tokens"
-            ratio = memory.after / memory.before
-            table.add_row(label, _size(memory.before), _size(memory.after), f"{ratio:.3g}")
+        before, after = self.parameters_before, self.parameters_after
+        table.add_row("parameters", f"{before:,}", f"{after:,}", f"{after / before:.3f}")
+        for num_tokens, (before, after) in self.memory.items():
+            sizes = (f"{size / 2**20:,.2f} MiB" for size in (before, after))
+            table.add_row(f"cache of one sequence of {num_tokens:,} tokens", *sizes, f"{after / before:.3g}")
         return table
 
 
@@ -111,7 +99,6 @@ def report_swap(
 ) -> SwapReport:
     """The report of a swap whose replacements are built and not yet in their slots."""
     num_layers = len(decoder_layers_of(model, family))
-    slot = f"{family.layers}.{{}}.{family.attention}"
     layers = []
     for plan, replacement in zip(plans, replacements, strict=True):
         names = [name for name, _ in replacement.delta.named_parameters()]
@@ -119,7 +106,6 @@ def report_swap(
         layers.append(
             LayerSwap(
                 index=plan.index,
-                path=slot.format(plan.index),
                 copied=tuple(copied),
                 created=tuple(name for name in names if name not in copied),
                 dropped=tuple(_dropped(model, family, plan, init)),
@@ -143,18 +129,18 @@ def report_swap(
         num_layers=num_layers,
         parameters_before=before,
         parameters_after=before - removed + added,
-        memory=tuple(_memory(length, per_token, windows, states) for length in _CONTEXTS.values()),
+        memory={length: _memory(length, per_token, windows, states) for length in _CONTEXTS},
         only_windows_left=bool(remaining) and None not in remaining and None in windows,
     )
 
 
 def _memory(
     num_tokens: int, per_token: int, windows: Sequence[int | None], states: Mapping[int, int]
-) -> MemoryAtLength:
+) -> tuple[int, int]:
     """Caches before and after, of softmax layers with these windows, some of which get states of a fixed size."""
     kept = [per_token * min(num_tokens, window or num_tokens) for window in windows]
     after = [states.get(index, size) for index, size in enumerate(kept)]
-    return MemoryAtLength(num_tokens, sum(kept), sum(after))
+    return sum(kept), sum(after)
 
 
 def _window(config: PreTrainedConfig, index: int) -> int | None:
@@ -184,23 +170,3 @@ def _dropped(model: PreTrainedModel, family: ModelFamily, plan: LayerPlan, init:
     if dropout := getattr(getattr(plan.attention, "resid_dropout", None), "p", None):
         lost.append(f"output dropout of {dropout:g}")
     return lost
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """`[0, 1, 2, 5]` as "0-2, 5"."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-
-
-def _size(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"

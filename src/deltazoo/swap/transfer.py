@@ -253,18 +253,20 @@ def _step_bias(delta: DropInDeltaAttention, original: AttentionWeights, probe: T
     key = torch.full((1, 1, heads, delta.head_k_dim), (squared_length / delta.head_k_dim) ** 0.5, device=probe.device)
     hidden_states = delta.b_proj.weight.new_zeros(1, 1, delta.hidden_size)
 
-    def excess(bias: float) -> float:
-        nn.init.constant_(delta.b_proj.bias, bias)
-        return step_size(delta.step_gate(hidden_states), key).mean().item() * squared_length - 0.5
+    def excess(bias: Tensor) -> Tensor:
+        nn.init.constant_(delta.b_proj.bias, bias.item())
+        return (step_size(delta.step_gate(hidden_states), key).mean().double() * squared_length - 0.5).cpu()
 
-    return 0.0 if excess(0.0) <= 1e-6 else _root(excess, -40.0, 0.0)
+    zero = torch.zeros((), dtype=torch.float64)
+    return 0.0 if excess(zero) <= 1e-6 else _root(excess, zero - 40, zero).item()
 
 
-def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """The zero of an increasing function, by bisection."""
-    for _ in range(60):
+def _root(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+    """The zeros of an increasing function, one per number, by bisection."""
+    for _ in range(80):
         middle = (low + high) / 2
-        low, high = (low, middle) if function(middle) > 0 else (middle, high)
+        above = function(middle) > 0
+        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
     return high
 
 
@@ -283,15 +285,13 @@ def _bias_of_rate(delta: DropInDeltaAttention, rate: Tensor) -> Tensor:
     """The `dt_bias` for which the decay gate, without input, gives a log-decay of `-rate`; by bisection, any gate."""
     shape = (1, 1, delta.num_v_heads) if delta.spec.decay == "scalar" else (1, 1, delta.num_v_heads, delta.head_k_dim)
     no_input, A_log = rate.new_zeros(shape), rate.new_zeros(delta.num_v_heads)
-    low, high = torch.full_like(rate, -60.0), torch.full_like(rate, 60.0)
-    for _ in range(80):
-        middle = (low + high) / 2
-        too_fast = -delta.decay_gate(no_input, A_log, middle).flatten() > rate
-        low, high = torch.where(too_fast, low, middle), torch.where(too_fast, middle, high)
-    found = -delta.decay_gate(no_input, A_log, high).flatten()
-    reached = (found - rate).abs() <= 1e-3 * rate
+
+    def excess(bias: Tensor) -> Tensor:
+        return -delta.decay_gate(no_input, A_log, bias).flatten() - rate
+
+    found = _root(excess, torch.full_like(rate, -60.0), torch.full_like(rate, 60.0))
     # Another gate may not reach a rate, or may decrease as the bias grows; its own start stays then.
-    return torch.where(reached, high, delta.dt_bias.double())
+    return torch.where(excess(found).abs() <= 1e-3 * rate, found, delta.dt_bias.double())
 
 
 def _start_gate(delta: DropInDeltaAttention) -> float:

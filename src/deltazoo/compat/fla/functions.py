@@ -57,15 +57,8 @@ def chunk_delta_rule(
 
     Returns:
         `[B, T, H, V]` in q's dtype, and the final state `[N, H, K, V]` float32 or None.
-
-    Raises:
-        ValueError, TypeError: arguments that do not fit together, or are unknown.
     """
-    if _take_state_layout("chunk_delta_rule", False, kwargs):
-        raise TypeError("chunk_delta_rule takes and returns states [N, H, K, V] alone, not transpose_state_layout=True")
-    require_boundaries(cu_seqlens, cu_seqlens_cpu)
-    _require_gate("chunk_delta_rule", "beta", beta, v, per_channel=False)
-    return _apply(q, k, v, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    return _compute("chunk_delta_rule", locals())
 
 
 def fused_recurrent_delta_rule(
@@ -88,8 +81,7 @@ def fused_recurrent_delta_rule(
     Raises:
         NotImplementedError: a step size per value channel.
     """
-    beta = _step_size("fused_recurrent_delta_rule", beta, v)
-    return _apply(q, k, v, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    return _compute("fused_recurrent_delta_rule", locals())
 
 
 def chunk_gated_delta_rule(
@@ -139,19 +131,7 @@ def chunk_gated_delta_rule(
         ValueError, TypeError: arguments that do not fit together, or are unknown.
         NotImplementedError: a `cp_context`.
     """
-    name = "chunk_gated_delta_rule"
-    gate = {key: kwargs.pop(key, None) for key in ("use_gate_in_kernel", "A_log", "dt_bias")}
-    state_v_first = _take_state_layout(name, state_v_first, kwargs)
-    refuse_context_parallelism(name, cp_context)
-    require_boundaries(cu_seqlens, cu_seqlens_cpu)
-    _require_gate(name, "g", g, v, per_channel=False)
-    _require_gate(name, "beta", beta, v, per_channel=False)
-    beta = _activated_step(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    if gate["use_gate_in_kernel"]:
-        g = _log_decay(g, gate["A_log"], gate["dt_bias"])
-    return _apply(
-        q, k, v, beta, g, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first
-    )
+    return _compute("chunk_gated_delta_rule", locals(), further=("use_gate_in_kernel", "A_log", "dt_bias"))
 
 
 def fused_recurrent_gated_delta_rule(
@@ -187,25 +167,8 @@ def fused_recurrent_gated_delta_rule(
 
     Raises:
         NotImplementedError: `gv`, or a step size per value channel.
-        ValueError, TypeError: as `chunk_gated_delta_rule`.
     """
-    name = "fused_recurrent_gated_delta_rule"
-    state_v_first = _take_state_layout(name, state_v_first, kwargs)
-    if gv is not None:
-        raise NotImplementedError(f"{name} has no decay per value channel (gv): {_WIDTH_ONE}")
-    beta = _activated_step(_step_size(name, beta, v), use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    if g is not None:
-        _require_gate(name, "g", g, v, per_channel=False)
-    if use_gate_in_kernel:
-        if g is None:
-            raise ValueError(f"{name} with use_gate_in_kernel=True needs g, which the gate reads")
-        g = _log_decay(g, A_log, dt_bias)
-    if gk is not None:
-        _require_gate(name, "gk", gk, v, per_channel=True)
-        g = gk if g is None else at_least_float32(g)[..., None] + gk
-    return _apply(
-        q, k, v, beta, g, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first
-    )
+    return _compute("fused_recurrent_gated_delta_rule", locals())
 
 
 def chunk_kda(
@@ -248,33 +211,9 @@ def chunk_kda(
         max_num_seqs: read with `use_graph` alone.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit together, or are unknown.
         NotImplementedError: `cp_context`, `return_intermediate_states` or `use_graph`.
     """
-    A_log, dt_bias = kwargs.pop("A_log", None), kwargs.pop("dt_bias", None)
-    state_v_first = _take_state_layout("chunk_kda", state_v_first, kwargs)
-    refuse_context_parallelism("chunk_kda", cp_context)
-    require_boundaries(cu_seqlens, cu_seqlens_cpu)
-    if return_intermediate_states:
-        raise NotImplementedError(
-            "chunk_kda returns no state of every chunk: call it on one piece after another with "
-            "output_final_state=True, each from the state of the piece before"
-        )
-    if use_graph:
-        raise NotImplementedError(
-            "chunk_kda needs no use_graph: capture the call without it. cu_seqlens must then end at the number of "
-            "tokens, so give the padding at the end a sequence of its own"
-        )
-    if safe_gate and use_gate_in_kernel and lower_bound is None:
-        raise ValueError("safe_gate=True with use_gate_in_kernel=True needs lower_bound, the least log-decay")
-    _require_gate("chunk_kda", "g", g, v, per_channel=True)
-    _require_gate("chunk_kda", "beta", beta, v, per_channel=False)
-    beta = _activated_step(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    if use_gate_in_kernel:
-        g = _log_decay(g, A_log, dt_bias, lower_bound)
-    return _apply(
-        q, k, v, beta, g, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first
-    )
+    return _compute("chunk_kda", locals(), further=("A_log", "dt_bias"))
 
 
 def fused_recurrent_kda(
@@ -303,17 +242,8 @@ def fused_recurrent_kda(
 
     Raises:
         NotImplementedError: a step size per value channel.
-        ValueError, TypeError: as `chunk_kda`.
     """
-    name = "fused_recurrent_kda"
-    state_v_first = _take_state_layout(name, state_v_first, kwargs)
-    _require_gate(name, "g", g, v, per_channel=True)
-    beta = _activated_step(_step_size(name, beta, v), use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    if use_gate_in_kernel:
-        g = _log_decay(g, A_log, dt_bias, lower_bound)
-    return _apply(
-        q, k, v, beta, g, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first
-    )
+    return _compute("fused_recurrent_kda", locals())
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -325,34 +255,72 @@ _WIDTH_ONE = (
 )
 
 
-def _apply(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    normalize: bool,
-    cu_seqlens: Tensor | None,
-    state_v_first: bool = False,
+def _compute(
+    function: str, arguments: dict[str, Any], *, further: tuple[str, ...] = ()
 ) -> tuple[Tensor, Tensor | None]:
-    """Normalise if wanted, call the operator, and return the state in the layout that was asked for."""
-    dtype = q.dtype
-    if normalize:
+    """Output and final state of one of the functions: an option has the same meaning in all that have it.
+
+    Args:
+        function: its name, for messages.
+        arguments: all of its arguments by name.
+        further: options that it takes among its `kwargs`, besides those that all take.
+    """
+    given, others = dict(arguments), dict(arguments.get("kwargs", {}))
+    given |= {name: others.pop(name, None) for name in further}
+    state_v_first = _take_state_layout(function, given.get("state_v_first", False), others)
+    if state_v_first and "state_v_first" not in given:
+        raise TypeError(f"{function} takes and returns states [N, H, K, V] alone, not transpose_state_layout=True")
+    refuse_context_parallelism(function, given.get("cp_context"))
+    require_boundaries(given["cu_seqlens"], given.get("cu_seqlens_cpu"))
+    _refuse_options(function, given)
+
+    q, k, v, beta, log_decay = given["q"], given["k"], given["v"], given["beta"], given.get("g")
+    if function.startswith("fused_recurrent"):
+        beta = _step_size(function, beta, v)
+    _require_gate(function, "beta", beta, v, per_channel=False)
+    beta = _activated_step(beta, given.get("use_beta_sigmoid_in_kernel", False), given.get("allow_neg_eigval", False))
+    gk = given.get("gk")
+    if log_decay is not None or ("g" in given and "gk" not in given):
+        _require_gate(function, "g", log_decay, v, per_channel=function.endswith("kda"))
+    if given.get("use_gate_in_kernel"):
+        if log_decay is None:
+            raise ValueError(f"{function} with use_gate_in_kernel=True needs g, which the gate reads")
+        log_decay = _log_decay(log_decay, given["A_log"], given["dt_bias"], given.get("lower_bound"))
+    if gk is not None:
+        _require_gate(function, "gk", gk, v, per_channel=True)
+        log_decay = gk if log_decay is None else at_least_float32(log_decay)[..., None] + gk
+
+    dtype, state, cu_seqlens = q.dtype, given["initial_state"], given["cu_seqlens"]
+    if given["use_qk_l2norm_in_kernel"]:
         q, k = l2norm(q), l2norm(k)
-    if initial_state is not None and state_v_first:
-        initial_state = initial_state.mT
-    if initial_state is not None and cu_seqlens is None and is_decoding_step(v):
-        output, state = delta_rule_step(q, k, v, beta, log_decay, state=initial_state, scale=scale)
+    if state is not None and state_v_first:
+        state = state.mT
+    inputs, scale = (q, k, v, beta, log_decay), given["scale"]
+    if state is not None and cu_seqlens is None and is_decoding_step(v):
+        output, state = delta_rule_step(*inputs, state=state, scale=scale)
     else:
-        output, state = delta_rule(
-            q, k, v, beta, log_decay, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
-        )
-    if not output_final_state:
+        output, state = delta_rule(*inputs, scale=scale, initial_state=state, cu_seqlens=cu_seqlens)
+    if not given["output_final_state"]:
         return output.to(dtype), None
     return output.to(dtype), state.mT if state_v_first else state
+
+
+def _refuse_options(function: str, given: dict[str, Any]) -> None:
+    """Raise for what flash-linear-attention computes with some options and we do not."""
+    if given.get("gv") is not None:
+        raise NotImplementedError(f"{function} has no decay per value channel (gv): {_WIDTH_ONE}")
+    if given.get("return_intermediate_states"):
+        raise NotImplementedError(
+            f"{function} returns no state of every chunk: call it on one piece after another with "
+            "output_final_state=True, each from the state of the piece before"
+        )
+    if given.get("use_graph"):
+        raise NotImplementedError(
+            f"{function} needs no use_graph: capture the call without it. cu_seqlens must then end at the number of "
+            "tokens, so give the padding at the end a sequence of its own"
+        )
+    if given.get("safe_gate") and given["use_gate_in_kernel"] and given["lower_bound"] is None:
+        raise ValueError("safe_gate=True with use_gate_in_kernel=True needs lower_bound, the least log-decay")
 
 
 def _step_size(function: str, beta: Tensor | None, v: Tensor) -> Tensor:
@@ -361,7 +329,6 @@ def _step_size(function: str, beta: Tensor | None, v: Tensor) -> Tensor:
         return v.new_ones(v.shape[:3], dtype=torch.float32)
     if beta.shape == v.shape:
         raise NotImplementedError(f"{function} has no step size per value channel (beta of v's shape): {_WIDTH_ONE}")
-    _require_gate(function, "beta", beta, v, per_channel=False)
     return beta
 
 
@@ -391,7 +358,7 @@ def _log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bo
     return (fused_softplus_decay if fused_kernels_fit(g) else softplus_decay)(g, A_log, dt_bias)
 
 
-def _require_gate(function: str, name: str, gate: Tensor, v: Tensor, *, per_channel: bool) -> None:
+def _require_gate(function: str, name: str, gate: Any, v: Tensor, *, per_channel: bool) -> None:
     """Raise ValueError unless a gate has one value per value head, or per key channel of it."""
     if not isinstance(gate, Tensor):
         raise TypeError(f"{name} of {function} must be a tensor, got {type(gate).__name__}")
@@ -410,16 +377,7 @@ _OTHER_DECAY = {
 
 
 def _take_state_layout(function: str, state_v_first: bool, options: dict[str, Any]) -> bool:
-    """Read the keyword arguments that a signature does not name, and return `state_v_first`.
-
-    Args:
-        function: its name, for messages.
-        state_v_first: as given under that name.
-        options: the remaining keyword arguments. `head_first=False` and hints change nothing.
-
-    Raises:
-        ValueError: `head_first=True`, or two names for one option. TypeError: an unknown argument.
-    """
+    """`state_v_first` as given, or under its old name in the further keyword arguments; others are refused."""
     options = {name: value for name, value in options.items() if name not in _HINTS}
     if options.pop("head_first", False):
         raise ValueError(
@@ -430,7 +388,7 @@ def _take_state_layout(function: str, state_v_first: bool, options: dict[str, An
     if old_name is not None:
         if state_v_first:
             raise ValueError("transpose_state_layout is the old name of state_v_first: pass state_v_first alone")
-        warnings.warn("transpose_state_layout is the old name of state_v_first", DeprecationWarning, stacklevel=3)
+        warnings.warn("transpose_state_layout is the old name of state_v_first", DeprecationWarning, stacklevel=4)
         state_v_first = old_name
     if options:
         known = ("head_first", "transpose_state_layout", *_HINTS)

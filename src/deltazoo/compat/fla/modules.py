@@ -290,7 +290,7 @@ def _one_token_each(x: Tensor, cu_seqlens: Tensor | None) -> bool:
 
 
 class _Norm(nn.Module):
-    """Parameters of both modules, and what they do with a residual."""
+    """Parameters of both modules; constructor arguments are those of `RMSNorm`."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -298,22 +298,19 @@ class _Norm(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        elementwise_affine: bool,
-        bias: bool,
-        eps: float,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.elementwise_affine = elementwise_affine
         self.eps = eps
-
-        def parameter() -> nn.Parameter:
-            return nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-
-        self.register_parameter("weight", parameter() if elementwise_affine else None)
-        self.register_parameter("bias", parameter() if elementwise_affine and bias else None)
+        for name, wanted in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
+            values = torch.empty(hidden_size, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(values) if wanted else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -358,17 +355,6 @@ class RMSNorm(_Norm):
         eps: added to the mean square.
         device, dtype: of the parameters.
     """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        elementwise_affine: bool = True,
-        bias: bool = False,
-        eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False

@@ -68,16 +68,9 @@ def _decay(layer: Any, a: Tensor) -> Tensor:
 
 
 def _kda(layer: Any, x: Tensor) -> Projections:
-    return _kda_with(layer, x, layer.g_b_proj(layer.g_a_proj(x)))
-
-
-def _kda_with_full_gate(layer: Any, x: Tensor) -> Projections:
-    return _kda_with(layer, x, layer.g_proj(x))
-
-
-def _kda_with(layer: Any, x: Tensor, output_gate: Tensor) -> Projections:
     qkv = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], dim=-1)
-    return Projections(qkv, layer.b_proj(x), layer.forget_gate(x), _heads(output_gate, layer.head_dim))
+    gate = layer.g_proj(x) if hasattr(layer, "g_proj") else layer.g_b_proj(layer.g_a_proj(x))
+    return Projections(qkv, layer.b_proj(x), layer.forget_gate(x), _heads(gate, layer.head_dim))
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:
@@ -108,10 +101,7 @@ LAYER_ARRANGEMENTS: Mapping[str, LayerArrangement] = {
     "KimiLinearDeltaAttention": _KDA,
     "Glm5NextTextLinearAttention": replace(_KDA, family="glm5_next"),
     "BailingHybridDeltaAttention": replace(
-        _KDA,
-        family="bailing_hybrid",
-        project=_kda_with_full_gate,
-        inputs=("q_proj", "k_proj", "v_proj", "b_proj", "g_proj"),
+        _KDA, family="bailing_hybrid", inputs=("q_proj", "k_proj", "v_proj", "b_proj", "g_proj")
     ),
 }
 """The delta-rule layers of transformers by class name, whichever of them the installed version has."""

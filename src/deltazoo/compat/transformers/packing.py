@@ -87,18 +87,24 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     positions = _text_positions(call.get("position_ids"), shape)
     found = document_starts(shape, {name: call.get(name) for name in PACKING_ARGUMENTS})
     if found:
-        starts = _starts_by_all(found, positions, call.get("position_ids"))
+        starts: Tensor | None = _starts_by_all(found, positions, call.get("position_ids"))
     else:
-        by_positions = _starts_by_positions(model, call, positions, mask)
-        if by_positions is None:
-            return (), _with_padding(call, mask, shape, tokens.device)
-        starts = by_positions
-
+        starts = _starts_by_positions(model, call, positions, mask)
+    if starts is None:
+        return (), _with_padding(call, mask, shape, tokens.device)
     if row_head is not None and (torch.compiler.is_compiling() or bool(starts[:, 1:].any())):
         refuse_several_documents(row_head)
     _check_layers(model)
-    _drop_mask(call, mask)
-    _refuse_cache(call)
+    if mask is not None:
+        raise ValueError("packed documents and padding in one batch: pass no attention_mask, and no padding")
+    if isinstance(call["attention_mask"], Tensor):
+        call["attention_mask"] = None  # it says nothing, but would keep softmax layers from looking for documents
+    if cache_in(call) is not None or call.get("use_cache"):
+        raise ValueError(
+            "a packed batch cannot fill or continue a cache: pass use_cache=False and no cache, "
+            "or run the documents as rows of a batch"
+        )
+    call["use_cache"] = False
     call[POSITIONS] = positions_in_documents(starts)
     if call.get("position_ids") is None:
         call["position_ids"] = call[POSITIONS]
@@ -200,7 +206,9 @@ def _starts_by_positions(
     if torch.compiler.is_compiling():
         # Values are not known yet. transformers' softmax layers, too, look for documents only where nothing else can be
         # meant, and then do so whatever the values.
-        return None if mask is not None or _fills_cache(model, call) else starts
+        asked: Any = call.get("use_cache")
+        fills_cache = model.config.use_cache if asked is None else asked  # type: ignore[union-attr]
+        return None if mask is not None or fills_cache or cache_in(call) is not None else starts
     if mask is not None or cache_in(call) is not None:
         restarts = positions.diff(dim=1) <= 0
         if mask is not None:
@@ -213,13 +221,6 @@ def _starts_by_positions(
             )
         return None
     return starts if bool(starts[:, 1:].any()) else None
-
-
-def _fills_cache(model: nn.Module, call: Mapping[str, Any]) -> bool:
-    use_cache = call.get("use_cache")
-    if use_cache is None:
-        use_cache = model.config.use_cache  # type: ignore[union-attr]
-    return bool(use_cache) or cache_in(call) is not None
 
 
 def layers_over_neighbours(config: Any) -> str | None:
@@ -236,20 +237,3 @@ def _check_layers(model: nn.Module) -> None:
     raise NotImplementedError(
         f"{type(model).__name__} cannot take packed documents: its {layers} would mix them; pass them as padded rows"
     )
-
-
-def _drop_mask(call: dict[str, Any], mask: Tensor | None) -> None:
-    """A mask without padding says nothing, but would keep softmax layers from looking for documents."""
-    if mask is not None:
-        raise ValueError("packed documents and padding in one batch: pass no attention_mask, and no padding")
-    if isinstance(call["attention_mask"], Tensor):
-        call["attention_mask"] = None
-
-
-def _refuse_cache(call: dict[str, Any]) -> None:
-    if cache_in(call) is not None or call.get("use_cache"):
-        raise ValueError(
-            "a packed batch cannot fill or continue a cache: pass use_cache=False and no cache, "
-            "or run the documents as rows of a batch"
-        )
-    call["use_cache"] = False

@@ -1,6 +1,5 @@
 """`accelerate` and `restore`: check all layers, then set their accelerated class, or set the original class again."""
 
-from collections.abc import Iterator
 from functools import cache
 from types import MethodType
 from typing import Any, ClassVar
@@ -58,7 +57,8 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
     """
     found = [(module, known, name) for name, module in model.named_modules() if (known := _arrangement(module))]
     if not found:
-        raise ValueError(f"{type(model).__name__} has no delta-rule layer of transformers; known: {_known_layers()}")
+        layers = ", ".join(f"{known.family} ({name})" for name, known in LAYER_ARRANGEMENTS.items())
+        raise ValueError(f"{type(model).__name__} has no delta-rule layer of transformers; known: {layers}")
     bases = [_base_model(model, name) for _, _, name in found]
     for module, known, name in found:
         _check(module, known, name, backend, fused_kernels)
@@ -71,7 +71,9 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
     for base in bases:
         if describe_documents not in base._forward_pre_hooks.values():
             base.register_forward_pre_hook(describe_documents, with_kwargs=True, prepend=True)
-    for around in _models_around(model):
+    for around in model.modules():
+        if not (isinstance(around, PreTrainedModel) and any(isinstance(x, AcceleratedLayer) for x in around.modules())):
+            continue
         tell_of_row_head(around)
         generates: Any = type(around)
         if issubclass(generates, GenerationMixin) and not issubclass(generates, CapturedGeneration):
@@ -117,10 +119,6 @@ def _arrangement(module: nn.Module) -> LayerArrangement | None:
     return module.arrangement if isinstance(module, AcceleratedLayer) else arrangement_of(type(module))
 
 
-def _known_layers() -> str:
-    return ", ".join(f"{arrangement.family} ({name})" for name, arrangement in LAYER_ARRANGEMENTS.items())
-
-
 def _base_model(model: nn.Module, name: str) -> PreTrainedModel:
     """The innermost transformers model around a layer: its forward pass gets the whole batch."""
     path = name
@@ -132,13 +130,6 @@ def _base_model(model: nn.Module, name: str) -> PreTrainedModel:
     raise ValueError(
         f"{name or type(model).__name__} is in no transformers model: accelerate the model that contains it"
     )
-
-
-def _models_around(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """All transformers models in a module that contain accelerated layers."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and any(isinstance(x, AcceleratedLayer) for x in module.modules()):
-            yield module
 
 
 def _check(module: Any, known: LayerArrangement, name: str, backend: str | None, fused_kernels: bool | None) -> None:
