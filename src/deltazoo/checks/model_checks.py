@@ -13,8 +13,6 @@ from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.swap import swap_attention
 from deltazoo.training.console import no_transformers_bars
 
-__all__ = ["same_after_reload", "same_generated", "swaps"]
-
 _SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
 _PURE: dict[str, Any] = {"num_hidden_layers": 2, "num_heads": 2, "head_dim": 16}
 _HYBRID = {**_PURE, "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4}
@@ -58,10 +56,7 @@ def _with_cache(model: Any, ids: Tensor) -> Tensor:
 
 def same_after_reload(rule: str) -> str | None:
     """Compare logits before and after `save_pretrained` and `from_pretrained`, for a pure and a hybrid model."""
-    for keys in (_PURE, _HYBRID):
-        if problem := _through_a_checkpoint(_model(rule, **keys)):
-            return problem
-    return None
+    return _through_a_checkpoint(_model(rule, **_PURE)) or _through_a_checkpoint(_model(rule, **_HYBRID))
 
 
 def _through_a_checkpoint(model: Any) -> str | None:
@@ -70,9 +65,7 @@ def _through_a_checkpoint(model: Any) -> str | None:
         model.save_pretrained(folder)
         again = AutoModelForCausalLM.from_pretrained(folder)
         found = difference(again.double()(ids).logits, model(ids).logits)
-    if found is None:
-        return None
-    return (
+    return found and (
         f"a model that was saved and loaded gives other logits, {found}: something that decides the layer's results is "
         "neither a parameter nor in the configuration"
     )

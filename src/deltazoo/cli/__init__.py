@@ -224,7 +224,10 @@ def _check_machine(backend: str | None, device: str | None, jobs: int | None, re
         raise ValueError(str(error)) from error
 
     jobs = (8 if on_gpu else 0) if jobs is None else jobs
-    verdicts = run_selfcheck(backend=backend, device=device, jobs=jobs, report=typer.echo)
+    verdicts = []
+    for verdict in run_selfcheck(backend=backend, device=device, jobs=jobs):
+        typer.echo(verdict)
+        verdicts.append(verdict)
     measured = speeds(device) if on_gpu else []
     page = machine_report(backend, device, verdicts, measured)
     typer.echo("\n" + page)
