@@ -1,8 +1,9 @@
 """What the delta-rule layers of a model pass to the operator, and their gates, recorded during a forward pass."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,6 @@ from deltazoo.rules.channel_gates import ChannelGates
 from deltazoo.spec import RuleSpec, get_rule
 
 __all__ = ["Gate", "RuleCall", "delta_rule_layers", "recorded_calls"]
-
-_ERASE_GATE = "erase_b_proj"
-"""The linear map to the gate of a step that only erases, in rules that have one (`eda`)."""
 
 
 class Gate(NamedTuple):
@@ -129,7 +127,7 @@ def _gate_maps(layer: DeltaRuleAttention) -> list[tuple[str, nn.Module, int]]:
     """The linear maps to gates that no method of the layer gives out: name, map and number of heads."""
     if isinstance(layer, ChannelGates):
         return [("erase", layer.b_proj, layer.num_heads), ("write", layer.w_proj, layer.num_v_heads)]
-    projection = getattr(layer, _ERASE_GATE, None)
+    projection = getattr(layer, "erase_b_proj", None)  # of a step that only erases (`eda`)
     return [] if projection is None else [("erase", projection, layer.num_v_heads)]
 
 
@@ -140,20 +138,13 @@ def _keep_map(gates: dict[str, Gate], name: str, heads: int) -> Callable[..., No
     return keep
 
 
-@contextmanager
-def _observed(layer: Any, method: str, observer: Callable[..., None]) -> Iterator[None]:
-    """Call `observer(result, *arguments)` after each call of the method of this one layer."""
-    function, own = getattr(layer, method), method in vars(layer)
+def _observed(layer: Any, method: str, observer: Callable[..., None]) -> AbstractContextManager[Any]:
+    """A patch, inside which `observer(result, *arguments)` follows each call of the method of this one layer."""
+    function = getattr(layer, method)
 
     def observed(*arguments: Any, **options: Any) -> Any:
         result = function(*arguments, **options)
         observer(result, *arguments)
         return result
 
-    vars(layer)[method] = observed
-    try:
-        yield
-    finally:
-        vars(layer).pop(method)
-        if own:
-            vars(layer)[method] = function
+    return patch.object(layer, method, observed)

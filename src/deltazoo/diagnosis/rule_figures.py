@@ -1,6 +1,7 @@
 """Figures of one layer's call of the operator, per value head: erase gain, decay, state, growth, gates."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from deltazoo.diagnosis.rule_calls import RuleCall
 from deltazoo.layers import PackedSequences, RightPaddedSequences, RuleInputs, run_rule
 from deltazoo.ops.dtypes import at_least_float32
 
-__all__ = ["CHUNK", "NEAR_EXPANSION", "Figures", "GateShares", "Quantiles", "measure"]
+__all__ = ["CHUNK", "NEAR_EXPANSION", "Figures", "GateShares", "Quantiles", "figure_of", "measure"]
 
 CHUNK = 64
 """Tokens of which the product of transitions is measured, and between two measurements of the state."""
@@ -81,6 +82,15 @@ class Figures:
     """By name: "step", "erase", "write", "decay", "output", as far as the rule has them."""
     finite: bool
     """Whether the operator's inputs were all finite; if not, other figures may be NaN."""
+
+
+def figure_of(record: Mapping[str, Any], name: str) -> float | None:
+    """A figure in one of the records of a diagnosis; `step_gate_saturated` is the share at either end of the range."""
+    gate, saturated, _ = name.partition("_saturated")
+    if not saturated:
+        return record[name]
+    shut = record.get(f"{gate}_shut")
+    return None if shut is None else shut + (record[f"{gate}_open"] or 0.0)
 
 
 def measure(call: RuleCall) -> tuple[list[Figures], int, int]:
