@@ -79,18 +79,17 @@ def check_rule(rule: str) -> Iterator[Finding]:
 def _raised(title: str, rule: str, error: Exception, seen: set[Any]) -> Finding:
     """What a check raised: where in the rule's file, and with what shapes; in a few words if it is in `seen`."""
     module = registering_module(rule) or "deltazoo.rules"
-    calls = [call for call in traceback.walk_tb(error.__traceback__) if _is_of(module, call[0])]
+    calls = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if f"{frame.f_globals.get('__name__')}.".startswith(f"{module}.")
+    ]
     place = (type(error), calls[-1][1] if calls else str(error))
     if place in seen:
         return Finding(title, "raised the same error")
     seen.add(place)
     where = _place(*calls[-1]) if calls else f"In no line of {module}: what the rule returned was refused."
     return Finding(title, f"raised {type(error).__name__}: {error}\n{where}", error=error)
-
-
-def _is_of(module: str, frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__"))
-    return name == module or name.startswith(f"{module}.")
 
 
 def _place(frame: FrameType, line: int) -> str:

@@ -11,18 +11,6 @@ import typer
 from deltazoo import spec
 from deltazoo.training.device import check_device
 
-__all__ = [
-    "CheckpointArgument",
-    "DeviceOption",
-    "JsonOption",
-    "LoadOption",
-    "OverrideOption",
-    "TextFieldOption",
-    "check_output_file",
-    "load_rule_file",
-    "refuse",
-]
-
 
 def load_rule_file(path: str | Path) -> list[str]:
     """Import a Python file that registers something, once per process.

@@ -14,14 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deltazoo.cli.options import (
-    CheckpointArgument,
-    DeviceOption,
-    LoadOption,
-    OverrideOption,
-    TextFieldOption,
-    refuse,
-)
+from deltazoo.cli.options import CheckpointArgument, DeviceOption, LoadOption, OverrideOption, TextFieldOption, refuse
 from deltazoo.spec import get_rule
 from deltazoo.training.checkpoint_files import checkpoints
 from deltazoo.training.checkpoint_path import resolve_checkpoint
@@ -36,8 +29,6 @@ from deltazoo.training.text import open_text
 if TYPE_CHECKING:  # these import torch, which waits until the arguments are checked
     from deltazoo.training.conversion import ConversionResult
     from deltazoo.training.layer_ranking import Ranking
-
-__all__ = ["facts_table", "figures_table", "ranking_table", "swap", "train"]
 
 
 def train(
@@ -372,10 +363,10 @@ def ranking_table(ranking: "Ranking") -> Table:
 
 def _stages_table(recipe: ConversionConfig) -> Table:
     """The stages of a conversion before it is run."""
-    rows = []
-    for stage in recipe.stages:
-        tokens = stage.steps * stage.rows_of_a_step * stage.row_length
-        rows.append((stage.section, stage.trains, f"{stage.steps:,}", f"{tokens:,}", f"{stage.learning_rate:g}"))
+    rows = [
+        (s.section, s.trains, f"{s.steps:,}", f"{s.steps * s.rows_of_a_step * s.row_length:,}", f"{s.learning_rate:g}")
+        for s in recipe.stages
+    ]
     headings = ("stage", "trains", "steps", "tokens", "learning rate")
     return figures_table(f"training that would follow, on {recipe.data.text}", headings, rows)
 

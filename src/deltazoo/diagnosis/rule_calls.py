@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -88,6 +89,9 @@ def _recorded(name: str, layer: Any, receive: Callable[[str, RuleCall], None]) -
         if activation in GATE_ACTIVATIONS:
             gates["output"] = Gate(torch.sigmoid(at_least_float32(gate)), has_upper_bound=activation == "sigmoid")
 
+    def keep_map(name: str, heads: int, module: nn.Module, arguments: Any, logit: Tensor) -> None:
+        gates[name] = Gate(torch.sigmoid(at_least_float32(logit)).unflatten(-1, (heads, -1)))
+
     def finish(*_: Any) -> None:
         if not calls:
             raise ValueError(f"diagnose describes the operator, which the forward pass of {name} did not call")
@@ -99,27 +103,25 @@ def _recorded(name: str, layer: Any, receive: Callable[[str, RuleCall], None]) -
         receive(name, RuleCall(spec, getattr(layer, "num_micro_steps", 1), inputs, sequences, dict(gates)))
         gates.clear()
 
-    ours = isinstance(layer, DeltaRuleAttention)
     with ExitStack() as hooks:
         hooks.enter_context(_observed(layer, "apply_rule", keep_inputs))
         if not isinstance(layer, ChannelGates):
             hooks.enter_context(_observed(layer, "step_gate", keep_step_gate))
-        if ours:
+        if isinstance(layer, DeltaRuleAttention):
             spec, norm = layer.spec, layer.o_norm
             if isinstance(norm, GatedRMSNorm):
                 keep = norm.register_forward_pre_hook(lambda _, inputs: keep_output_gate(inputs[1], norm.activation))
-                hooks.callback(keep.remove)
+                hooks.enter_context(keep)
             for gate_name, projection, heads in _gate_maps(layer):
-                hooks.callback(projection.register_forward_hook(_keep_map(gates, gate_name, heads)).remove)
+                hooks.enter_context(projection.register_forward_hook(partial(keep_map, gate_name, heads)))
         else:
             spec = get_rule(layer.arrangement.rule)
             activation = getattr(layer.get_submodule(layer.arrangement.norm), "activation", "silu")
 
-            def keep_gate(_: Any, output: Tensor, gate: Tensor) -> None:
-                keep_output_gate(gate, activation)
-
-            hooks.enter_context(_observed(layer, "_norm_and_gate", keep_gate))
-        hooks.callback(layer.register_forward_hook(finish).remove)
+            hooks.enter_context(
+                _observed(layer, "_norm_and_gate", lambda _, output, gate: keep_output_gate(gate, activation))
+            )
+        hooks.enter_context(layer.register_forward_hook(finish))
         yield
 
 
@@ -129,13 +131,6 @@ def _gate_maps(layer: DeltaRuleAttention) -> list[tuple[str, nn.Module, int]]:
         return [("erase", layer.b_proj, layer.num_heads), ("write", layer.w_proj, layer.num_v_heads)]
     projection = getattr(layer, "erase_b_proj", None)  # of a step that only erases (`eda`)
     return [] if projection is None else [("erase", projection, layer.num_v_heads)]
-
-
-def _keep_map(gates: dict[str, Gate], name: str, heads: int) -> Callable[..., None]:
-    def keep(module: nn.Module, arguments: Any, logit: Tensor) -> None:
-        gates[name] = Gate(torch.sigmoid(at_least_float32(logit)).unflatten(-1, (heads, -1)))
-
-    return keep
 
 
 def _observed(layer: Any, method: str, observer: Callable[..., None]) -> AbstractContextManager[Any]:
