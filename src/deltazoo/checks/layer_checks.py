@@ -117,20 +117,13 @@ def state_does_not_expand(rule: str) -> str | None:
 
 def _rule_inputs(layer: DeltaRuleAttention, x: Tensor) -> RuleInputs | None:
     """The arguments that the layer passes to the operator; None if it calls none."""
-    seen: list[RuleInputs] = []
-    run = layer.apply_rule
-
-    def remember(inputs: RuleInputs, *args: Any) -> Any:
-        seen.append(inputs)
-        return run(inputs, *args)
-
-    with torch.no_grad(), patch.object(layer, "apply_rule", remember):
+    with torch.no_grad(), patch.object(layer, "apply_rule", wraps=layer.apply_rule) as operator:
         try:
             layer(x)
         except ValueError:  # the operator refuses some inputs that this check reports
-            if not seen:
+            if not operator.called:
                 raise
-    return seen[0] if seen else None
+    return operator.call_args_list[0].args[0] if operator.called else None
 
 
 def _expansion(inputs: RuleInputs) -> str | None:

@@ -34,16 +34,16 @@ def _ids() -> Tensor:
     return torch.randint(1, 61, (2, 12))
 
 
+@torch.no_grad()
 def same_generated(rule: str) -> str | None:
     """Compare logits of tokens fed one by one through a cache with a pass over all, in a pure and a hybrid model."""
     for kind, keys in (("", _PURE), ("hybrid ", _HYBRID)):
         model, ids = _model(rule, **keys), _ids()
-        with torch.no_grad():
-            if found := difference(_with_cache(model, ids), model(ids).logits):
-                return f"a {kind}model's logits with a cache differ from those without, {found}"
-            made = [model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=cache) for cache in (True, False)]
-            if not torch.equal(*made):
-                return f"a {kind}model generates other tokens with a cache than without"
+        if found := difference(_with_cache(model, ids), model(ids).logits):
+            return f"a {kind}model's logits with a cache differ from those without, {found}"
+        made = [model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=cache) for cache in (True, False)]
+        if not torch.equal(*made):
+            return f"a {kind}model generates other tokens with a cache than without"
     return None
 
 
@@ -71,16 +71,16 @@ def _through_a_checkpoint(model: Any) -> str | None:
     )
 
 
+@torch.no_grad()
 def swaps(rule: str) -> str | None:
     """`swap_attention` in a Llama: finite logits, equal with a cache and after reloading."""
     config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **_SIZES)
     model: Any = LlamaForCausalLM(config)
     swap_attention(model, rule, [0])
     model, ids = _perturbed(model), _ids()
-    with torch.no_grad():
-        logits = model(ids).logits
-        if not logits.isfinite().all():
-            return "the swapped model's logits are not finite"
-        if found := difference(_with_cache(model, ids), logits):
-            return f"the swapped model's logits with a cache differ from those without, {found}"
+    logits = model(ids).logits
+    if not logits.isfinite().all():
+        return "the swapped model's logits are not finite"
+    if found := difference(_with_cache(model, ids), logits):
+        return f"the swapped model's logits with a cache differ from those without, {found}"
     return _through_a_checkpoint(model)

@@ -127,10 +127,15 @@ def _draw_states(axis: Any, records: Sequence[Record], layers: Sequence[str]) ->
     for number, layer in enumerate(layers):
         norms = np.array([record["state_norms"] for record in records if record["layer"] == layer]).max(axis=0)
         tokens = CHUNK * (1 + np.arange(len(norms)))
-        axis.plot(tokens, norms, marker="." if len(norms) < 20 else "", color=PALETTE[number % len(PALETTE)])
+        axis.plot(
+            tokens,
+            norms,
+            marker="." if len(norms) < 20 else "",
+            color=PALETTE[number % len(PALETTE)],
+            label=str(number),
+        )
         finite = norms[np.isfinite(norms) & (norms > 0)]
         largest = max(largest, float(finite.max() / finite.min()) if finite.size else 1.0)
     axis.set(title="norm of the state, largest head", xlabel="tokens", yscale="log" if largest > 10 else "linear")
     if len(layers) <= len(PALETTE):
-        names = [str(number) for number in range(len(layers))]
-        axis.legend(names, title="layer", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        axis.legend(title="layer", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))

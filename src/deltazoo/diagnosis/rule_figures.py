@@ -184,7 +184,9 @@ def _gain_figures(tokens: _Row, call: RuleCall, heads: int) -> dict[str, list[An
         "gain_above_one": (gain > 1 + 1e-3).float().mean(0).tolist(),  # a rounded unit key may be longer than 1
         "eigenvalue": _quantiles(factor),
         "near_expansion": near.float().mean(0).tolist(),
-        "near_expansion_decay": [x if any_ else None for x, any_ in zip(mean_decay.tolist(), near.any(0), strict=True)],
+        "near_expansion_decay": [
+            x if any_ else None for x, any_ in zip(mean_decay.tolist(), near.any(0).tolist(), strict=True)
+        ],
     }
 
 
