@@ -213,10 +213,7 @@ def _check_machine(backend: str | None, device: str | None, jobs: int | None, re
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device != "cpu"
     backend = backend or ("triton" if on_gpu else "chunkwise")
-    try:
-        resolve_backend(backend, device=device, dtype=torch.bfloat16, head_k_dim=128, head_v_dim=128)
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
+    resolve_backend(backend, device=device, dtype=torch.bfloat16, head_k_dim=128, head_v_dim=128)
 
     jobs = (8 if on_gpu else 0) if jobs is None else jobs
     verdicts = []
@@ -501,7 +498,7 @@ def diagnose(
     data = None if text is None else DataConfig(text=text, text_field=text_field)
     documents = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
 
-    import deltazoo
+    from deltazoo.diagnosis import diagnose as measure_layers
     from deltazoo.generation.position_limit import check_positions, learned_positions
     from deltazoo.training.loading import load_checkpoint
     from deltazoo.training.text_batch import text_batch
@@ -510,7 +507,7 @@ def diagnose(
     if length is None:
         length = min(2048, learned_positions(model) or 2048)
     check_positions(model, length, f"documents of --length {length}")
-    found = deltazoo.diagnose(model, text_batch(tokenizer, documents.held_out, length, tokens))
+    found = measure_layers(model, text_batch(tokenizer, documents.held_out, length, tokens))
     typer.echo(f"{documents.description}\n{found}")
     if picture is not None:
         found.save_picture(picture)

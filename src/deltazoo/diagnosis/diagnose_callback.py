@@ -47,8 +47,9 @@ class DiagnoseCallback(TrainerCallback):
         if state.global_step % self.every == 0:
             self.measure(kwargs["model"], control)
 
-    def measure(self, model: nn.Module, control: TrainerControl) -> None:
+    def measure(self, model: nn.Module | None, control: TrainerControl) -> None:
         """Diagnose the model and log the summary."""
+        assert model is not None
         self.latest = diagnose(model, self.batch)
         due = control.should_log  # `log` takes the request for the loss of this step back
         self.trainer.log({f"diagnose_{name}": value for name, value in self.latest.summary().items()})
