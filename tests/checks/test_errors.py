@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deltazoo.checks.errors import plain_torch, relative_errors
+from benchmarks.numerics import relative_errors
+from deltazoo.checks.errors import plain_torch
 from deltazoo.checks.kernel_check import Case, case_inputs, case_results
 
 CASES = [

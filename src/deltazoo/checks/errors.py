@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["RoundedProducts", "plain_torch", "relative_error", "relative_errors"]
+__all__ = ["RoundedProducts", "plain_torch", "relative_error"]
 
 
 class RoundedProducts(TorchFunctionMode):
@@ -59,43 +58,11 @@ def plain_torch(
         output, state, *kept = forward(*arguments)
         gradients = backward(*arguments, *kept, d_output.to(output.dtype), d_state)
     every = ("q", "k", "v", "beta", "log_decay", "initial_state", "erase_key")
-    names = [name for name in every if inputs.get(name) is not None]
-    return {
-        "output": output,
-        "final_state": state,
-        **{f"d_{name}": gradient for name, gradient in zip(names, gradients, strict=True)},
-    }
+    names = [f"d_{name}" for name in every if inputs.get(name) is not None]
+    return {"output": output, "final_state": state, **dict(zip(names, gradients, strict=True))}
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
     """Norm of the error over the norm of the exact tensor, in float64; the absolute error where that should be zero."""
     exact = exact.double()
     return float((found.double() - exact).norm()) / (float(exact.norm()) or 1.0)
-
-
-def relative_errors(
-    found: Mapping[str, Tensor], exact: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]
-) -> dict[str, float | None]:
-    """Norm of the error of every result over the norm of the exact one; None where a result is not finite.
-
-    The gradient of the decay is a running sum of `q dq - k dk`, and measured against these terms where they cancel.
-    A result that should be zero has its absolute error.
-
-    Args:
-        found: the results to judge, some or all of those in `exact`.
-        exact: results in float64.
-        inputs: q and k at least.
-    """
-    errors: dict[str, float | None] = {}
-    for name, result in found.items():
-        size = float(exact[name].norm())
-        if name == "d_log_decay":
-            terms = [
-                float((x.detach().double() * exact[f"d_{n}"]).norm())
-                for n in ("q", "k")
-                if (x := inputs[n]) is not None
-            ]
-            size = max(size, 8 * sum(terms))
-        error = float((result.double() - exact[name]).norm()) / (size or 1.0)
-        errors[name] = error if math.isfinite(error) else None
-    return errors

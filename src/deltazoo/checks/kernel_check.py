@@ -16,10 +16,9 @@ than one 16-bit term, and plain torch with one is of no use as a measure.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -61,7 +60,6 @@ class Case:
     mean_log_decay: float = -0.05
     lengths: tuple[int, ...] = ()
     initial_state: bool = False
-    precision: str | None = None
     step: bool = False
     erase: str = "tied"
     erase_reads: str = "decayed"
@@ -75,7 +73,7 @@ class Case:
     @property
     def has_plain_scale(self) -> bool:
         """Whether the error of plain torch with rounded operands may widen the bound."""
-        return not self.step and self.precision != "strict" and (self.beta is None or self.beta <= 1)
+        return not self.step and (self.beta is None or self.beta <= 1)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -85,8 +83,7 @@ class Case:
     @property
     def group(self) -> tuple[Any, ...]:
         """Cases of one group need mostly the same kernels."""
-        update = self.erase != "tied", self.erase_reads, self.num_micro_steps
-        return self.decay, self.K, self.V, self.dtype, self.precision, *update
+        return self.decay, self.K, self.V, self.dtype, self.erase != "tied", self.erase_reads, self.num_micro_steps
 
     def __str__(self) -> str:
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
@@ -180,33 +177,23 @@ def _update_cases(decay: str) -> list[Case]:
     return found
 
 
-def run_selfcheck(
-    *, backend: str, device: str, jobs: int, selected: list[Case] | None = None, report: Callable[[Verdict], None]
-) -> list[Verdict]:
-    """Check every case and report each verdict.
+def run_selfcheck(*, backend: str, device: str, jobs: int, selected: list[Case] | None = None) -> Iterator[Verdict]:
+    """The verdicts on every case, group by group, as they are found.
 
     Args:
         backend, device: what to check, and where.
         jobs: processes at a time; 0 runs everything in this process.
         selected: other cases than `cases()`.
-        report: receives the verdicts.
-
-    Returns:
-        the verdicts, group by group.
     """
     groups: dict[tuple[Any, ...], list[Case]] = {}
     for case in cases() if selected is None else selected:
         groups.setdefault(case.group, []).append(case)
     if jobs == 0:
-        return [_reported(judge(case, backend, device), report) for group in groups.values() for case in group]
+        yield from (judge(case, backend, device) for group in groups.values() for case in group)
+        return
     with ThreadPoolExecutor(jobs) as pool:
-        batches = pool.map(lambda group: _in_own_process(group, backend, device), groups.values())
-        return [_reported(verdict, report) for batch in batches for verdict in batch]
-
-
-def _reported(verdict: Verdict, report: Callable[[Verdict], None]) -> Verdict:
-    report(verdict)
-    return verdict
+        for batch in pool.map(lambda group: _in_own_process(group, backend, device), groups.values()):
+            yield from batch
 
 
 def judge(case: Case, backend: str, device: str) -> Verdict:
@@ -227,35 +214,28 @@ def check_case(case: Case, backend: str, device: str) -> dict[str, float]:
 
     `repeat` is 0 if a second run gave the same bits, else infinity.
     """
-    inputs, cu_seqlens, d_output, d_state = case_inputs(case, device)
+    inputs, cu_seqlens, *gradients = case_inputs(case, device)
     options: dict[str, Any] = {"step": True} if case.step else {"cu_seqlens": cu_seqlens}
     options |= case.options
-    precision: dict[str, Any] = {} if case.precision is None else {"precision": case.precision}
-    actual = case_results(inputs, d_output, d_state, backend=backend, **options, **precision)
-    again = case_results(inputs, d_output, d_state, backend=backend, **options, **precision)
-    errors = _errors(actual, inputs, d_output, d_state, options)
+    actual, again = (case_results(inputs, *gradients, backend=backend, **options) for _ in range(2))
     same = all(torch.equal(actual[name], again[name]) for name in actual)
-    return {**errors, "repeat": 0.0 if same else float("inf")}
+    return {**_errors(actual, inputs, *gradients, **options), "repeat": 0.0 if same else float("inf")}
 
 
 def plain_bounds(case: Case, device: str) -> dict[str, float]:
     """Bounds by what plain torch reaches with rounded operands; none is below the tolerance of the case."""
-    inputs, cu_seqlens, d_output, d_state = case_inputs(case, device)
+    inputs, cu_seqlens, *gradients = case_inputs(case, device)
     options = {"cu_seqlens": cu_seqlens, **case.options}
-    errors = _errors(plain_torch(inputs, d_output, d_state, **options), inputs, d_output, d_state, options)
+    errors = _errors(plain_torch(inputs, *gradients, **options), inputs, *gradients, **options)
     rounding = torch.finfo(DTYPES[case.dtype]).eps / 2
     return {name: max(case.tolerance, 2 * error + 2 * rounding) for name, error in errors.items()}
 
 
 def _errors(
-    found: dict[str, Tensor],
-    inputs: dict[str, Tensor | None],
-    d_output: Tensor,
-    d_state: Tensor,
-    options: dict[str, Any],
+    found: dict[str, Tensor], inputs: dict[str, Tensor | None], *gradients: Tensor, **options: Any
 ) -> dict[str, float]:
     exact_inputs = {name: None if tensor is None else tensor.double() for name, tensor in inputs.items()}
-    exact = case_results(exact_inputs, d_output.double(), d_state.double(), backend="chunkwise", **options)
+    exact = case_results(exact_inputs, *(x.double() for x in gradients), backend="chunkwise", **options)
     return {name: relative_error(found[name], exact[name]) for name in exact}
 
 
@@ -286,9 +266,7 @@ def case_inputs(case: Case, device: str) -> tuple[dict[str, Tensor | None], Tens
             log_decay[:, T // 2] = -torch.inf  # everything before is forgotten
     beta = normal(B, S, HV).sigmoid() if case.beta is None else torch.full((B, S, HV), case.beta, device=device)
     N = len(case.lengths) or B
-    cu_seqlens = None
-    if case.lengths:
-        cu_seqlens = torch.tensor([0, *case.lengths], device=device).cumsum(0)
+    cu_seqlens = torch.tensor([0, *case.lengths], device=device).cumsum(0) if case.lengths else None
     k = F.normalize(keys, dim=-1)
     inputs = {
         "q": F.normalize(normal(B, T, H, K), dim=-1).to(dtype),
@@ -323,26 +301,23 @@ def case_results(
     `options` are further arguments of `delta_rule` or `delta_rule_step`.
     """
     if step:
-        state = inputs["initial_state"]
-        arguments = {name: tensor for name, tensor in inputs.items() if name != "initial_state"}
+        arguments: Any = {"state" if name == "initial_state" else name: tensor for name, tensor in inputs.items()}
         with torch.no_grad():
-            output, state = delta_rule_step(**arguments, state=state, **options)  # type: ignore[arg-type]
+            output, state = delta_rule_step(**arguments, **options)
         return {"output": output, "final_state": state}
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items() if tensor is not None}
     output, state = delta_rule(**{**inputs, **leaves}, **options)  # type: ignore[arg-type]
     gradients = torch.autograd.grad([output, state], list(leaves.values()), [d_output.to(output.dtype), d_state])
-    named = {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
-    return {"output": output.detach(), "final_state": state.detach(), **named}
+    named = zip((f"d_{name}" for name in leaves), gradients, strict=True)
+    return {"output": output.detach(), "final_state": state.detach(), **dict(named)}
 
 
 def _in_own_process(group: list[Case], backend: str, device: str) -> list[Verdict]:
     done = subprocess.run(
         [sys.executable, *_COMMAND, backend, device],
         input=json.dumps([asdict(case) for case in group]),
-        env=os.environ,
         capture_output=True,
         text=True,
-        check=False,
     )
     verdicts = [Verdict(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
     lost = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]

@@ -3,7 +3,6 @@
 Each check takes the name of a rule and returns what is wrong with it in a sentence or two, or None.
 """
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -13,24 +12,10 @@ from torch import Tensor
 from deltazoo.layers import DeltaRuleAttention, LayerStates, RuleInputs, make_layer
 from deltazoo.layers import rule as rule_functions
 
-__all__ = [
-    "clipped_step_sizes",
-    "difference",
-    "make",
-    "parameters_are_filled_and_act",
-    "same_decoded",
-    "same_gradients_as_finite_differences",
-    "same_in_chunks_as_by_definition",
-    "same_packed",
-    "same_padded",
-    "same_twice",
-    "sees_no_future",
-    "state_does_not_expand",
-]
-
 HIDDEN, HEADS, HEAD_DIM, VALUE_HEADS = 24, 2, 8, 4
 TOKENS = 70  # a chunk of 64 and the beginning of another
 TOLERANCE = 1e-9
+_MIXES = "a token's inputs depend on other tokens"
 
 
 def make(rule: str, dtype: torch.dtype = torch.float64, **options: Any) -> DeltaRuleAttention:
@@ -85,31 +70,29 @@ def parameters_are_filled_and_act(rule: str) -> str | None:
     return None
 
 
+@torch.no_grad()
 def same_twice(rule: str) -> str | None:
     """The same layer on the same input, twice."""
     layer, x = make(rule), tokens()
-    with torch.no_grad():
-        if found := difference(layer(x).nan_to_num(), layer(x).nan_to_num()):
-            return (
-                f"two equal calls give different outputs, {found}: the rule draws random numbers, or keeps something "
-                "from one call to the next. The other checks compare calls, so they are left out"
-            )
-    return None
+    found = difference(layer(x).nan_to_num(), layer(x).nan_to_num())
+    return found and (
+        f"two equal calls give different outputs, {found}: the rule draws random numbers, or keeps something "
+        "from one call to the next. The other checks compare calls, so they are left out"
+    )
 
 
+@torch.no_grad()
 def sees_no_future(rule: str) -> str | None:
     """Outputs of earlier tokens do not change with later tokens."""
     layer, x = make(rule), tokens()
-    with torch.no_grad():
-        before = layer(x)
-        for cut in (1, 33, 64, 69):
-            changed = x.clone()
-            changed[:, cut:] = 3 * torch.randn_like(changed[:, cut:])
-            if found := difference(layer(changed)[:, :cut], before[:, :cut]):
-                return (
-                    f"outputs before token {cut} change with the tokens from there on ({found}): the rule reads the "
-                    "future. What a token's gates and keys are made of must come from that token alone"
-                )
+    before = layer(x)
+    for cut in (1, 33, 64, 69):
+        changed = torch.cat([x[:, :cut], 3 * torch.randn_like(x[:, cut:])], dim=1)
+        if found := difference(layer(changed)[:, :cut], before[:, :cut]):
+            return (
+                f"outputs before token {cut} change with the tokens from there on ({found}): the rule reads the "
+                "future. What a token's gates and keys are made of must come from that token alone"
+            )
     return None
 
 
@@ -134,20 +117,13 @@ def state_does_not_expand(rule: str) -> str | None:
 
 def _rule_inputs(layer: DeltaRuleAttention, x: Tensor) -> RuleInputs | None:
     """The arguments that the layer passes to the operator; None if it calls none."""
-    seen: list[RuleInputs] = []
-    run = layer.apply_rule
-
-    def remember(inputs: RuleInputs, *args: Any) -> Any:
-        seen.append(inputs)
-        return run(inputs, *args)
-
-    with torch.no_grad(), patch.object(layer, "apply_rule", remember):
+    with torch.no_grad(), patch.object(layer, "apply_rule", wraps=layer.apply_rule) as operator:
         try:
             layer(x)
         except ValueError:  # the operator refuses some inputs that this check reports
-            if not seen:
+            if not operator.called:
                 raise
-    return seen[0] if seen else None
+    return operator.call_args_list[0].args[0] if operator.called else None
 
 
 def _expansion(inputs: RuleInputs) -> str | None:
@@ -236,61 +212,41 @@ def same_gradients_as_finite_differences(rule: str) -> str | None:
     return None
 
 
+@torch.no_grad()
 def same_decoded(rule: str) -> str | None:
     """Compare pieces of several sizes, with the state carried between them, with all tokens at once."""
     layer, x = make(rule), tokens()
-    with torch.no_grad():
-        whole = layer(x)
-        for sizes in ([1] * TOKENS, [3, 66, 1], [64, 6]):
-            states = LayerStates()
-            pieces = torch.cat([layer(part, past_key_values=states) for part in x.split(sizes, dim=1)], dim=1)
-            if found := difference(pieces, whole):
-                how = "one token at a time" if len(sizes) == TOKENS else f"in pieces of {sizes} tokens"
-                return (
-                    f"outputs {how} differ from those of all tokens at once, {found}: the decoding step computes "
-                    "another rule than training, or a token's inputs depend on the number of tokens"
-                )
+    whole = layer(x)
+    for sizes in ([1] * TOKENS, [3, 66, 1], [64, 6]):
+        states = LayerStates()
+        pieces = torch.cat([layer(part, past_key_values=states) for part in x.split(sizes, dim=1)], dim=1)
+        if found := difference(pieces, whole):
+            how = "one token at a time" if len(sizes) == TOKENS else f"in pieces of {sizes} tokens"
+            return (
+                f"outputs {how} differ from those of all tokens at once, {found}: the decoding step computes "
+                "another rule than training, or a token's inputs depend on the number of tokens"
+            )
     return None
 
 
+@torch.no_grad()
 def same_padded(rule: str) -> str | None:
     """Compare rows with padding on the left, on the right and inside with the same rows alone."""
+    x, layer = tokens(20, rows=3), make(rule)
     mask = torch.ones(3, 20, dtype=torch.bool)
     mask[0, :7] = mask[1, 15:] = mask[2, 5:9] = False
-
-    def run(layer: DeltaRuleAttention, x: Tensor) -> Tensor:
-        return layer(x, attention_mask=mask)
-
-    def alone(layer: DeltaRuleAttention, x: Tensor) -> Tensor:
-        y = torch.zeros_like(x)
-        for row, real in enumerate(mask):
-            y[row, real] = layer(x[row : row + 1, real])[0]
-        return y
-
-    return _same(rule, tokens(20, rows=3), run, alone, "a padded row differs from the same row without padding")
+    alone = torch.zeros_like(x)
+    for row, real in enumerate(mask):
+        alone[row, real] = layer(x[row : row + 1, real])[0]
+    found = difference(layer(x, attention_mask=mask), alone)
+    return found and f"a padded row differs from the same row without padding, {found}: {_MIXES}"
 
 
+@torch.no_grad()
 def same_packed(rule: str) -> str | None:
     """Compare sequences packed into one row with the same sequences alone."""
+    x, layer = tokens(rows=1), make(rule)
     bounds = torch.tensor([0, 3, 4, 50, TOKENS])
-
-    def run(layer: DeltaRuleAttention, x: Tensor) -> Tensor:
-        return layer(x, cu_seqlens=bounds)
-
-    def alone(layer: DeltaRuleAttention, x: Tensor) -> Tensor:
-        return torch.cat([layer(part) for part in x.split(bounds.diff().tolist(), dim=1)], dim=1)
-
-    return _same(rule, tokens(rows=1), run, alone, "packed sequences differ from the same sequences alone")
-
-
-def _same(
-    rule: str,
-    x: Tensor,
-    run: Callable[[DeltaRuleAttention, Tensor], Tensor],
-    alone: Callable[[DeltaRuleAttention, Tensor], Tensor],
-    what: str,
-) -> str | None:
-    layer = make(rule)
-    with torch.no_grad():
-        found = difference(run(layer, x), alone(layer, x))
-    return f"{what}, {found}: a token's inputs depend on other tokens" if found else None
+    alone = torch.cat([layer(part) for part in x.split(bounds.diff().tolist(), dim=1)], dim=1)
+    found = difference(layer(x, cu_seqlens=bounds), alone)
+    return found and f"packed sequences differ from the same sequences alone, {found}: {_MIXES}"

@@ -18,6 +18,8 @@ __all__ = ["Speed", "machine_report", "speeds"]
 
 RULES = ("linear_attention", "delta_net", "gated_deltanet", "kda", "gated_deltanet2")
 SHAPES = ((8, 2048), (1, 16384))  # rows and tokens
+_FORWARD = "with torch.no_grad(): layer(x)"
+_TRAINING = "torch.autograd.grad(layer(x), [x, *layer.parameters()], torch.ones_like(x))"
 
 
 class Speed(NamedTuple):
@@ -44,17 +46,12 @@ def speeds(
             layer = make_layer(rule, hidden_size, num_heads=hidden_size // 128, head_dim=128, expand_v=1)
             layer = layer.to(device, torch.bfloat16)
 
-            def forward(layer: torch.nn.Module = layer, x: torch.Tensor = x) -> None:
-                with torch.no_grad():
-                    layer(x)
-
-            def training(layer: torch.nn.Module = layer, x: torch.Tensor = x) -> None:
-                torch.autograd.grad(layer(x), [x, *layer.parameters()], torch.ones_like(x))
-
+            names = {"torch": torch, "layer": layer, "x": x}
             times = [
-                Timer("f()", globals={"f": f}).blocked_autorange(min_run_time=seconds) for f in (forward, training)
+                1e3 * Timer(statement, globals=names).blocked_autorange(min_run_time=seconds).median
+                for statement in (_FORWARD, _TRAINING)
             ]
-            found.append(Speed(rule, rows, tokens, *(1e3 * time.median for time in times)))
+            found.append(Speed(rule, rows, tokens, *times))
     return found
 
 

@@ -13,8 +13,6 @@ from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.swap import swap_attention
 from deltazoo.training.console import no_transformers_bars
 
-__all__ = ["same_after_reload", "same_generated", "swaps"]
-
 _SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
 _PURE: dict[str, Any] = {"num_hidden_layers": 2, "num_heads": 2, "head_dim": 16}
 _HYBRID = {**_PURE, "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4}
@@ -36,16 +34,16 @@ def _ids() -> Tensor:
     return torch.randint(1, 61, (2, 12))
 
 
+@torch.no_grad()
 def same_generated(rule: str) -> str | None:
     """Compare logits of tokens fed one by one through a cache with a pass over all, in a pure and a hybrid model."""
     for kind, keys in (("", _PURE), ("hybrid ", _HYBRID)):
         model, ids = _model(rule, **keys), _ids()
-        with torch.no_grad():
-            if found := difference(_with_cache(model, ids), model(ids).logits):
-                return f"a {kind}model's logits with a cache differ from those without, {found}"
-            made = [model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=cache) for cache in (True, False)]
-            if not torch.equal(*made):
-                return f"a {kind}model generates other tokens with a cache than without"
+        if found := difference(_with_cache(model, ids), model(ids).logits):
+            return f"a {kind}model's logits with a cache differ from those without, {found}"
+        made = [model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=cache) for cache in (True, False)]
+        if not torch.equal(*made):
+            return f"a {kind}model generates other tokens with a cache than without"
     return None
 
 
@@ -58,10 +56,7 @@ def _with_cache(model: Any, ids: Tensor) -> Tensor:
 
 def same_after_reload(rule: str) -> str | None:
     """Compare logits before and after `save_pretrained` and `from_pretrained`, for a pure and a hybrid model."""
-    for keys in (_PURE, _HYBRID):
-        if problem := _through_a_checkpoint(_model(rule, **keys)):
-            return problem
-    return None
+    return _through_a_checkpoint(_model(rule, **_PURE)) or _through_a_checkpoint(_model(rule, **_HYBRID))
 
 
 def _through_a_checkpoint(model: Any) -> str | None:
@@ -70,24 +65,22 @@ def _through_a_checkpoint(model: Any) -> str | None:
         model.save_pretrained(folder)
         again = AutoModelForCausalLM.from_pretrained(folder)
         found = difference(again.double()(ids).logits, model(ids).logits)
-    if found is None:
-        return None
-    return (
+    return found and (
         f"a model that was saved and loaded gives other logits, {found}: something that decides the layer's results is "
         "neither a parameter nor in the configuration"
     )
 
 
+@torch.no_grad()
 def swaps(rule: str) -> str | None:
     """`swap_attention` in a Llama: finite logits, equal with a cache and after reloading."""
     config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **_SIZES)
     model: Any = LlamaForCausalLM(config)
     swap_attention(model, rule, [0])
     model, ids = _perturbed(model), _ids()
-    with torch.no_grad():
-        logits = model(ids).logits
-        if not logits.isfinite().all():
-            return "the swapped model's logits are not finite"
-        if found := difference(_with_cache(model, ids), logits):
-            return f"the swapped model's logits with a cache differ from those without, {found}"
+    logits = model(ids).logits
+    if not logits.isfinite().all():
+        return "the swapped model's logits are not finite"
+    if found := difference(_with_cache(model, ids), logits):
+        return f"the swapped model's logits with a cache differ from those without, {found}"
     return _through_a_checkpoint(model)

@@ -8,43 +8,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.checks.layer_checks import (
-    clipped_step_sizes,
-    make,
-    parameters_are_filled_and_act,
-    same_decoded,
-    same_gradients_as_finite_differences,
-    same_in_chunks_as_by_definition,
-    same_packed,
-    same_padded,
-    same_twice,
-    sees_no_future,
-    state_does_not_expand,
-)
-from deltazoo.checks.model_checks import same_after_reload, same_generated, swaps
+from deltazoo.checks import layer_checks, model_checks
 from deltazoo.spec import get_rule, registering_module
 
 __all__ = ["CHECKS", "Finding", "check_rule"]
 
 _REPEATABLE = "the same call twice = the same output"
+_BOUNDED = "the state does not expand"
 
 CHECKS: dict[str, Callable[[str], str | None]] = {
-    _REPEATABLE: same_twice,
-    "every parameter is filled and acts": parameters_are_filled_and_act,
-    "no token reads the future": sees_no_future,
-    "the state does not expand": state_does_not_expand,
-    "chunk form = definition": same_in_chunks_as_by_definition,
-    "gradients = finite differences": same_gradients_as_finite_differences,
-    "decoding = training": same_decoded,
-    "padded = alone": same_padded,
-    "packed = alone": same_packed,
-    "generation with a cache = without": same_generated,
-    "reloaded = saved": same_after_reload,
-    "swapped into a Llama": swaps,
+    _REPEATABLE: layer_checks.same_twice,
+    "every parameter is filled and acts": layer_checks.parameters_are_filled_and_act,
+    "no token reads the future": layer_checks.sees_no_future,
+    _BOUNDED: layer_checks.state_does_not_expand,
+    "chunk form = definition": layer_checks.same_in_chunks_as_by_definition,
+    "gradients = finite differences": layer_checks.same_gradients_as_finite_differences,
+    "decoding = training": layer_checks.same_decoded,
+    "padded = alone": layer_checks.same_padded,
+    "packed = alone": layer_checks.same_packed,
+    "generation with a cache = without": model_checks.same_generated,
+    "reloaded = saved": model_checks.same_after_reload,
+    "swapped into a Llama": model_checks.swaps,
 }
 """The checks, in order: title -> function from a rule's name to what is wrong with it, None if nothing."""
-
-_REMARKS = {"the state does not expand": clipped_step_sizes}
 
 
 class Finding(NamedTuple):
@@ -73,17 +59,15 @@ def check_rule(rule: str) -> Iterator[Finding]:
     get_rule(rule)
     seen: set[Any] = set()
     try:
-        make(rule)
+        layer_checks.make(rule)
     except Exception as error:  # a rule under test may raise anything
         yield _raised("a layer can be made", rule, error, seen)
         return
     for title, check in CHECKS.items():
         torch.manual_seed(0)
-        remark = None
         try:
             problem = check(rule)
-            if problem is None and title in _REMARKS:
-                remark = _REMARKS[title](rule)
+            remark = layer_checks.clipped_step_sizes(rule) if title == _BOUNDED and problem is None else None
         except Exception as error:
             yield _raised(title, rule, error, seen)
             continue
@@ -95,18 +79,17 @@ def check_rule(rule: str) -> Iterator[Finding]:
 def _raised(title: str, rule: str, error: Exception, seen: set[Any]) -> Finding:
     """What a check raised: where in the rule's file, and with what shapes; in a few words if it is in `seen`."""
     module = registering_module(rule) or "deltazoo.rules"
-    calls = [call for call in traceback.walk_tb(error.__traceback__) if _is_of(module, call[0])]
+    calls = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if f"{frame.f_globals.get('__name__')}.".startswith(f"{module}.")
+    ]
     place = (type(error), calls[-1][1] if calls else str(error))
     if place in seen:
         return Finding(title, "raised the same error")
     seen.add(place)
     where = _place(*calls[-1]) if calls else f"In no line of {module}: what the rule returned was refused."
     return Finding(title, f"raised {type(error).__name__}: {error}\n{where}", error=error)
-
-
-def _is_of(module: str, frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__"))
-    return name == module or name.startswith(f"{module}.")
 
 
 def _place(frame: FrameType, line: int) -> str:

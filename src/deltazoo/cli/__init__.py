@@ -1,16 +1,17 @@
 """The ``deltazoo`` command: list, show, check, train, swap, generate, serve, eval, diagnose, lm-eval.
 
-Slow imports stand inside the commands, after the checks of their arguments: help and a typo's message are quick.
+What imports torch stands inside the commands, after the checks of their arguments: help and a typo's message are quick.
 """
 
 import importlib.util
+import ipaddress
 import re
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deltazoo import __version__
+from deltazoo import __version__, spec
 from deltazoo.cli.options import (
     CheckpointArgument,
     DeviceOption,
@@ -30,9 +31,14 @@ from deltazoo.cli.options import (
     refuse,
 )
 from deltazoo.cli.training import facts_table, figures_table, swap, train
-
-if TYPE_CHECKING:
-    from deltazoo.spec import RuleSpec
+from deltazoo.names import unknown
+from deltazoo.training.checkpoint_files import as_json
+from deltazoo.training.checkpoint_path import resolve_checkpoint
+from deltazoo.training.config import DataConfig
+from deltazoo.training.console import console as errors
+from deltazoo.training.console import say
+from deltazoo.training.documents import choose_documents
+from deltazoo.training.presets import paper_shape
 
 __all__ = ["app", "main"]
 
@@ -87,8 +93,6 @@ def _common(
 @app.command("list", epilog="Example: [bold]deltazoo list[/]")
 def list_rules(load: LoadOption = None) -> None:
     """List the rules with their step size and decay."""
-    from deltazoo import spec
-
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("rule", "decay", "step size", "what is special", "arXiv"):
         table.add_column(column, no_wrap=column != "what is special", overflow="fold")
@@ -106,40 +110,33 @@ def show(
     load: LoadOption = None,
 ) -> None:
     """Show a rule: equation, paper, choices, and the model that its presets train."""
-    from deltazoo.spec import NONEXPANSIVE_MEANING, choice_name, get_rule
-    from deltazoo.training.presets import paper_shape
-
-    spec = get_rule(rule)
-    gate = f"{spec.output_gate}, {choice_name(spec.gate_activation)}" if spec.output_gate != "none" else "none"
+    found = spec.get_rule(rule)
+    if not found.corrects:
+        eigenvalue = "none: it does not erase"
+    elif found.erase_key == "separate":
+        eigenvalue = "within [-1, 1]"
+    else:  # a user's own function is bounded to the larger interval
+        eigenvalue = "[-1, 1]" if found.allow_neg_eigval or callable(found.step_size) else "[0, 1]"
+    no_gate = found.output_gate == "none"
     facts = {
-        "rule": spec.name,
-        "in one sentence": spec.summary,
-        "update": spec.equation,
-        "paper": spec.paper,
-        "step size": choice_name(spec.step_size),
-        "micro-steps": str(spec.num_micro_steps),
-        "decay": spec.decay,
-        "erase key": f"{spec.erase_key}, reads the {spec.erase_reads} state" if spec.corrects else "none",
-        "bounded without writes": f"{spec.nonexpansive_class}: {NONEXPANSIVE_MEANING[spec.nonexpansive_class]}",
-        "normalised": ", ".join(n for n, on in (("q", spec.normalize_q), ("k", spec.normalize_k)) if on) or "nothing",
-        "eigenvalue of a step": _eigenvalue(spec),
-        "output gate": gate,
-        "head size": f"{spec.head_dim} for keys, {spec.expand_v:g} times that for values",
-        "model_type": spec.hub_model_type or f"delta_rule with mixer: {spec.name}",
-        "at paper size": ", ".join(f"{key}: {value}" for key, value in paper_shape(spec).items()),
-        "trained by": f"deltazoo train paper_340m --rule {spec.name}",
+        "rule": found.name,
+        "in one sentence": found.summary,
+        "update": found.equation,
+        "paper": found.paper,
+        "step size": spec.choice_name(found.step_size),
+        "micro-steps": str(found.num_micro_steps),
+        "decay": found.decay,
+        "erase key": f"{found.erase_key}, reads the {found.erase_reads} state" if found.corrects else "none",
+        "bounded without writes": f"{found.nonexpansive_class}: {spec.NONEXPANSIVE_MEANING[found.nonexpansive_class]}",
+        "normalised": ", ".join(n for n, on in (("q", found.normalize_q), ("k", found.normalize_k)) if on) or "nothing",
+        "eigenvalue of a step": eigenvalue,
+        "output gate": "none" if no_gate else f"{found.output_gate}, {spec.choice_name(found.gate_activation)}",
+        "head size": f"{found.head_dim} for keys, {found.expand_v:g} times that for values",
+        "model_type": found.hub_model_type or f"delta_rule with mixer: {found.name}",
+        "at paper size": ", ".join(f"{key}: {value}" for key, value in paper_shape(found).items()),
+        "trained by": f"deltazoo train paper_340m --rule {found.name}",
     }
     Console().print(facts_table(facts))
-
-
-def _eigenvalue(spec: "RuleSpec") -> str:
-    """Of `I - beta k e^T` along the key."""
-    if not spec.corrects:
-        return "none: it does not erase"
-    if spec.erase_key == "separate":
-        return "within [-1, 1]"
-    # A user's own function is bounded to the larger interval.
-    return "[-1, 1]" if spec.allow_neg_eigval or callable(spec.step_size) else "[0, 1]"
 
 
 @app.command(
@@ -160,7 +157,11 @@ def check(
         int | None, typer.Option(min=0, help="Processes at a time, 8 on a GPU by default; 0: all in this one.")
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Also write verdicts, versions and speeds to this file, to post in an issue.")
+        Path | None,
+        typer.Option(
+            help="Also write verdicts, versions and speeds to this file, to post in an issue.",
+            callback=check_output_file,
+        ),
     ] = None,
 ) -> None:
     """Check a rule on a CPU, in under a minute: definition, gradients, cache, padding, packing, reload, swap.
@@ -171,14 +172,12 @@ def check(
         return _check_machine(backend, device, jobs, report)
     refuse({"--backend, --device, --jobs and --report act without a rule only": bool(backend or device or report)})
 
-    from deltazoo.spec import get_rule
-
     if rule.endswith(".py") or Path(rule).is_file():
         names = load_rule_file(rule)
         if not names:
             raise ValueError(f"{rule} registers no rule: call deltazoo.register_rule in it")
     else:
-        names = [get_rule(rule).name]
+        names = [spec.get_rule(rule).name]
 
     from deltazoo.checks import check_rule
 
@@ -187,15 +186,14 @@ def check(
     for name in names:
         console.print(Text(name, style="bold"))
         for finding in check_rule(name):
-            mark = ("  ok    ", "green") if finding.problem is None else ("  WRONG ", "bold red")
-            console.print(Text.assemble(mark, finding.title))
-            if finding.problem is not None:
-                failed += 1
-                console.print(Text(finding.problem), soft_wrap=True)
-            if finding.error is not None and context.find_root().params["traceback"]:
-                console.print(Text("".join(traceback.format_exception(finding.error))), soft_wrap=True)
-            if finding.remark is not None:
-                console.print(Text(finding.remark), soft_wrap=True)
+            wrong = finding.problem is not None
+            failed += wrong
+            console.print(Text.assemble(("  WRONG ", "bold red") if wrong else ("  ok    ", "green"), finding.title))
+            shows_trace = finding.error is not None and context.find_root().params["traceback"]
+            trace = "".join(traceback.format_exception(finding.error)) if shows_trace else None
+            for words in (finding.problem, trace, finding.remark):
+                if words is not None:
+                    console.print(Text(words), soft_wrap=True)
     if failed:
         console.print(Text(f"{failed} {'check has' if failed == 1 else 'checks have'} found something wrong."))
         raise typer.Exit(1)
@@ -203,11 +201,8 @@ def check(
 
 
 def _check_machine(backend: str | None, device: str | None, jobs: int | None, report: Path | None) -> None:
-    from deltazoo.names import unknown
-
     if backend not in (None, "triton", "chunkwise"):
         raise ValueError(unknown("backend", backend, ("triton", "chunkwise")))
-    check_output_file("--report", report)
 
     import torch
 
@@ -218,15 +213,14 @@ def _check_machine(backend: str | None, device: str | None, jobs: int | None, re
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device != "cpu"
     backend = backend or ("triton" if on_gpu else "chunkwise")
-    try:
-        resolve_backend(backend, device=device, dtype=torch.bfloat16, head_k_dim=128, head_v_dim=128)
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
+    resolve_backend(backend, device=device, dtype=torch.bfloat16, head_k_dim=128, head_v_dim=128)
 
     jobs = (8 if on_gpu else 0) if jobs is None else jobs
-    verdicts = run_selfcheck(backend=backend, device=device, jobs=jobs, report=typer.echo)
-    measured = speeds(device) if on_gpu else []
-    page = machine_report(backend, device, verdicts, measured)
+    verdicts = []
+    for verdict in run_selfcheck(backend=backend, device=device, jobs=jobs):
+        typer.echo(verdict)
+        verdicts.append(verdict)
+    page = machine_report(backend, device, verdicts, speeds(device) if on_gpu else [])
     typer.echo("\n" + page)
     if report is not None:
         report.write_text(page, encoding="utf-8")
@@ -273,15 +267,8 @@ def generate(
     device: DeviceOption = None,
 ) -> None:
     """Continue a prompt, and print the text while it is generated."""
-    from deltazoo.training.checkpoint_path import resolve_checkpoint
-
-    refuse(
-        {
-            "--top-k and --top-p act on sampling, and with --temperature 0 there is none: leave them out": (
-                temperature == 0 and (top_k is not None or top_p is not None)
-            )
-        }
-    )
+    if temperature == 0 and (top_k is not None or top_p is not None):
+        raise ValueError("--top-k and --top-p act on sampling, and with --temperature 0 there is none: leave them out")
     path = resolve_checkpoint(path)
 
     from transformers import TextStreamer, set_seed
@@ -291,7 +278,6 @@ def generate(
     from deltazoo.models import DeltaRuleForCausalLM
     from deltazoo.training.loading import load_checkpoint
 
-    errors = Console(stderr=True)
     with errors.status(f"loading {path}"):
         model, tokenizer = load_checkpoint(path, device)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
@@ -299,26 +285,22 @@ def generate(
     check_positions(
         model, length + max_new_tokens, f"{length} prompt tokens and --max-new-tokens {max_new_tokens} together"
     )
-    streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-    sampling: dict[str, Any] = {}
-    if temperature > 0:
-        sampling = {"temperature": temperature, "top_p": 0.95 if top_p is None else top_p, "top_k": top_k}
-    ours = _runs_in_our_loop(model, draws=temperature > 0)
+    draws = temperature > 0
+    options: dict[str, Any] = {**inputs, "max_new_tokens": max_new_tokens}
+    options["streamer"] = TextStreamer(tokenizer, skip_special_tokens=True)
+    if draws:
+        options |= {"temperature": temperature, "top_p": 0.95 if top_p is None else top_p, "top_k": top_k}
+    ours = _runs_in_our_loop(model, draws=draws)
     if compile_step and not isinstance(model, DeltaRuleForCausalLM):
         raise ValueError(f"--compile acts on delta-rule models, not on {type(model).__name__}")
     if compile_step and not ours:
         raise ValueError("--compile acts on deltazoo.generate, and the model's generation_config.json asks for more")
-    options: dict[str, Any]
     began = time.perf_counter()
     if ours:
-        options = {"seed": seed, "prefill_chunk": prefill_chunk, "compile": compile_step}
-        output = continue_prompt(
-            model, **inputs, **sampling, **options, max_new_tokens=max_new_tokens, streamer=streamer
-        )
+        output = continue_prompt(model, **options, seed=seed, prefill_chunk=prefill_chunk, compile=compile_step)
     else:
         set_seed(seed)
-        options = {"do_sample": temperature > 0, "prefill_chunk_size": prefill_chunk, "max_new_tokens": max_new_tokens}
-        output = model.generate(**inputs, **sampling, **options, streamer=streamer)  # type: ignore[operator]
+        output = model.generate(**options, do_sample=draws, prefill_chunk_size=prefill_chunk)  # type: ignore[operator]
     seconds = time.perf_counter() - began
     made = output.shape[1] - length
     errors.print(f"{made} tokens in {seconds:.1f} s: {made / seconds:.0f} tokens/s", style="dim", highlight=False)
@@ -373,12 +355,6 @@ def serve(
     device: DeviceOption = None,
 ) -> None:
     """Serve a model of ours, swapped, or of transformers (accelerated) over HTTP until Ctrl-C or SIGTERM."""
-    import ipaddress
-
-    from deltazoo.names import unknown
-    from deltazoo.training.checkpoint_path import resolve_checkpoint
-    from deltazoo.training.console import say
-
     if dtype not in (None, *_DTYPES):
         raise ValueError(unknown("dtype", dtype, _DTYPES))
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", widths):
@@ -403,9 +379,8 @@ def serve(
     from deltazoo.serving.engine import Engine
     from deltazoo.serving.model_limits import unlimited
     from deltazoo.serving.model_loading import load_for_serving
-    from deltazoo.training.console import console
 
-    with console.status(f"loading {path}"):
+    with errors.status(f"loading {path}"):
         model, tokenizer = load_for_serving(str(folder), device, None if dtype is None else getattr(torch, dtype))
         if context_limit is None and unlimited(model):
             context_limit = 32_768
@@ -452,12 +427,8 @@ def evaluate(
     device: DeviceOption = None,
 ) -> None:
     """Score a model on held-out text, and compare it with gzip, xz and an order-2 byte model."""
-    from deltazoo.training.config import DataConfig
-    from deltazoo.training.documents import choose_documents
-
     without_text = max_bytes is not None or text_field != DataConfig.text_field
     refuse({"--max-bytes and --text-field act on --text only": text is None and without_text})
-    check_output_file("--json", json_file)
     data = None if text is None else DataConfig(text=text, text_field=text_field)
     documents = choose_documents(path, data, max_bytes)
 
@@ -473,13 +444,13 @@ def evaluate(
     ranked = sorted([ours, *others], key=lambda row: row.bits_per_byte)
     rows = [(f"> {row.name}" if row is ours else row.name, f"{row.bits_per_byte:.3f}", row.has_seen) for row in ranked]
     title = f"documents scored: {score.documents}, {score.bytes:,} bytes"
+    console = Console()
+    console.print(figures_table(title, ("predictor", "bits per byte", "has seen before"), rows))
     facts = {
         "text": documents.description,
         "perplexity": f"{score.perplexity:.2f} per token of this tokenizer ({len(tokenizer)} entries)",
         "speed": f"{score.tokens_per_second:,.0f} tokens/s",
     }
-    console = Console()
-    console.print(figures_table(title, ("predictor", "bits per byte", "has seen before"), rows))
     console.print(facts_table(facts))
     if json_file:
         save_comparison(json_file, path, documents.description, score, others)
@@ -508,30 +479,27 @@ def diagnose(
         int,
         typer.Option(min=2, help="No document is added beyond so many tokens in all; the first one is always there."),
     ] = 8192,
-    picture: Annotated[str | None, typer.Option(help="Also draw heat maps of all heads into this PNG.")] = None,
+    picture: Annotated[
+        str | None,
+        typer.Option(help="Also draw heat maps of all heads into this PNG.", callback=check_output_file),
+    ] = None,
     json_file: JsonOption = None,
     load: LoadOption = None,
     device: DeviceOption = None,
 ) -> None:
     """Erase gains, half-lives of decays, norms of states and saturated gates of every layer; warnings in sentences."""
-    from deltazoo.training.config import DataConfig
-    from deltazoo.training.documents import choose_documents
-
     refuse({"--text-field acts on --text only": text is None and text_field != DataConfig.text_field})
-    check_output_file("--picture", picture)
-    check_output_file("--json", json_file)
-    if picture is not None and Path(picture).suffix.lower() != ".png":
-        raise ValueError(f"--picture writes a PNG: give a name that ends in .png, not {picture}")
     if picture is not None:
+        if Path(picture).suffix.lower() != ".png":
+            raise ValueError(f"--picture writes a PNG: give a name that ends in .png, not {picture}")
         from deltazoo.diagnosis.pictures import require_matplotlib
 
         require_matplotlib()
     data = None if text is None else DataConfig(text=text, text_field=text_field)
     documents = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
 
-    import deltazoo
+    from deltazoo.diagnosis import diagnose as measure_layers
     from deltazoo.generation.position_limit import check_positions, learned_positions
-    from deltazoo.training.checkpoint_files import as_json
     from deltazoo.training.loading import load_checkpoint
     from deltazoo.training.text_batch import text_batch
 
@@ -539,7 +507,7 @@ def diagnose(
     if length is None:
         length = min(2048, learned_positions(model) or 2048)
     check_positions(model, length, f"documents of --length {length}")
-    found = deltazoo.diagnose(model, text_batch(tokenizer, documents.held_out, length, tokens))
+    found = measure_layers(model, text_batch(tokenizer, documents.held_out, length, tokens))
     typer.echo(f"{documents.description}\n{found}")
     if picture is not None:
         found.save_picture(picture)

@@ -4,24 +4,12 @@ import importlib.util
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from deltazoo import spec
 from deltazoo.training.device import check_device
-
-__all__ = [
-    "CheckpointArgument",
-    "DeviceOption",
-    "JsonOption",
-    "LoadOption",
-    "OverrideOption",
-    "TextFieldOption",
-    "check_output_file",
-    "load_rule_file",
-    "refuse",
-]
 
 
 def load_rule_file(path: str | Path) -> list[str]:
@@ -79,14 +67,13 @@ def _registered_by(module: str) -> list[str]:
     return [name for name in spec.list_rules() if spec.registering_module(name) == module]
 
 
-def check_output_file(option: str, file: str | Path | None) -> None:
-    """Raise ValueError if the file that an option names, if any, cannot be one, or has no folder to go into."""
-    if file is None:
-        return
-    if not Path(file).parent.is_dir():
-        raise ValueError(f"there is no folder {str(Path(file).parent)!r} for {option} {file}")
-    if Path(file).is_dir():
-        raise ValueError(f"{option} names the file to write, and {file} is a folder")
+def check_output_file(option: typer.CallbackParam, file: Any) -> Any:
+    """The file that an option names, if any; ValueError if it cannot be one, or has no folder to go into."""
+    if file is not None and not Path(file).parent.is_dir():
+        raise ValueError(f"there is no folder {str(Path(file).parent)!r} for {option.opts[0]} {file}")
+    if file is not None and Path(file).is_dir():
+        raise ValueError(f"{option.opts[0]} names the file to write, and {file} is a folder")
+    return file
 
 
 def refuse(reasons: dict[str, bool]) -> None:
@@ -97,9 +84,9 @@ def refuse(reasons: dict[str, bool]) -> None:
 
 
 def _load_all(paths: list[Path] | None) -> list[Path]:
-    for path in paths or []:
+    for path in (paths := paths or []):
         load_rule_file(path)
-    return list(paths or [])
+    return paths
 
 
 def _checked(device: str | None) -> str | None:
@@ -108,12 +95,14 @@ def _checked(device: str | None) -> str | None:
     return device
 
 
-# Devices are checked, and files loaded, while arguments are parsed.
+# Devices and files are checked, and rules loaded, while arguments are parsed.
 CheckpointArgument = Annotated[str, typer.Argument(help="Folder of a model or of a training run, or a Hub name.")]
 DeviceOption = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.", callback=_checked)
 ]
-JsonOption = Annotated[str | None, typer.Option("--json", help="Also write all figures to this file.")]
+JsonOption = Annotated[
+    str | None, typer.Option("--json", help="Also write all figures to this file.", callback=check_output_file)
+]
 LoadOption = Annotated[
     list[Path] | None,
     typer.Option("--load", help="Python file that registers a rule; may be repeated.", callback=_load_all),

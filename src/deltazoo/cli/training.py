@@ -14,22 +14,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deltazoo.cli.options import (
-    CheckpointArgument,
-    DeviceOption,
-    LoadOption,
-    OverrideOption,
-    TextFieldOption,
-    refuse,
-)
+from deltazoo.cli.options import CheckpointArgument, DeviceOption, LoadOption, OverrideOption, TextFieldOption, refuse
+from deltazoo.spec import get_rule
+from deltazoo.training.checkpoint_files import checkpoints
+from deltazoo.training.checkpoint_path import resolve_checkpoint
+from deltazoo.training.config import DataConfig, RunConfig, load_config
+from deltazoo.training.console import say
+from deltazoo.training.conversion_config import STAGES, ConversionConfig, load_conversion
+from deltazoo.training.division import divide_rows
+from deltazoo.training.presets import find_config, is_for_gpus, rule_overrides
+from deltazoo.training.run_folder import LOSS_PICTURE, check_run, has_saved
+from deltazoo.training.text import open_text
 
 if TYPE_CHECKING:  # these import torch, which waits until the arguments are checked
-    from deltazoo.training import RunConfig, TrainingResult
     from deltazoo.training.conversion import ConversionResult
-    from deltazoo.training.conversion_config import ConversionConfig
     from deltazoo.training.layer_ranking import Ranking
-
-__all__ = ["facts_table", "figures_table", "ranking_table", "swap", "train"]
 
 
 def train(
@@ -74,9 +73,6 @@ def train(
 
     Ctrl-C saves a checkpoint before it stops.
     """
-    from deltazoo.training.division import divide_rows
-    from deltazoo.training.run_folder import LOSS_PICTURE, check_run
-
     overrides = list(override or [])
     if context_parallel is not None:
         overrides.append(f"training.context_parallel={context_parallel}")
@@ -87,8 +83,11 @@ def train(
     if gpus not in (None, processes):
         raise ValueError(f"--gpus {gpus}: the command runs in {started} processes already; leave --gpus out")
     divide_rows(run.training, processes)
-    if started is None and config is not None:
-        _say_if_gpu_is_missing(config)
+    if started is None and config is not None and is_for_gpus(config):
+        import torch
+
+        if not torch.cuda.is_available():
+            say(f"{config} is a preset for GPUs, and there is none here: it may take very long, or run out of memory")
     if started is None and processes > 1:
         _run_in_processes(processes, context.obj)
 
@@ -102,7 +101,10 @@ def train(
         result = train_run(run, resume=resume)
     except KeyboardInterrupt as stop:
         if PartialState().is_main_process:
-            _say_how_to_go_on(Path(run.output))
+            in_processes = "" if processes == 1 else f" --gpus {processes}"
+            go_on = f"deltazoo train {shlex.quote(run.output)} --resume{in_processes}"
+            saved = checkpoints(Path(run.output))
+            say(f"stopped; saved in {saved[-1]}. To go on: {go_on}" if saved else "stopped before anything was saved")
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from stop
     is_main_process = PartialState().is_main_process
     if distributed.is_available() and distributed.is_initialized():
@@ -111,21 +113,28 @@ def train(
         title = f"{run.model_name}, {result.num_parameters / 1e6:.1f} M parameters, {result.corpus.description}"
         picture = Path(run.output) / LOSS_PICTURE
         drawn = _drawn(lambda: draw_loss_curve(result.log_history, picture, title, result.tokens_per_step))
-        Console().print(facts_table(_facts(run, result, drawn)))
+        last = [entry for entry in result.log_history if "eval_loss" in entry][-1]
+        facts = {
+            "model": str(result.model_path),
+            "parameters": f"{result.num_parameters:,}",
+            "device": f"{result.device}, {result.precision}",
+            "training": f"{result.seconds:,.0f} s, {result.tokens_per_second:,.0f} tokens/s",
+            "held-out loss": f"{last['eval_loss']:.3f} nats per token, {last['eval_bits_per_byte']:.3f} bits per byte",
+            "loss curve": drawn,
+            "next": f"deltazoo eval {run.output}",
+            "": f'deltazoo generate {run.output} --prompt "def "',
+        }
+        Console().print(facts_table(facts))
 
 
 def configuration(
     name: str | None, rule: str | None, text: str | None, output: str | None, overrides: list[str]
-) -> "RunConfig":
+) -> RunConfig:
     """The configuration of a run, checked as far as possible without torch.
 
     Raises:
         ValueError: neither a configuration nor a text is given, or it does not exist.
     """
-    from deltazoo.training.config import DataConfig, load_config
-    from deltazoo.training.presets import find_config, rule_overrides
-    from deltazoo.training.text import open_text
-
     if name is None and text is None:
         raise ValueError("name a configuration, or a text with --text; deltazoo train --help has examples")
     for option, key, given in (
@@ -166,8 +175,6 @@ def _run_in_processes(processes: int, arguments: list[str]) -> NoReturn:
     """
     import torch
 
-    from deltazoo.training.console import say
-
     gpus = torch.cuda.device_count()
     if 0 < gpus < processes:
         raise ValueError(f"--gpus {processes}: this machine has {gpus} {'GPU' if gpus == 1 else 'GPUs'}")
@@ -180,49 +187,12 @@ def _run_in_processes(processes: int, arguments: list[str]) -> NoReturn:
     os.execv(sys.executable, [*torchrun, "-m", "deltazoo", *arguments])
 
 
-def _say_if_gpu_is_missing(name: str) -> None:
-    from deltazoo.training.console import say
-    from deltazoo.training.presets import is_for_gpus
-
-    if is_for_gpus(name):
-        import torch
-
-        if not torch.cuda.is_available():
-            say(f"{name} is a preset for GPUs, and there is none here: it may take very long, or run out of memory")
-
-
-def _say_how_to_go_on(folder: Path) -> None:
-    from deltazoo.training.checkpoint_files import checkpoints
-    from deltazoo.training.console import say
-
-    if saved := checkpoints(folder):
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        gpus = "" if processes == 1 else f" --gpus {processes}"
-        say(f"stopped; saved in {saved[-1]}. To go on: deltazoo train {shlex.quote(str(folder))} --resume{gpus}")
-    else:
-        say("stopped before anything was saved")
-
-
 def _drawn(draw: Callable[[], Path]) -> str:
     """Where a picture is, or the sentence of an ImportError that says why there is none."""
     try:
         return str(draw())
     except ImportError as error:
         return f"not drawn: {error}"
-
-
-def _facts(run: "RunConfig", result: "TrainingResult", picture: str) -> dict[str, str]:
-    last = [entry for entry in result.log_history if "eval_loss" in entry][-1]
-    return {
-        "model": str(result.model_path),
-        "parameters": f"{result.num_parameters:,}",
-        "device": f"{result.device}, {result.precision}",
-        "training": f"{result.seconds:,.0f} s, {result.tokens_per_second:,.0f} tokens/s",
-        "held-out loss": f"{last['eval_loss']:.3f} nats per token, {last['eval_bits_per_byte']:.3f} bits per byte",
-        "loss curve": picture,
-        "next": f"deltazoo eval {run.output}",
-        "": f'deltazoo generate {run.output} --prompt "def "',
-    }
 
 
 def swap(
@@ -254,15 +224,9 @@ def swap(
     device: DeviceOption = None,
 ) -> None:
     """Replace softmax attention by delta-rule layers; --rank measures layers first, --train trains the result."""
-    from deltazoo.spec import get_rule
-    from deltazoo.training.checkpoint_path import resolve_checkpoint
-    from deltazoo.training.config import DataConfig
-    from deltazoo.training.conversion_config import STAGES, load_conversion
-    from deltazoo.training.presets import find_config
-    from deltazoo.training.run_folder import check_run
-
     get_rule(rule)
-    best = _number_of_best(layers)
+    best_of = re.fullmatch(r"best:(\d+)", layers)
+    best = None if best_of is None else int(best_of[1])
     ranks = rank or best is not None
     refuse(
         {
@@ -299,11 +263,19 @@ def swap(
     # These import torch, after the arguments are checked.
     from deltazoo.swap import swap_attention
     from deltazoo.swap.families import decoder_layers_of, family_of
+    from deltazoo.swap.plan import parse_layers
     from deltazoo.training.conversion import check_row_lengths, save_swapped
     from deltazoo.training.layer_ranking import check_best, rank_layers, ranking_rows
     from deltazoo.training.loading import load_checkpoint, load_model
     from deltazoo.training.pictures import draw_ranking
 
+    if best is None:
+        try:
+            parse_layers(layers)
+        except ValueError as error:
+            raise ValueError(
+                f"--layers takes all, numbers such as 0,2,5, a ratio such as 3:1, or best:K, got {layers!r}"
+            ) from error
     options: dict[str, Any] = {"init": init, "rope": rope, "qk_norm": qk_norm, "grouped": grouped}
     console = Console()
     chosen: Any = layers
@@ -343,30 +315,12 @@ def swap(
     console.print(facts_table({**facts, "next": f'deltazoo generate {facts["model"]} --prompt "def "'}))
 
 
-def _number_of_best(layers: str) -> int | None:
-    """K of best:K; None for what `parse_layers` takes, ValueError for anything else."""
-    from deltazoo.swap.plan import parse_layers
-
-    if best := re.fullmatch(r"best:(\d+)", layers):
-        return int(best[1])
-    try:
-        parse_layers(layers)
-    except ValueError as error:
-        raise ValueError(
-            f"--layers takes all, numbers such as 0,2,5, a ratio such as 3:1, or best:K, got {layers!r}"
-        ) from error
-    return None
-
-
 def _convert(
-    model: Any, tokenizer: Any, recipe: "ConversionConfig", folder: Path, title: str, *, resume: bool
+    model: Any, tokenizer: Any, recipe: ConversionConfig, folder: Path, title: str, *, resume: bool
 ) -> dict[str, str]:
     """Train the swapped model, and print and draw its scores; returns where the model and the picture are."""
-    from deltazoo.training.console import say
     from deltazoo.training.conversion import convert
-    from deltazoo.training.conversion_config import STAGES
     from deltazoo.training.pictures import draw_conversion
-    from deltazoo.training.run_folder import LOSS_PICTURE, has_saved
 
     try:
         result = convert(model, tokenizer, recipe, resume=resume)
@@ -407,12 +361,12 @@ def ranking_table(ranking: "Ranking") -> Table:
     return figures_table(title, ("layer", "loss, nats per token", "rise"), [*rows, ("none", f"{ranking.loss:.4f}", "")])
 
 
-def _stages_table(recipe: "ConversionConfig") -> Table:
+def _stages_table(recipe: ConversionConfig) -> Table:
     """The stages of a conversion before it is run."""
-    rows = []
-    for stage in recipe.stages:
-        tokens = stage.steps * stage.rows_of_a_step * stage.row_length
-        rows.append((stage.section, stage.trains, f"{stage.steps:,}", f"{tokens:,}", f"{stage.learning_rate:g}"))
+    rows = [
+        (s.section, s.trains, f"{s.steps:,}", f"{s.steps * s.rows_of_a_step * s.row_length:,}", f"{s.learning_rate:g}")
+        for s in recipe.stages
+    ]
     headings = ("stage", "trains", "steps", "tokens", "learning rate")
     return figures_table(f"training that would follow, on {recipe.data.text}", headings, rows)
 

@@ -36,28 +36,16 @@ class DiagnoseCallback(TrainerCallback):
         """The last measurement; its `warnings` say what looked wrong."""
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measure the model as it starts; a run that goes on has measured it before."""
         if state.global_step == 0:
-            self.measure(model, control)
+            self.measure(kwargs["model"], control)
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Measure every `every` steps."""
         if state.global_step % self.every == 0:
-            self.measure(model, control)
+            self.measure(kwargs["model"], control)
 
     def measure(self, model: nn.Module | None, control: TrainerControl) -> None:
         """Diagnose the model and log the summary."""

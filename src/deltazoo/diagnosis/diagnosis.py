@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.diagnosis.rule_calls import RuleCall, delta_rule_layers, recorded_calls
-from deltazoo.diagnosis.rule_figures import CHUNK, Figures, Quantiles, measure
+from deltazoo.diagnosis.rule_figures import CHUNK, Figures, Quantiles, figure_of, measure
 from deltazoo.generation.nan_origin import watch_for_nan
 from deltazoo.layers.backend_report import describe_update
 from deltazoo.models.delta_layers import evaluation_mode
@@ -75,19 +75,9 @@ class Diagnosis:
 
     def summary(self) -> dict[str, float]:
         """A few figures over all heads, for curves: what Trainer logs."""
-        heads = [head for layer in self.layers for head in layer.heads]
-        figures: dict[str, Iterable[float | None]] = {
-            "gain_max": (head.gain.max if head.gain else None for head in heads),
-            "gain_above_one_max": (head.gain_above_one for head in heads),
-            "near_expansion_max": (head.near_expansion for head in heads),
-            "chunk_norm_max": (head.chunk_norm for head in heads),
-            "state_norm_max": (head.state_norm for head in heads),
-            "state_growth_max": (head.state_growth for head in heads),
-            "step_gate_saturated_max": (_saturated(head, "step") for head in heads),
-            "output_gate_saturated_max": (_saturated(head, "output") for head in heads),
-        }
-        found = {name: _largest(values) for name, values in figures.items()}
-        found["half_life_min"] = _smallest(head.half_life.median if head.half_life else None for head in heads)
+        records = self.records()
+        found = {f"{name.removesuffix('_max')}_max": _worst(records, name) for name in _SUMMARY}
+        found["half_life_min"] = _worst(records, "half_life_median", smallest=True)
         return {name: value for name, value in found.items() if value is not None}
 
     def save_picture(self, path: str | Path) -> Path:
@@ -98,13 +88,40 @@ class Diagnosis:
 
     def __str__(self) -> str:
         sequences = "1 sequence" if self.num_sequences == 1 else f"{self.num_sequences:,} sequences"
-        size = f"{self.num_tokens:,} tokens in {sequences}; {_COLUMNS}"
-        return "\n".join([size, _table(self.layers), *self.warnings])
+        records = self.records()
+        rows = [("layer", "rule", *_COLUMNS)]
+        for layer in self.layers:
+            heads = [record for record in records if record["layer"] == layer.name]
+            values = ((_worst(heads, name, smallest=name in _SMALLEST), form) for name, form in _COLUMNS.values())
+            rows.append((layer.name, layer.rule, *("-" if x is None else f"{x:{form}}" for x, form in values)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        size = f"{self.num_tokens:,} tokens in {sequences}; {_LEGEND}"
+        return "\n".join([size, *(line.rstrip() for line in lines), *self.warnings])
 
 
-_COLUMNS = f"""the worst head of each layer:
+_LEGEND = f"""the worst head of each layer:
 erase gain (median, largest, tokens above 1), smallest eigenvalue along the key, shortest half-life, norm of the state
 and its growth over the second half, norm of {CHUNK} transitions, saturated gates"""
+_COLUMNS = {
+    "gain": ("gain_median", ".3g"),
+    "max": ("gain_max", ".3g"),
+    "above 1": ("gain_above_one", ".0%"),
+    "eigenvalue": ("eigenvalue_min", ".3g"),
+    "half-life": ("half_life_median", ".3g"),
+    "state": ("state_norm", ".3g"),
+    "growth": ("state_growth", ".3g"),
+    "64 tokens": ("chunk_norm", ".3g"),
+    "step gate": ("step_gate_saturated", ".0%"),
+    "output gate": ("output_gate_saturated", ".0%"),
+}
+"""Of the printed table: heading -> figure of the records, and its format."""
+_SMALLEST = ("eigenvalue_min", "half_life_median")
+"""Figures whose smallest value is the worst."""
+_SUMMARY = (
+    *("gain_max", "gain_above_one", "near_expansion", "chunk_norm", "state_norm", "state_growth"),
+    *("step_gate_saturated", "output_gate_saturated"),
+)
 
 
 def diagnose(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> Diagnosis:
@@ -158,15 +175,9 @@ def diagnose(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> Diagnosis:
 
 def _call(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> None:
     device = next(model.parameters()).device
-    if isinstance(batch, Tensor):
-        arguments, named = [batch.to(device)], dict[str, Any]()
-    else:
-        arguments = []
-        named = {
-            name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in batch.items()
-            if "labels" not in name
-        }
+    arguments = [batch.to(device)] if isinstance(batch, Tensor) else []
+    named = {} if isinstance(batch, Tensor) else {name: x for name, x in batch.items() if "labels" not in name}
+    named = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in named.items()}
     accepted = inspect.signature(model.forward).parameters
     for name, value in {"use_cache": False, "logits_to_keep": 1}.items():
         if name in accepted:
@@ -175,182 +186,84 @@ def _call(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> None:
 
 
 def _flat(head: Figures, gates: list[str]) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        f"{name}_{level}": None if quantiles is None else getattr(quantiles, level)
-        for name, quantiles in (("gain", head.gain), ("eigenvalue", head.eigenvalue), ("half_life", head.half_life))
-        for level in Quantiles._fields
-    }
-    record |= {
-        "gain_above_one": head.gain_above_one,
-        "near_expansion": head.near_expansion,
-        "near_expansion_decay": head.near_expansion_decay,
-        "chunk_norm": head.chunk_norm,
-        "state_norm": head.state_norm,
-        "state_growth": head.state_growth,
-        "state_norms": list(head.state_norms),
-        "finite": head.finite,
-    }
+    record: dict[str, Any] = {}
+    for name, value in vars(head).items():
+        if name in ("gain", "eigenvalue", "half_life"):
+            record |= {f"{name}_{level}": getattr(value, level, None) for level in Quantiles._fields}
+        elif name != "gates":
+            record[name] = list(value) if name == "state_norms" else value
     for gate in gates:
-        shares = head.gates.get(gate)
-        record[f"{gate}_gate_shut"] = None if shares is None else shares.shut
-        record[f"{gate}_gate_open"] = None if shares is None else shares.open
+        record |= {f"{gate}_gate_{end}": getattr(head.gates.get(gate), end, None) for end in ("shut", "open")}
     return record
 
 
-def _saturated(head: Figures, gate: str) -> float | None:
-    shares = head.gates.get(gate)
-    return None if shares is None else shares.shut + (shares.open or 0.0)
-
-
-def _largest(values: Iterable[float | None]) -> float | None:
-    """The largest value, None without one; NaN is larger than all."""
-    known = [value for value in values if value is not None]
-    return max(known, key=lambda value: math.inf if math.isnan(value) else value, default=None)
-
-
-def _smallest(values: Iterable[float | None]) -> float | None:
-    """The smallest value, None without one; NaN is smaller than all."""
-    known = [value for value in values if value is not None]
-    return min(known, key=lambda value: -math.inf if math.isnan(value) else value, default=None)
-
-
-def _table(layers: Iterable[LayerDiagnosis]) -> str:
-    heading = (
-        *("layer", "rule", "gain", "max", "above 1", "eigenvalue", "half-life", "state", "growth", "64 tokens"),
-        *("step gate", "output gate"),
-    )
-    rows = [heading, *(_row(layer) for layer in layers)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _row(layer: LayerDiagnosis) -> tuple[str, ...]:
-    heads = layer.heads
-    return (
-        layer.name,
-        layer.rule,
-        _number(_largest(head.gain.median if head.gain else None for head in heads)),
-        _number(_largest(head.gain.max if head.gain else None for head in heads)),
-        _share(_largest(head.gain_above_one for head in heads)),
-        _number(_smallest(head.eigenvalue.min if head.eigenvalue else None for head in heads)),
-        _number(_smallest(head.half_life.median if head.half_life else None for head in heads)),
-        _number(_largest(head.state_norm for head in heads)),
-        _number(_largest(head.state_growth for head in heads)),
-        _number(_largest(head.chunk_norm for head in heads)),
-        _share(_largest(_saturated(head, "step") for head in heads)),
-        _share(_largest(_saturated(head, "output") for head in heads)),
-    )
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+def _worst(records: list[dict[str, Any]], name: str, *, smallest: bool = False) -> float | None:
+    """The largest or smallest of a figure; NaN is the worst of all; None where no record has the figure."""
+    known = [value for record in records if (value := figure_of(record, name)) is not None]
+    return max(known, key=lambda value: math.inf if math.isnan(value) else -value if smallest else value, default=None)
 
 
 def _warnings(layer: LayerDiagnosis) -> Iterator[str]:
     if not all(head.finite for head in layer.heads):
         yield f"{layer.name}: the operator gets NaN or infinity"
         return
-    for badness, sentence in _TROUBLES:
-        degrees = [badness(head) for head in layer.heads]
-        troubled = {number: degree for number, degree in enumerate(degrees) if degree is not None}
-        if troubled:
-            worst = max(troubled, key=troubled.__getitem__)
-            others = f" and {len(troubled) - 1} more" if len(troubled) > 1 else ""
-            yield f"{layer.name} head {worst}{others}: {sentence(layer.heads[worst])}"
+    heads = [_troubles(head) for head in layer.heads]
+    for kind in sorted({kind for found in heads for kind in found}):
+        troubled = {number: found[kind] for number, found in enumerate(heads) if kind in found}
+        worst = max(troubled, key=lambda number: troubled[number][0])
+        others = f" and {len(troubled) - 1} more" if len(troubled) > 1 else ""
+        yield f"{layer.name} head {worst}{others}: {troubled[worst][1]}"
 
 
-def _outside(head: Figures) -> float | None:
-    if head.eigenvalue is None:
-        return None
-    size = max(-head.eigenvalue.min, head.eigenvalue.max)
-    return size if size > _EXPANDS else None
-
-
-def _say_outside(head: Figures) -> str:
-    assert head.eigenvalue is not None and head.gain is not None
-    factor = max(head.eigenvalue.min, head.eigenvalue.max, key=abs)
-    return (
-        f"a token multiplies what is stored along its key by {factor:.3g} (erase gain {head.gain.min:.3g} to "
-        f"{head.gain.max:.3g}): the state expands. Bound the gain to [0, 2], as deltazoo.layers.bounded_step "
-        "does, or normalise keys"
-    )
-
-
-def _near(head: Figures) -> float | None:
-    expands = _outside(head) is not None
-    return None if expands or not head.near_expansion or head.near_expansion < _OFTEN else head.near_expansion
-
-
-def _say_near(head: Figures) -> str:
-    assert head.gain is not None and head.near_expansion is not None
-    return (
-        f"erase gain up to {head.gain.max:.3g}, with an eigenvalue below -0.9 on {head.near_expansion:.0%} "
-        f"of tokens and a decay of {head.near_expansion_decay:.4f} there: near expansion"
-    )
-
-
-def _chunk(head: Figures) -> float | None:
-    return head.chunk_norm if not head.chunk_norm <= _CHUNK_EXPANDS and _outside(head) is None else None
-
-
-def _grows(head: Figures) -> float | None:
-    return head.state_growth if head.state_growth is not None and not head.state_growth <= _GROWS else None
-
-
-def _stuck(gate: str, *, opened: bool) -> Callable[[Figures], float | None]:
-    def degree(head: Figures) -> float | None:
-        shares = head.gates.get(gate)
-        share = None if shares is None else shares.open if opened else shares.shut
-        return share if share is not None and share >= _MOSTLY else None
-
-    return degree
-
-
-def _say_stuck(gate: str, what: str, *, opened: bool) -> Callable[[Figures], str]:
-    def sentence(head: Figures) -> str:
-        share = head.gates[gate].open if opened else head.gates[gate].shut
-        return f"the {gate} gate is {'open' if opened else 'shut'} on {share:.0%} of tokens: {what}"
-
-    return sentence
-
-
-_Trouble = tuple[Callable[[Figures], float | None], Callable[[Figures], str]]
-_TROUBLES: tuple[_Trouble, ...] = (
-    (_outside, _say_outside),
-    (_near, _say_near),
-    (
-        _chunk,
-        lambda head: (
-            f"{CHUNK} tokens in a row multiply a state by up to {head.chunk_norm:.3g}: it can grow without being "
-            "written to, and decay alone bounds it"
-        ),
-    ),
-    (
-        _grows,
-        lambda head: (
-            f"the norm of the state grows {head.state_growth:.3g}-fold over the second half of a sequence, to "
-            f"{head.state_norm:.3g}: more than writes of one size explain"
-        ),
-    ),
-    (
-        lambda head: -head.half_life.max if head.half_life and head.half_life.max < _FORGETS else None,
-        lambda head: (
-            f"the decay halves every channel within {head.half_life.max if head.half_life else 0:.2g} tokens: the head "
-            "carries next to nothing from token to token"
-        ),
-    ),
-    *(
-        (_stuck(gate, opened=opened), _say_stuck(gate, what, opened=opened))
-        for gate, opened, what in (
-            ("step", False, "the head hardly writes"),
-            ("step", True, "the step size no longer depends on the input, and hardly any gradient reaches its gate"),
-            ("output", False, "the head hardly contributes"),
+def _troubles(head: Figures) -> dict[int, tuple[float, str]]:
+    """How bad each kind of trouble in a head is, and the sentence about it; kinds are told in the order of the keys."""
+    found: dict[int, tuple[float, str]] = {}
+    gain, factor, half_life = head.gain, head.eigenvalue, head.half_life
+    expands = factor is not None and max(-factor.min, factor.max) > _EXPANDS
+    if expands:
+        assert factor is not None and gain is not None
+        furthest = max(factor.min, factor.max, key=abs)
+        found[0] = (
+            abs(furthest),
+            f"a token multiplies what is stored along its key by {furthest:.3g} (erase gain {gain.min:.3g} to "
+            f"{gain.max:.3g}): the state expands. Bound the gain to [0, 2], as deltazoo.layers.bounded_step "
+            "does, or normalise keys",
         )
-    ),
+    elif head.near_expansion and head.near_expansion >= _OFTEN:
+        assert gain is not None
+        found[1] = (
+            head.near_expansion,
+            f"erase gain up to {gain.max:.3g}, with an eigenvalue below -0.9 on {head.near_expansion:.0%} "
+            f"of tokens and a decay of {head.near_expansion_decay:.4f} there: near expansion",
+        )
+    if not head.chunk_norm <= _CHUNK_EXPANDS and not expands:
+        found[2] = (
+            head.chunk_norm,
+            f"{CHUNK} tokens in a row multiply a state by up to {head.chunk_norm:.3g}: it can grow without being "
+            "written to, and decay alone bounds it",
+        )
+    if head.state_growth is not None and not head.state_growth <= _GROWS:
+        found[3] = (
+            head.state_growth,
+            f"the norm of the state grows {head.state_growth:.3g}-fold over the second half of a sequence, to "
+            f"{head.state_norm:.3g}: more than writes of one size explain",
+        )
+    if half_life is not None and half_life.max < _FORGETS:
+        found[4] = (
+            -half_life.max,
+            f"the decay halves every channel within {half_life.max:.2g} tokens: the head carries next to nothing from "
+            "token to token",
+        )
+    for kind, (gate, end, what) in enumerate(_STUCK, 5):
+        share = getattr(head.gates.get(gate), end, None)
+        if share is not None and share >= _MOSTLY:
+            found[kind] = share, f"the {gate} gate is {end} on {share:.0%} of tokens: {what}"
+    return found
+
+
+_STUCK = (
+    ("step", "shut", "the head hardly writes"),
+    ("step", "open", "the step size no longer depends on the input, and hardly any gradient reaches its gate"),
+    ("output", "shut", "the head hardly contributes"),
 )
-"""Each kind of trouble: how bad it is in a head, None if it is not there; and the sentence about the worst head."""
+"""Gate, end of its range, and what it means to stay there."""

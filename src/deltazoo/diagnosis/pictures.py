@@ -6,14 +6,14 @@ A diagnosis is a heat map, layers by heads, for each figure, and the states over
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deltazoo.diagnosis.rule_figures import CHUNK
+from deltazoo.diagnosis.rule_figures import CHUNK, figure_of
 
 __all__ = [
     "BLACK",
@@ -34,30 +34,14 @@ BLUE, ORANGE, BLACK, GREY = PALETTE[0], PALETTE[1], PALETTE[-1], "#8C8C8C"
 Record = Mapping[str, Any]
 
 
-class _Map(NamedTuple):
-    """One heat map."""
-
-    title: str
-    value: Callable[[Record], float | None]
-    limits: tuple[float, float] | None = None
-    """Of the colours; None: those of the values, on a logarithmic scale."""
-
-
-def _sum(*names: str) -> Callable[[Record], float | None]:
-    def value(record: Record) -> float | None:
-        known = [record[name] for name in names if record.get(name) is not None]
-        return sum(known) if known else None
-
-    return value
-
-
-_MAPS = (
-    _Map("largest erase gain", lambda record: record["gain_max"], (0.0, 2.0)),
-    _Map(f"norm of {CHUNK} transitions", lambda record: record["chunk_norm"], (0.0, 2.0)),
-    _Map("half-life, tokens", lambda record: record["half_life_median"]),
-    _Map("step gate saturated", _sum("step_gate_shut", "step_gate_open"), (0.0, 1.0)),
-    _Map("output gate saturated", _sum("output_gate_shut", "output_gate_open"), (0.0, 1.0)),
+_MAPS: tuple[tuple[str, str, tuple[float, float] | None], ...] = (
+    ("largest erase gain", "gain_max", (0.0, 2.0)),
+    (f"norm of {CHUNK} transitions", "chunk_norm", (0.0, 2.0)),
+    ("half-life, tokens", "half_life_median", None),
+    ("step gate saturated", "step_gate_saturated", (0.0, 1.0)),
+    ("output gate saturated", "output_gate_saturated", (0.0, 1.0)),
 )
+"""Title, figure, and limits of the colours; None: those of the values, on a logarithmic scale."""
 
 
 def require_matplotlib() -> None:
@@ -101,40 +85,32 @@ def draw_records(records: Sequence[Record], path: Path) -> Path:
     """
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.ticker import MaxNLocator
 
     colours = colormaps["viridis"].with_extremes(over=ORANGE)
     layers = list(dict.fromkeys(record["layer"] for record in records))
     figure, axes = new_figure(6, columns=3, width=10.5, height=6.2)
-    for axis, heat_map in zip(axes, _MAPS, strict=False):
-        values = _grid(records, layers, heat_map.value)
-        axis.set(title=heat_map.title, xlabel="layer", ylabel="head")
+    for axis, (title, name, limits) in zip(axes, _MAPS, strict=False):
+        values = np.full((1 + max(record["head"] for record in records), len(layers)), math.nan)
+        for record in records:
+            found = figure_of(record, name)
+            if found is not None:
+                values[record["head"], layers.index(record["layer"])] = found
+        axis.set(title=title, xlabel="layer", ylabel="head")
         if np.isnan(values).all():
             axis.set(xticks=[], yticks=[])
             axis.text(0.5, 0.5, "not in these rules", ha="center", va="center", transform=axis.transAxes)
             continue
-        known = values[np.isfinite(values) & (values > 0)] if heat_map.limits is None else values
-        norm: Any = Normalize(*heat_map.limits) if heat_map.limits else LogNorm(*_range(known))
+        norm: Any = Normalize(*limits) if limits else LogNorm(*_range(values[np.isfinite(values) & (values > 0)]))
         axis.set_facecolor("#D0D0D0")
         axis.grid(False)
         image = axis.imshow(values, norm=norm, cmap=colours, aspect="auto", origin="lower", interpolation="none")
-        beyond = bool(heat_map.limits) and bool((values > norm.vmax).any())
+        beyond = limits is not None and bool((values > norm.vmax).any())
         figure.colorbar(image, ax=axis, extend="max" if beyond else "neither")
-        _whole_numbers(axis)
+        for side in (axis.xaxis, axis.yaxis):
+            side.set_major_locator(MaxNLocator(integer=True))
     _draw_states(axes[-1], records, layers)
     return save_figure(figure, path)
-
-
-def _grid(
-    records: Sequence[Record], layers: Sequence[str], value: Callable[[Record], float | None]
-) -> NDArray[np.float64]:
-    """`[heads, layers]`, NaN where there is no figure."""
-    heads = 1 + max(record["head"] for record in records)
-    values = np.full((heads, len(layers)), math.nan)
-    for record in records:
-        found = value(record)
-        if found is not None:
-            values[record["head"], layers.index(record["layer"])] = found
-    return values
 
 
 def _range(values: NDArray[np.float64]) -> tuple[float, float]:
@@ -145,23 +121,21 @@ def _range(values: NDArray[np.float64]) -> tuple[float, float]:
     return smallest, max(largest, 10 * smallest)
 
 
-def _whole_numbers(axis: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    for side in (axis.xaxis, axis.yaxis):
-        side.set_major_locator(MaxNLocator(integer=True))
-
-
 def _draw_states(axis: Any, records: Sequence[Record], layers: Sequence[str]) -> None:
     """One line per layer: the largest of its heads."""
     largest = 1.0
     for number, layer in enumerate(layers):
         norms = np.array([record["state_norms"] for record in records if record["layer"] == layer]).max(axis=0)
         tokens = CHUNK * (1 + np.arange(len(norms)))
-        axis.plot(tokens, norms, marker="." if len(norms) < 20 else "", color=PALETTE[number % len(PALETTE)])
+        axis.plot(
+            tokens,
+            norms,
+            marker="." if len(norms) < 20 else "",
+            color=PALETTE[number % len(PALETTE)],
+            label=str(number),
+        )
         finite = norms[np.isfinite(norms) & (norms > 0)]
         largest = max(largest, float(finite.max() / finite.min()) if finite.size else 1.0)
     axis.set(title="norm of the state, largest head", xlabel="tokens", yscale="log" if largest > 10 else "linear")
     if len(layers) <= len(PALETTE):
-        names = [str(number) for number in range(len(layers))]
-        axis.legend(names, title="layer", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        axis.legend(title="layer", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -1,8 +1,10 @@
 """What the delta-rule layers of a model pass to the operator, and their gates, recorded during a forward pass."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +19,6 @@ from deltazoo.rules.channel_gates import ChannelGates
 from deltazoo.spec import RuleSpec, get_rule
 
 __all__ = ["Gate", "RuleCall", "delta_rule_layers", "recorded_calls"]
-
-_ERASE_GATE = "erase_b_proj"
-"""The linear map to the gate of a step that only erases, in rules that have one (`eda`)."""
 
 
 class Gate(NamedTuple):
@@ -90,6 +89,9 @@ def _recorded(name: str, layer: Any, receive: Callable[[str, RuleCall], None]) -
         if activation in GATE_ACTIVATIONS:
             gates["output"] = Gate(torch.sigmoid(at_least_float32(gate)), has_upper_bound=activation == "sigmoid")
 
+    def keep_map(name: str, heads: int, module: nn.Module, arguments: Any, logit: Tensor) -> None:
+        gates[name] = Gate(torch.sigmoid(at_least_float32(logit)).unflatten(-1, (heads, -1)))
+
     def finish(*_: Any) -> None:
         if not calls:
             raise ValueError(f"diagnose describes the operator, which the forward pass of {name} did not call")
@@ -101,27 +103,25 @@ def _recorded(name: str, layer: Any, receive: Callable[[str, RuleCall], None]) -
         receive(name, RuleCall(spec, getattr(layer, "num_micro_steps", 1), inputs, sequences, dict(gates)))
         gates.clear()
 
-    ours = isinstance(layer, DeltaRuleAttention)
     with ExitStack() as hooks:
         hooks.enter_context(_observed(layer, "apply_rule", keep_inputs))
         if not isinstance(layer, ChannelGates):
             hooks.enter_context(_observed(layer, "step_gate", keep_step_gate))
-        if ours:
+        if isinstance(layer, DeltaRuleAttention):
             spec, norm = layer.spec, layer.o_norm
             if isinstance(norm, GatedRMSNorm):
                 keep = norm.register_forward_pre_hook(lambda _, inputs: keep_output_gate(inputs[1], norm.activation))
-                hooks.callback(keep.remove)
+                hooks.enter_context(keep)
             for gate_name, projection, heads in _gate_maps(layer):
-                hooks.callback(projection.register_forward_hook(_keep_map(gates, gate_name, heads)).remove)
+                hooks.enter_context(projection.register_forward_hook(partial(keep_map, gate_name, heads)))
         else:
             spec = get_rule(layer.arrangement.rule)
             activation = getattr(layer.get_submodule(layer.arrangement.norm), "activation", "silu")
 
-            def keep_gate(_: Any, output: Tensor, gate: Tensor) -> None:
-                keep_output_gate(gate, activation)
-
-            hooks.enter_context(_observed(layer, "_norm_and_gate", keep_gate))
-        hooks.callback(layer.register_forward_hook(finish).remove)
+            hooks.enter_context(
+                _observed(layer, "_norm_and_gate", lambda _, output, gate: keep_output_gate(gate, activation))
+            )
+        hooks.enter_context(layer.register_forward_hook(finish))
         yield
 
 
@@ -129,31 +129,17 @@ def _gate_maps(layer: DeltaRuleAttention) -> list[tuple[str, nn.Module, int]]:
     """The linear maps to gates that no method of the layer gives out: name, map and number of heads."""
     if isinstance(layer, ChannelGates):
         return [("erase", layer.b_proj, layer.num_heads), ("write", layer.w_proj, layer.num_v_heads)]
-    projection = getattr(layer, _ERASE_GATE, None)
+    projection = getattr(layer, "erase_b_proj", None)  # of a step that only erases (`eda`)
     return [] if projection is None else [("erase", projection, layer.num_v_heads)]
 
 
-def _keep_map(gates: dict[str, Gate], name: str, heads: int) -> Callable[..., None]:
-    def keep(module: nn.Module, arguments: Any, logit: Tensor) -> None:
-        gates[name] = Gate(torch.sigmoid(at_least_float32(logit)).unflatten(-1, (heads, -1)))
-
-    return keep
-
-
-@contextmanager
-def _observed(layer: Any, method: str, observer: Callable[..., None]) -> Iterator[None]:
-    """Call `observer(result, *arguments)` after each call of the method of this one layer."""
-    function, own = getattr(layer, method), method in vars(layer)
+def _observed(layer: Any, method: str, observer: Callable[..., None]) -> AbstractContextManager[Any]:
+    """A patch, inside which `observer(result, *arguments)` follows each call of the method of this one layer."""
+    function = getattr(layer, method)
 
     def observed(*arguments: Any, **options: Any) -> Any:
         result = function(*arguments, **options)
         observer(result, *arguments)
         return result
 
-    vars(layer)[method] = observed
-    try:
-        yield
-    finally:
-        vars(layer).pop(method)
-        if own:
-            vars(layer)[method] = function
+    return patch.object(layer, method, observed)

@@ -1,6 +1,7 @@
 """Figures of one layer's call of the operator, per value head: erase gain, decay, state, growth, gates."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from deltazoo.diagnosis.rule_calls import RuleCall
 from deltazoo.layers import PackedSequences, RightPaddedSequences, RuleInputs, run_rule
 from deltazoo.ops.dtypes import at_least_float32
 
-__all__ = ["CHUNK", "NEAR_EXPANSION", "Figures", "GateShares", "Quantiles", "measure"]
+__all__ = ["CHUNK", "NEAR_EXPANSION", "Figures", "GateShares", "Quantiles", "figure_of", "measure"]
 
 CHUNK = 64
 """Tokens of which the product of transitions is measured, and between two measurements of the state."""
@@ -48,23 +49,23 @@ class GateShares(NamedTuple):
     """Near the upper bound; None for a gate without one (SiLU)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Figures:
     """Figures of one value head over the tokens of a batch, padding left out."""
 
-    gain: Quantiles | None
+    gain: Quantiles | None = None
     """Erase gain `beta * (e . k)`, the share of what is stored under its key that a token erases, over tokens and
     micro-steps. None for rules that do not erase."""
-    gain_above_one: float | None
+    gain_above_one: float | None = None
     """Share of tokens with a gain above 1, where the sign along the key changes."""
-    eigenvalue: Quantiles | None
+    eigenvalue: Quantiles | None = None
     """The factor by which a token multiplies what is stored along its key: `decay * (1 - gain)`, or `decay - gain` for
     rules that read before the decay. Below -1 or above 1 the state expands."""
-    near_expansion: float | None
+    near_expansion: float | None = None
     """Share of tokens whose factor is below `NEAR_EXPANSION` = -0.9."""
-    near_expansion_decay: float | None
+    near_expansion_decay: float | None = None
     """Mean decay factor along the key on those tokens; None if there is none."""
-    half_life: Quantiles | None
+    half_life: Quantiles | None = None
     """Tokens after which the decay alone has halved the state, by the mean log-decay of each channel, over key
     channels. None for rules without decay."""
     chunk_norm: float
@@ -74,13 +75,22 @@ class Figures:
     """Frobenius norm of the state after every 64 tokens, mean over sequences that are that long."""
     state_norm: float
     """The same at the end of each sequence, mean over sequences."""
-    state_growth: float | None
+    state_growth: float | None = None
     """State norm at the end over that in the middle: 1 for a state that has settled, 2 for one that grows with every
     token. None if no sequence has more than 64 tokens."""
     gates: dict[str, GateShares]
     """By name: "step", "erase", "write", "decay", "output", as far as the rule has them."""
     finite: bool
     """Whether the operator's inputs were all finite; if not, other figures may be NaN."""
+
+
+def figure_of(record: Mapping[str, Any], name: str) -> float | None:
+    """A figure in one of the records of a diagnosis; `step_gate_saturated` is the share at either end of the range."""
+    gate, saturated, _ = name.partition("_saturated")
+    if not saturated:
+        return record[name]
+    shut = record.get(f"{gate}_shut")
+    return None if shut is None else shut + (record[f"{gate}_open"] or 0.0)
 
 
 def measure(call: RuleCall) -> tuple[list[Figures], int, int]:
@@ -94,11 +104,13 @@ def measure(call: RuleCall) -> tuple[list[Figures], int, int]:
     finite = torch.stack([x.isfinite().all() for x in tokens.inputs if x is not None]).all()
     columns: dict[str, list[Any]] = {
         **_gain_figures(tokens, call, heads),
-        "half_life": _half_lives(tokens, heads),
         **_state_figures(tokens, call),
         "gates": _gate_figures(tokens, call, heads),
         "finite": [bool(finite)] * heads,
     }
+    if tokens.inputs.log_decay is not None:
+        rate = tokens.inputs.log_decay[0][tokens.decays].mean(0).abs()  # NaN if there is no such token
+        columns["half_life"] = _quantiles((math.log(2) / rate).reshape(heads, -1).T)
     figures = [Figures(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
     return figures, tokens.starts[-1], len(tokens.starts) - 1
 
@@ -120,9 +132,10 @@ def _one_row(call: RuleCall) -> _Row:
     inputs, sequences = call.inputs, call.sequences
     rows, length = inputs.q.shape[:2]
     device = inputs.q.device
-    real = torch.ones(rows, length, dtype=torch.bool, device=device)
     if isinstance(sequences, RightPaddedSequences):
         real = ~sequences.padding
+    else:
+        real = torch.ones(rows, length, dtype=torch.bool, device=device)
     begins = torch.zeros_like(real)
     begins[:, :1] = True
     if isinstance(sequences, PackedSequences):
@@ -145,58 +158,36 @@ def _one_row(call: RuleCall) -> _Row:
 
 
 def _gain_figures(tokens: _Row, call: RuleCall, heads: int) -> dict[str, list[Any]]:
-    names = ("gain", "gain_above_one", "eigenvalue", "near_expansion", "near_expansion_decay")
     inputs, steps = tokens.inputs, call.num_micro_steps
     if inputs.beta is None:
-        return {name: [None] * heads for name in names}
+        return {}
     key, beta = inputs.k[0], rearrange(inputs.beta[0], "m (n h) -> m n h", n=steps)
     product = key * (key if inputs.erase_key is None else inputs.erase_key[0])
     product = rearrange(product, "m (n h) k -> m n h k", n=steps)
     product = product.repeat_interleave(heads // product.shape[2], dim=2)
     gain = beta * product.sum(-1)
-    decay = _decay_along(product, inputs.log_decay)
-    undecayed = call.spec.erase_reads == "undecayed"
+    decay = torch.ones_like(gain)
+    if inputs.log_decay is not None:
+        along_key = inputs.log_decay[0].exp()
+        if along_key.ndim == 3:  # weighted as the channels take part in the product of key and erase key
+            weight = product[:, 0].abs()
+            along_key = (weight * along_key).sum(-1) / weight.sum(-1).clamp_min(torch.finfo(weight.dtype).tiny)
+        decay[:, 0] = along_key  # the state decays before the first micro-step alone
     factor = decay * (1 - gain)
-    if undecayed:  # the first micro-step alone can read the state before the decay
+    if call.spec.erase_reads == "undecayed":  # the first micro-step alone can read the state before the decay
         factor[:, 0] = decay[:, 0] - gain[:, 0]
     gain, factor, decay = (x.flatten(0, 1) for x in (gain, factor, decay))
     near = factor < NEAR_EXPANSION
     mean_decay = (decay * near).sum(0) / near.sum(0).clamp_min(1)
-    columns = (
-        _quantiles(gain),
-        (gain > 1 + 1e-3).float().mean(0).tolist(),  # a rounded unit key may be a little longer than 1
-        _quantiles(factor),
-        near.float().mean(0).tolist(),
-        [mean if share else None for mean, share in zip(mean_decay.tolist(), near.any(0).tolist(), strict=True)],
-    )
-    return dict(zip(names, columns, strict=True))
-
-
-def _decay_along(product: Tensor, log_decay: Tensor | None) -> Tensor:
-    """The decay factor of each micro-step along its key, `[M, n, heads]`; the state decays before the first alone.
-
-    Args:
-        product: `[M, n, heads, K]`, key times erase key.
-        log_decay: `[1, M, heads]`, `[1, M, heads, K]` or None.
-    """
-    decay = product.new_ones(product.shape[:3])
-    if log_decay is None:
-        return decay
-    factor = log_decay[0].exp()
-    if factor.ndim == 3:  # weighted as the channels take part in the product of key and erase key
-        weight = product[:, 0].abs()
-        factor = (weight * factor).sum(-1) / weight.sum(-1).clamp_min(torch.finfo(weight.dtype).tiny)
-    decay[:, 0] = factor
-    return decay
-
-
-def _half_lives(tokens: _Row, heads: int) -> list[Quantiles | None]:
-    log_decay = tokens.inputs.log_decay
-    if log_decay is None:
-        return [None] * heads
-    rate = log_decay[0][tokens.decays].mean(0).abs()  # NaN if there is no such token
-    half_life = math.log(2) / rate
-    return [*_quantiles(half_life.reshape(heads, -1).T)]
+    return {
+        "gain": _quantiles(gain),
+        "gain_above_one": (gain > 1 + 1e-3).float().mean(0).tolist(),  # a rounded unit key may be longer than 1
+        "eigenvalue": _quantiles(factor),
+        "near_expansion": near.float().mean(0).tolist(),
+        "near_expansion_decay": [
+            x if any_ else None for x, any_ in zip(mean_decay.tolist(), near.any(0).tolist(), strict=True)
+        ],
+    }
 
 
 def _state_figures(tokens: _Row, call: RuleCall) -> dict[str, list[Any]]:
@@ -229,10 +220,10 @@ def _state_figures(tokens: _Row, call: RuleCall) -> dict[str, list[Any]]:
     rows = torch.arange(num_sequences, device=device)
     at_end = norms[rows, ends]
     several = ends > 0
-    growth: list[float | None] = [None] * heads
+    growth: dict[str, list[float]] = {}
     if several.any():
         middle = norms[rows[several], (ends[several] - 1) // 2]
-        growth = (at_end[several].sum(0) / middle.sum(0)).tolist()
+        growth = {"state_growth": (at_end[several].sum(0) / middle.sum(0)).tolist()}
     whole = torch.tensor([last - first == CHUNK for first, last in pairwise(bounds)], device=device)
     in_whole = [index[0, whole & (index[1] == number)] for number in range(longest)]
     over_time = [norms[rows, number].mean(0).tolist() for number, rows in enumerate(in_whole) if len(rows)]
@@ -240,7 +231,7 @@ def _state_figures(tokens: _Row, call: RuleCall) -> dict[str, list[Any]]:
         "chunk_norm": _spectral_norm(transitions[whole] if whole.any() else transitions).amax(0).tolist(),
         "state_norms": list(zip(*over_time, strict=True)) or [()] * heads,
         "state_norm": at_end.mean(0).tolist(),
-        "state_growth": growth,
+        **growth,
     }
 
 
@@ -276,19 +267,15 @@ def _spectral_norm(matrices: Tensor) -> Tensor:
 def _gate_figures(tokens: _Row, call: RuleCall, heads: int) -> list[dict[str, GateShares]]:
     found: list[dict[str, GateShares]] = [{} for _ in range(heads)]
     for name, gate in call.gates.items():
-        values = _by_value_head(gate.values[tokens.real], heads)
+        values = gate.values[tokens.real]
+        if values.shape[1] > heads:  # micro-steps become channels
+            values = rearrange(values, "m (n h) c -> m h (n c)", h=heads)
+        values = values.repeat_interleave(heads // values.shape[1], dim=1)
         shut = (values <= _SATURATED).float().mean((0, 2)).tolist()
         opened = (values >= 1 - _SATURATED).float().mean((0, 2)).tolist()
         for head in range(heads):
             found[head][name] = GateShares(shut[head], opened[head] if gate.has_upper_bound else None)
     return found
-
-
-def _by_value_head(values: Tensor, heads: int) -> Tensor:
-    """`[M, heads of gates, c]` as `[M, heads, channels]`: micro-steps become channels, key heads are repeated."""
-    if values.shape[1] > heads:
-        return rearrange(values, "m (n h) c -> m h (n c)", h=heads)
-    return values.repeat_interleave(heads // values.shape[1], dim=1)
 
 
 def _quantiles(x: Tensor) -> list[Quantiles]:
