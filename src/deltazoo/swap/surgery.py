@@ -81,7 +81,11 @@ def swap_attention(
         replacement.delta.use_runtime(options)
     report = report_swap(model, family, rule, init, dry_run, plans, replacements)
     if not dry_run:
-        _replace(model, family, plans, replacements)
+        register_swapped_classes(family.model_type)
+        for plan, replacement in zip(plans, replacements, strict=True):
+            replacement.freeze_teacher()
+            setattr(decoder_layers_of(model, family)[plan.index], family.attention, replacement)
+        turn_into_swapped(model, {str(plan.index): plan.options for plan in plans})
         model.set_runtime(**runtime)  # type: ignore[operator]
     return report
 
@@ -101,17 +105,6 @@ def _build(
         weights = read_attention(family, plan.attention, plan.shape, plan.index)
         transfer(swapped.delta, weights, input_norm)
     return swapped.train(plan.attention.training)
-
-
-def _replace(
-    model: PreTrainedModel, family: ModelFamily, plans: list[LayerPlan], replacements: list[SwappedAttention]
-) -> None:
-    register_swapped_classes(family.model_type)
-    decoder_layers = decoder_layers_of(model, family)
-    for plan, replacement in zip(plans, replacements, strict=True):
-        replacement.freeze_teacher()
-        setattr(decoder_layers[plan.index], family.attention, replacement)
-    turn_into_swapped(model, {str(plan.index): plan.options for plan in plans})
 
 
 def unswap_attention(model: PreTrainedModel) -> None:

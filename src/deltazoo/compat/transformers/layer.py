@@ -132,7 +132,8 @@ class AcceleratedLayer:
             inputs = _forget_at_starts(inputs, positions)
         output, new_state = self.apply_rule(inputs, before, sequences)
         if cache is not None:
-            _keep_state(cache, self.layer_idx, LayerState(window, new_state))
+            cache.update_conv_state(window, self.layer_idx, conv_kernel_size=window.shape[-1])
+            cache.update_recurrent_state(new_state, self.layer_idx)
         return output
 
     def _may_overwrite(self: Any, before: LayerState | None, qkv: Tensor) -> bool:
@@ -280,7 +281,7 @@ def _forget_at_starts(inputs: RuleInputs, positions: Tensor) -> RuleInputs:
 def stored_state(cache: Cache | None, layer_idx: int, taps: int, qkv: Tensor) -> LayerState | None:
     """The convolution's last inputs `[B, C, taps]` and the recurrent state `[B, HV, K, V]`; None before any token.
 
-    Where gradients are recorded they are copies, since autograd saves them and `_keep_state` overwrites the cache's.
+    Where gradients are recorded they are copies, since autograd saves them and the layer overwrites the cache's.
 
     Args:
         cache: of the model.
@@ -310,13 +311,6 @@ def stored_state(cache: Cache | None, layer_idx: int, taps: int, qkv: Tensor) ->
         )
     recurrent: Any = layer.recurrent_states[0]
     return LayerState(conv.clone(), recurrent.clone()) if torch.is_grad_enabled() else LayerState(conv, recurrent)
-
-
-def _keep_state(cache: Cache, layer_idx: int, state: LayerState) -> None:
-    """Write the state after some more tokens to the cache."""
-    assert state.conv is not None
-    cache.update_conv_state(state.conv, layer_idx, conv_kernel_size=state.conv.shape[-1])
-    cache.update_recurrent_state(state.recurrent, layer_idx)
 
 
 def accelerated_class(original: type[nn.Module]) -> type[nn.Module]:
