@@ -19,14 +19,17 @@ _MIXES = "a token's inputs depend on other tokens"
 
 
 def make(rule: str, dtype: torch.dtype = torch.float64, **options: Any) -> DeltaRuleAttention:
-    """A layer with noise added to its parameters, so that those initialised to zero have an effect too."""
-    layer = make_layer(
-        rule, HIDDEN, HEADS, HEAD_DIM, num_v_heads=VALUE_HEADS, initializer_range=0.5, layer_idx=0, **options
-    )
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return layer.to(dtype)
+    """A small layer of the rule, perturbed."""
+    sizes: dict[str, Any] = {"num_v_heads": VALUE_HEADS, "initializer_range": 0.5, "layer_idx": 0}
+    return perturbed(make_layer(rule, HIDDEN, HEADS, HEAD_DIM, **sizes, **options), 0.1).to(dtype)
+
+
+@torch.no_grad()
+def perturbed(module: Any, size: float) -> Any:
+    """The module with noise added to its parameters, so that those initialised to zero have an effect too."""
+    for parameter in module.parameters():
+        parameter.add_(size * torch.randn_like(parameter))
+    return module
 
 
 def tokens(num_tokens: int = TOKENS, rows: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from deltazoo.checks.layer_checks import difference
+from deltazoo.checks.layer_checks import difference, perturbed
 from deltazoo.generation.cache_argument import CACHE
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.swap import swap_attention
@@ -19,15 +19,8 @@ _HYBRID = {**_PURE, "layer_types": ["linear_attention", "full_attention"], "num_
 
 
 def _model(rule: str, **keys: Any) -> DeltaRuleForCausalLM:
-    return _perturbed(DeltaRuleForCausalLM(DeltaRuleConfig(mixer=rule, **_SIZES, **keys)))
-
-
-def _perturbed(model: Any) -> Any:
-    """The model with noise added to its parameters, in float64 and evaluation mode."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model.double().eval()
+    model: Any = DeltaRuleForCausalLM(DeltaRuleConfig(mixer=rule, **_SIZES, **keys))
+    return perturbed(model, 0.05).double().eval()
 
 
 def _ids() -> Tensor:
@@ -77,7 +70,7 @@ def swaps(rule: str) -> str | None:
     config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **_SIZES)
     model: Any = LlamaForCausalLM(config)
     swap_attention(model, rule, [0])
-    model, ids = _perturbed(model), _ids()
+    model, ids = perturbed(model, 0.05).double().eval(), _ids()
     logits = model(ids).logits
     if not logits.isfinite().all():
         return "the swapped model's logits are not finite"
