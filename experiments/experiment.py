@@ -25,10 +25,10 @@ class Recipe:
     mlp_multiple: int = 1
     """MLP widths are multiples of this; 8 keeps the rows of 16-bit matrices where tensor cores want them."""
     bare: bool = False
-    """Mixers alone, `x = mixer(x)`: no norm before them and no residual path around them, so that the input's scale
+    """Layers alone, `x = layer(x)`: no norm before them and no residual path around them, so that the input's scale
     reaches the keys. Needs mlp_ratio 0."""
     initializer_range: float = 0.02
-    """Standard deviation of the mixers' linear weights."""
+    """Standard deviation of the layers' linear weights."""
     beta_bias: float | None = None
     """Where given, b_proj has a bias that starts there."""
 

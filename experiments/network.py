@@ -1,4 +1,4 @@
-"""The small model around a mixer: every configuration has the same skeleton and, within 2%, as many parameters."""
+"""The small model around one layer: every configuration has the same skeleton and, within 2%, as many parameters."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ _REFERENCE = "delta_net"
 
 
 class LabModel(nn.Module):
-    """Embedding, pre-norm layers of mixer and GELU MLP, norm, and a linear read-out at every token.
+    """Embedding, pre-norm layers of a rule and a GELU MLP, norm, and a linear read-out at every token.
 
     Args:
-        configuration: the mixer.
+        configuration: the rule and its options.
         recipe: sizes.
         task: symbols or measurements in, classes out.
         mlp_width: hidden width of the MLPs; 0 leaves them out.
@@ -34,10 +34,10 @@ class LabModel(nn.Module):
         else:
             self.embedding = MeasurementEmbedding(task.channels, recipe.train_lengths[1], width)
         self.layers = nn.ModuleList(
-            _make_mixer(configuration, recipe) if recipe.bare else Layer(configuration, recipe, mlp_width)
+            _make_rule_layer(configuration, recipe) if recipe.bare else Layer(configuration, recipe, mlp_width)
             for _ in range(recipe.num_layers)
         )
-        self.micro_steps = max((mixer.num_micro_steps for mixer in self._mixers()), default=1)
+        self.micro_steps = max((layer.num_micro_steps for layer in self._rule_layers()), default=1)
         self.norm = nn.LayerNorm(width)
         self.read_out = nn.Linear(width, classes)
 
@@ -61,21 +61,21 @@ class LabModel(nn.Module):
 
     def use_backend(self, backend: str | None) -> None:
         """Run the operators of all layers on one backend."""
-        for mixer in self._mixers():
-            mixer.backend = backend
+        for layer in self._rule_layers():
+            layer.backend = backend
 
-    def _mixers(self) -> list[DeltaRuleAttention]:
+    def _rule_layers(self) -> list[DeltaRuleAttention]:
         return [module for module in self.modules() if isinstance(module, DeltaRuleAttention)]
 
 
 class Layer(nn.Module):
-    """Mixer and MLP, each behind a norm and added to its input."""
+    """A layer of the rule and an MLP, each behind a norm and added to its input."""
 
     def __init__(self, configuration: Configuration, recipe: Recipe, mlp_width: int) -> None:
         super().__init__()
         width = recipe.hidden_size
-        self.mixer_norm = nn.LayerNorm(width)
-        self.mixer = _make_mixer(configuration, recipe)
+        self.rule_norm = nn.LayerNorm(width)
+        self.rule_layer = _make_rule_layer(configuration, recipe)
         if mlp_width:
             self.mlp_norm = nn.LayerNorm(width)
             self.up = nn.Linear(width, mlp_width)
@@ -84,7 +84,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[B, T, hidden_size]` to the same shape."""
-        x = x + self.mixer(_in_autocast_dtype(self.mixer_norm(x)))
+        x = x + self.rule_layer(_in_autocast_dtype(self.rule_norm(x)))
         return x + self.down(F.gelu(self.up(self.mlp_norm(x)))) if self.has_mlp else x
 
 
@@ -136,13 +136,13 @@ class RotarySoftmaxAttention(nn.Module):
         return self.attention(x, position_embeddings=self.rotary(x.float(), positions))[0]
 
 
-def _make_mixer(configuration: Configuration, recipe: Recipe) -> nn.Module:
+def _make_rule_layer(configuration: Configuration, recipe: Recipe) -> nn.Module:
     if configuration.spec is None:
         return RotarySoftmaxAttention(recipe)
     options: dict[str, Any] = dict(configuration.options)
     if recipe.beta_bias is not None and configuration.spec.corrects:
         options["beta_bias"] = True
-    mixer = make_layer(
+    layer = make_layer(
         configuration.spec,
         recipe.hidden_size,
         recipe.num_heads,
@@ -153,8 +153,8 @@ def _make_mixer(configuration: Configuration, recipe: Recipe) -> nn.Module:
         **options,
     )
     if recipe.beta_bias is not None and configuration.spec.corrects:
-        nn.init.constant_(mixer.b_proj.bias, recipe.beta_bias)
-    return mixer
+        nn.init.constant_(layer.b_proj.bias, recipe.beta_bias)
+    return layer
 
 
 def build_model(configuration: Configuration, recipe: Recipe, task: Task) -> LabModel:

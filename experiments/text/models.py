@@ -37,7 +37,7 @@ class TextRecipe:
     """Sizes and schedule of all configurations, fixed before the first of them was trained. Lengths are in tokens."""
 
     parameters: int = 50_000_000
-    """Of a model, embedding included. The MLP's width makes up for what a mixer has more or less than others."""
+    """Of a model, embedding included. The MLP's width makes up for what a layer has more or less than others."""
     hidden_size: int = 640
     num_layers: int = 8
     num_heads: int = 5

@@ -305,11 +305,11 @@ def _trainer(
     return PackedTrainer(**given)
 
 
-def stage_as_run(stage: StageConfig, mixer: str, config: ConversionConfig, folder: Path) -> RunConfig:
+def stage_as_run(stage: StageConfig, rule: str, config: ConversionConfig, folder: Path) -> RunConfig:
     """A stage as a run in a subfolder; each stage has its own seed and so its own order of the documents."""
     number = STAGES.index(stage.section)
     tokenizer = _model_path(stage, config, folder)
-    return stage.as_run(folder / stage.section, mixer, tokenizer, config.data, seed=config.seed + number)
+    return stage.as_run(folder / stage.section, rule, tokenizer, config.data, seed=config.seed + number)
 
 
 def _model_path(stage: StageConfig, config: ConversionConfig, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Kernels of Liger (arXiv:2410.10989), for what models do between mixers: norms, SwiGLU, and the loss.
+"""Kernels of Liger (arXiv:2410.10989), for what models do between layers: norms, SwiGLU, and the loss.
 
 The extra `fast` installs them (`pip install '.[fast]'` in a checkout). They run on GPUs. A call without the package or
 elsewhere is refused.
