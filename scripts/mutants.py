@@ -101,8 +101,8 @@ MUTANTS = {
         "models/test_late_logits.py",
     ),
     "rope that turns no channel passes": Mutant(
-        "if not 0 < 2 * len(found) <= with_heads.head_dim:",
-        "if not 0 <= 2 * len(found) <= with_heads.head_dim:",
+        "if not 0 < 2 * len(found) <= head_dim:",
+        "if not 0 <= 2 * len(found) <= head_dim:",
         "models/test_configuration.py",
     ),
     "default depth of a named configuration": Mutant(
@@ -116,8 +116,8 @@ MUTANTS = {
         "models/test_configuration.py",
     ),
     "fla's norms without their dtype": Mutant(
-        "nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))",
-        "nn.Parameter(torch.empty(hidden_size, device=device))",
+        "values = torch.empty(hidden_size, device=device, dtype=dtype)",
+        "values = torch.empty(hidden_size, device=device)",
         "test_fla_modules.py",
     ),
     "fla's RMSNorm with a bias unasked": Mutant(
@@ -161,6 +161,8 @@ def noticed(copy: Path, mutant: Mutant) -> str:
 
 def main() -> int:
     """Run the mutants named, or all."""
+    if unknown := {*sys.argv[1:]} - {*MUTANTS}:
+        sys.exit(f"no mutants {sorted(unknown)}; known: {sorted(MUTANTS)}")
     killers, lost = [], 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
