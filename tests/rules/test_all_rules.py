@@ -231,6 +231,31 @@ def test_runs_under_autocast(rule: str) -> None:
     assert error <= 2 * allowed
 
 
+@every_rule
+def test_the_past_never_feels_the_future(rule: str) -> None:
+    layer = make(rule, torch.float32)
+    x = tokens(100, dtype=torch.float32)
+    before = layer(x)
+    for cut in (1, 50, 63, 64, 65, 99):
+        changed = x.clone()
+        changed[:, cut:] = 10 * torch.randn_like(changed[:, cut:])
+        after = layer(changed)
+        assert torch.equal(before[:, :cut], after[:, :cut])
+        assert not torch.equal(before[:, cut], after[:, cut])
+
+
+# Only kernels could add up in another order. In float64, for every rule: `deltazoo check`.
+@few_rules
+def test_same_input_same_bits(rule: str) -> None:
+    layer = make(rule, torch.float32)
+    x = tokens(70, dtype=torch.float32).requires_grad_()
+    first, second = layer(x), layer(x)
+    assert torch.equal(first, second)
+    inputs = [x, *layer.parameters()]
+    for a, b in zip(torch.autograd.grad(first.sum(), inputs), torch.autograd.grad(second.sum(), inputs), strict=True):
+        assert torch.equal(a, b)
+
+
 COMMON = ["q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "o_norm.weight"]
 CONVOLUTIONS = ["q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight"]
 KDA_KEYS = [
