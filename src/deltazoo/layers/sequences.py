@@ -11,9 +11,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from deltazoo.layers.recompute import recomputable
 from deltazoo.ops import ContextParallel
 from deltazoo.ops.context.context_rule import agreed_piece
+from deltazoo.ops.recompute import recomputable
 from deltazoo.ops.transforms import transforming
 from deltazoo.ops.validation import check_boundaries, check_tensor, check_tensor_values
 
