@@ -242,7 +242,7 @@ class Decoder:
     def _take(self, logits: Tensor) -> None:
         """Choose the next tokens; rows that have ended get padding, rows of NaN `NO_TOKEN`."""
         if self.sampling.temperature == 0 and fused_kernels_fit(logits):
-            from deltazoo.ops.fused.kernels.greedy_token import greedy_token
+            from deltazoo.ops.decoding.greedy_token import greedy_token
 
             return greedy_token(logits, self.ends, self.finished, self.pad, self.token)
         chosen = self.sampling.choose(logits, self.generator)[:, None]
