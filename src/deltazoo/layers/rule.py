@@ -53,7 +53,7 @@ class StepForm(NamedTuple):
     """Name of the map that makes a of the layer's input: a plain one to a decay per head, or one made by `low_rank` to
     a decay per channel."""
     keys: str = "tied"
-    """Under which keys it erases and writes: as of `deltazoo.ops.fused.kernels.token_rule.RuleShape`."""
+    """Under which keys it erases and writes: as of `deltazoo.ops.decoding.rule.RuleShape`."""
     key_maps: tuple[str, ...] = ()
     """Names of the maps to what `keys` takes of the layer's input besides b."""
     first_key: str | None = None
