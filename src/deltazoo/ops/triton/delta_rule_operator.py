@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from deltazoo.ops.call import SCHEMA, RuleCall
 from deltazoo.ops.operator import DifferentiableOperator, Operator
 from deltazoo.ops.second_scan import scans_again
 from deltazoo.ops.transforms import records_gradients
@@ -13,20 +14,10 @@ from deltazoo.ops.validation import check_tensor_values
 __all__ = ["triton_delta_rule"]
 
 
-def triton_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, strict: bool | None, erase_key: Tensor | None = None,
-    undecayed: bool = False, num_micro_steps: int = 1,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Whole sequences on the GPU; arguments and results as in `deltazoo.ops.delta_rule`.
-
-    `strict` is its precision: True, False for fast, or None for as each chunk's erase gain needs. With `undecayed` the
-    erase reads the state before the decay.
-    """
-    keep = records_gradients(q, k, v, beta, log_decay, initial_state, erase_key) and not scans_again()
-    return _operator(
-        q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps, keep
-    )
+def triton_delta_rule(call: RuleCall) -> tuple[Tensor, Tensor]:
+    """Whole sequences on the GPU: output `[B, T, HV, V]` and final state `[N, HV, K, V]`."""
+    keep = records_gradients(*call.differentiable) and not scans_again()
+    return _operator(*call, keep)
 
 
 def _forward(*arguments):
@@ -110,18 +101,14 @@ def _gradients(backward, ctx, d_output, d_final, *_):
     return dq, dk, dv, d_beta, d_log_decay, None, d_initial, None, None, d_erase_key, None, None, None
 
 
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? log_decay, float scale, Tensor? initial_state, "
-    "Tensor? cu_seqlens, bool? strict, Tensor? erase_key, bool undecayed, int num_micro_steps, bool keep"
-)
 _KEPT = ", ".join(f"Tensor kept_{name}" for name in Kept._fields)
 
 _operator = DifferentiableOperator(
-    f"triton_delta_rule({_ARGUMENTS}) -> ({', '.join(['Tensor'] * (2 + len(Kept._fields)))})",
+    f"triton_delta_rule({SCHEMA}, bool keep) -> ({', '.join(['Tensor'] * (2 + len(Kept._fields)))})",
     _forward,
     fake=_fake_forward,
     backward=Operator(
-        f"triton_delta_rule_backward({_ARGUMENTS}, {_KEPT}, Tensor d_output, Tensor? d_final) "
+        f"triton_delta_rule_backward({SCHEMA}, bool keep, {_KEPT}, Tensor d_output, Tensor? d_final) "
         f"-> ({', '.join(['Tensor'] * 7)})",
         _backward,
         fake=_fake_backward,
