@@ -44,7 +44,7 @@ RAW_KEYS = "raw_keys"
 FUSED = (*SPEC_ALONE, *OWN_FORM, RAW_KEYS, "micro_steps", "grouped_values", "tied", "hybrid")
 INTERPRETED = (*SPEC_ALONE[:3], RAW_KEYS, "linear_attention", "efla", "grouped_values", "hybrid", "gated_deltaproduct",
                "eda", "pkda")  # fmt: skip
-"""With a kernel each of every form; all rules' forms in all kernels are in test_token_kernels.py."""
+"""With a kernel each of every form; all rules' forms in all kernels are in test_decoding_kernels.py."""
 DOUBLED = ("eda", "gated_deltanet2", "fg2_gdn", "pgdn")
 """Rules whose own keys act otherwise with negative eigenvalues."""
 ORDINARY = ("erase_only", "without_conv")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deltazoo import layers, list_rules
 from deltazoo.layers import DeltaRuleAttention, SwiGLU, make_layer
 from deltazoo.layers.linear_maps import linear_maps
-from deltazoo.layers.recompute import recomputing
+from deltazoo.ops.recompute import recomputing
 
 
 @pytest.fixture(autouse=True, params=[1 << 20, 0], ids=["few_rows", "many_rows"])

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticCache
 
+from deltazoo._report import replaced_methods
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.library_modules import LibraryNorm, block_parts, is_row_norm, is_swiglu
 from deltazoo.generation.merged_projections import JointProduct, MergedProjections, is_plain
 from deltazoo.generation.one_thread import replaced_forwards, replaced_here
 from deltazoo.layers import DeltaRuleAttention
-from deltazoo.layers.backend_report import replaced_methods
 from deltazoo.layers.linear_maps import is_hooked, is_plain_sequence
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm
@@ -294,7 +294,7 @@ class _FusedBlock:
         return self._step_one_row(x, state, rotary) if len(x) == 1 else self._step_rows(x, state, rotary)
 
     def _step_one_row(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> Tensor:
-        from deltazoo.ops.fused.kernels.token_product import token_product
+        from deltazoo.ops.decoding.product import token_product
 
         mixed = token_product(
             x[0], self._into_layer.weight, norm_weight=self._norm.weight, norm_eps=self._norm.eps,
@@ -308,9 +308,9 @@ class _FusedBlock:
         return token_product(h, self._mlp.down_proj.weight, residual=x)[None]
 
     def _step_rows(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> Tensor:
-        from deltazoo.ops.fused.kernels.row_product import row_product
-        from deltazoo.ops.fused.kernels.token_convolution import convolve_parts
-        from deltazoo.ops.fused.kernels.token_norms import add_parts, norm_heads, swiglu_parts
+        from deltazoo.ops.decoding.between_products import add_parts, norm_heads, swiglu_parts
+        from deltazoo.ops.decoding.convolution import convolve_parts
+        from deltazoo.ops.decoding.row_product import row_product
 
         total = x.flatten(0, 1)
         if self.ready is not None and self.ready[0] is x:
@@ -332,7 +332,7 @@ class _FusedBlock:
         return output
 
     def _convolution(self, state: LayerState) -> Any:
-        from deltazoo.ops.fused.kernels.token_convolution import Convolution
+        from deltazoo.ops.decoding.convolution import Convolution
 
         layer = self._layer
         q_conv, k_conv, v_conv = layer.q_conv1d, layer.k_conv1d, layer.v_conv1d
@@ -341,10 +341,10 @@ class _FusedBlock:
         return Convolution(taps, state.conv, layer.activation == "silu")
 
     def _rule(self, mixed: Tensor, state: LayerState, rotary: Rotary | None) -> tuple[Tensor, Any]:
-        from deltazoo.ops.fused.kernels.token_gates import LowRankGate, low_rank_gates
-        from deltazoo.ops.fused.kernels.token_moment import scaled_keys
-        from deltazoo.ops.fused.kernels.token_norms import HeadNorm
-        from deltazoo.ops.fused.kernels.token_rule import Columns, RuleShape, token_rule
+        from deltazoo.ops.decoding.between_products import HeadNorm
+        from deltazoo.ops.decoding.low_rank_maps import LowRankGate, low_rank_gates
+        from deltazoo.ops.decoding.rule import Columns, RuleShape, token_rule
+        from deltazoo.ops.decoding.scaled_keys import scaled_keys
 
         layer, spec, form = self._layer, self._layer.spec, self._layer.step_form()
 

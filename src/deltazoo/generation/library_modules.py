@@ -58,7 +58,7 @@ def is_row_norm(module: nn.Module) -> bool:
 
 
 class LibraryNorm:
-    """Such a norm as `deltazoo.ops.fused.kernels.token_norms.RowNorm`; reads the module anew every time."""
+    """Such a norm as `deltazoo.ops.decoding.between_products.RowNorm`; reads the module anew every time."""
 
     def __init__(self, module: Any) -> None:
         self._module = module

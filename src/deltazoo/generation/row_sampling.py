@@ -74,7 +74,7 @@ class RowSampling:
         """
         rows = len(logits)
         if way is Way.GREEDY and fused_kernels_fit(logits):
-            from deltazoo.ops.fused.kernels.greedy_token import greedy_token
+            from deltazoo.ops.decoding.greedy_token import greedy_token
 
             return greedy_token(logits, self._no_ends, self._none_finished[:rows], 0, token)
         scores = logits.float()

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.layers.recompute import declare_recomputable, recomputable
 from deltazoo.layers.state import is_decoding_step
 from deltazoo.ops.autocast import autocast_dtype
 from deltazoo.ops.dtypes import at_least_float32
@@ -24,6 +23,7 @@ from deltazoo.ops.fused import (
 )
 from deltazoo.ops.fused.liger import liger_add_rms_norm, liger_rms_norm
 from deltazoo.ops.named_choices import function_of
+from deltazoo.ops.recompute import declare_recomputable, recomputable
 from deltazoo.ops.transforms import transforming
 
 __all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "fuses_rows", "l2_normalize", "l2_normalize_both"]

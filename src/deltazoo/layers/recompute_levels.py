@@ -10,7 +10,7 @@
 Matrix products are nearly all of the work and elementwise results most of the memory, so the levels between save memory
 at little cost in time. Gradients are the same at every level.
 
-At these levels the layers say what is computed again, through `recomputable` in `deltazoo.layers.recompute`. A compiler
+At these levels the layers say what is computed again, through `recomputable` in `deltazoo.ops.recompute`. A compiler
 sees single operators, so `torch.compile` decides by their names, and keeps the states. Only on Hopper, in heads of 128
 channels and 16 bits, are they kept at all, so elsewhere `states` is `elementwise`.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from deltazoo.layers.recompute import recomputing
+from deltazoo.ops.recompute import recomputing
 from deltazoo.ops.second_scan import scanning_again
 from deltazoo.ops.transforms import transforming
 

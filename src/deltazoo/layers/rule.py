@@ -6,7 +6,6 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, RightPaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.state import is_decoding_step
 from deltazoo.ops import (
@@ -20,6 +19,7 @@ from deltazoo.ops import (
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_erase_gain, fused_squared_norm
 from deltazoo.ops.named_choices import function_of
+from deltazoo.ops.recompute import recomputable
 from deltazoo.spec import RuleSpec
 
 __all__ = [
@@ -53,7 +53,7 @@ class StepForm(NamedTuple):
     """Name of the map that makes a of the layer's input: a plain one to a decay per head, or one made by `low_rank` to
     a decay per channel."""
     keys: str = "tied"
-    """Under which keys it erases and writes: as of `deltazoo.ops.fused.kernels.token_rule.RuleShape`."""
+    """Under which keys it erases and writes: as of `deltazoo.ops.decoding.rule.RuleShape`."""
     key_maps: tuple[str, ...] = ()
     """Names of the maps to what `keys` takes of the layer's input besides b."""
     first_key: str | None = None

@@ -1,7 +1,7 @@
 """Where sequences begin and end in a batch: whole rows, rows with padding, or packed sequences.
 
 `describe_sequences` makes the description that a layer computes by. The layers of a model share one, which
-`deltazoo.layers.batch_description` makes of a model's arguments.
+`deltazoo.generation.batch` makes of a model's arguments.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from deltazoo.layers.recompute import recomputable
 from deltazoo.ops import ContextParallel
 from deltazoo.ops.context.context_rule import agreed_piece
+from deltazoo.ops.recompute import recomputable
 from deltazoo.ops.transforms import transforming
 from deltazoo.ops.validation import check_boundaries, check_tensor, check_tensor_values
 

@@ -214,7 +214,7 @@ def _whole_sequences(
             check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
             return DeltaRuleOutput(*recurrent_loop(call))
         if name == "triton":
-            from deltazoo.ops.triton.delta_rule_operator import triton_delta_rule
+            from deltazoo.ops.triton.delta_rule import triton_delta_rule
 
             return DeltaRuleOutput(*triton_delta_rule(call))
         return DeltaRuleOutput(*chunkwise(call))

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from deltazoo.layers import DeltaRuleAttention, bounded_step
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
-from deltazoo.layers.recompute import recomputable
 from deltazoo.ops.dtypes import at_least_float32, wide_dtype
 from deltazoo.ops.fused import fused_sigmoid_gate
+from deltazoo.ops.recompute import recomputable
 from deltazoo.ops.step_size import largest_gain
 from deltazoo.spec import choice_name
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from deltazoo.layers import DeltaRuleAttention, RuleInputs
 from deltazoo.layers.initialization import Initializer
 from deltazoo.layers.norm import l2_normalize
-from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rule import StepForm
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_rule_keys
+from deltazoo.ops.recompute import recomputable
 
 __all__ = ["Comba", "CombaUnitErase"]
 

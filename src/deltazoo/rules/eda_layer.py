@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from deltazoo.layers import DeltaRuleAttention, RuleInputs
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
 from deltazoo.layers.norm import l2_normalize
-from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rule import StepForm
 from deltazoo.ops.dtypes import at_least_float32
+from deltazoo.ops.recompute import recomputable
 
 __all__ = ["EraseThenDeltaAttention"]
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_, spaced_decay_rates
-from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rule import StepForm
 from deltazoo.layers.short_convolution import activation_function
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_softplus_decay
+from deltazoo.ops.recompute import recomputable
 
 __all__ = ["GatedLinearAttention"]
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from deltazoo.layers import DeltaRuleAttention, RuleInputs, Sequences
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, nearly_zero_rows_
-from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rule import StepForm, run_rule
 from deltazoo.layers.state import StateAccess
 from deltazoo.ops.decay import softplus_decay
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import MOST_SUMMED_CHANNELS, fused_decayed_sum, fused_scaled_key, fused_weighted_squares
+from deltazoo.ops.recompute import recomputable
 
 __all__ = ["Preconditioned"]
 

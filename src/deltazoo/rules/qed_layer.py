@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.layers.initialization import Initializer
-from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rule import StepForm
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_rule_keys
+from deltazoo.ops.recompute import recomputable
 from deltazoo.rules.gated_deltanet2_layer import GatedDeltaNet2
 
 __all__ = ["QED"]

@@ -24,29 +24,31 @@ from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from deltazoo.layers import RMSNorm  # noqa: E402
+from deltazoo.ops.decoding import (  # noqa: E402
+    between_products,
+    convolution,
+    greedy_token,
+    low_rank_maps,
+    product,
+    row_product,
+    rule,
+    scaled_keys,
+)
 from deltazoo.ops.fused import MOST_NORM_COLUMNS  # noqa: E402
 from deltazoo.ops.fused.kernels import (  # noqa: E402
     cross_entropy,
     decayed_sum,
     gated_norm,
-    greedy_token,
     key_products,
     moment_keys,
     rms_norm,
     rotary_embedding,
-    row_product,
     rule_keys,
     short_conv_operator,
     short_conv_step,
     sigmoid_gate,
     softplus_decay,
     swiglu,
-    token_convolution,
-    token_gates,
-    token_moment,
-    token_norms,
-    token_product,
-    token_rule,
 )
 from deltazoo.ops.triton import launch  # noqa: E402
 
@@ -64,14 +66,14 @@ TYPES = {
 }
 LAUNCHED_AHEAD = (
     row_product,
-    token_convolution,
-    token_gates,
-    token_moment,
-    token_norms,
-    token_product,
-    token_rule,
+    convolution,
+    low_rank_maps,
+    scaled_keys,
+    between_products,
+    product,
+    rule,
 )
-COLUMNS = token_rule.Columns()
+COLUMNS = rule.Columns()
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -195,8 +197,8 @@ def lose() -> None:
     cross_entropy.cross_entropy_(empty(2048, 32000), empty(2048, dtype=torch.int64), -100)
 
 
-def convolution(rows: int) -> token_convolution.Convolution:
-    return token_convolution.Convolution((empty(1024, 4), empty(1024, 4), empty(1024, 4)), empty(rows, 3072, 3))
+def convolution_of(rows: int) -> convolution.Convolution:
+    return convolution.Convolution((empty(1024, 4), empty(1024, 4), empty(1024, 4)), empty(rows, 3072, 3))
 
 
 def token_of(part: str) -> None:
@@ -209,22 +211,22 @@ def token_of(part: str) -> None:
     }
     wide = torch.float32
     if part in ("mixer", "swapped"):
-        options = {"convolution": convolution(1), "dtype": wide}
+        options = {"convolution": convolution_of(1), "dtype": wide}
         if part == "swapped":
-            options |= {"convolution": convolution(1)._replace(silu=False), "bias": empty(3080)}
-        token_product.token_product(x, weight[part], **norm, **options)  # type: ignore[arg-type]
+            options |= {"convolution": convolution_of(1)._replace(silu=False), "bias": empty(3080)}
+        product.token_product(x, weight[part], **norm, **options)  # type: ignore[arg-type]
     elif part == "o":
-        heads = token_norms.HeadNorm(empty(1, 8, 8, dtype=wide), 128, 1e-5)
-        token_product.token_product(empty(1, 1024, dtype=wide), weight[part], head_norm=heads, residual=x)
+        heads = between_products.HeadNorm(empty(1, 8, 8, dtype=wide), 128, 1e-5)
+        product.token_product(empty(1, 1024, dtype=wide), weight[part], head_norm=heads, residual=x)
     elif part == "mlp":
-        token_product.token_product(x, weight[part], **norm, glu=True)  # type: ignore[arg-type]
+        product.token_product(x, weight[part], **norm, glu=True)  # type: ignore[arg-type]
     else:
-        token_product.token_product(empty(1, 2816), weight[part], residual=x)
+        product.token_product(empty(1, 2816), weight[part], residual=x)
 
 
 def apply_rule(rows: int, gate: str, V: int, **more: Any) -> None:
     """The step of a rule with 8 heads; its columns of `mixed` do not matter here."""
-    shape = token_rule.RuleShape(8, 8, 128, V, True, False, "none" if gate == "none" else "scalar", gate, COLUMNS)
+    shape = rule.RuleShape(8, 8, 128, V, True, False, "none" if gate == "none" else "scalar", gate, COLUMNS)
     shape, wide = shape._replace(**more), torch.float32
     A_log = empty(8, dtype=wide)
     dt_bias = None if shape.decay_form == "fixed" else A_log
@@ -233,57 +235,57 @@ def apply_rule(rows: int, gate: str, V: int, **more: Any) -> None:
     parameters = [A_log] * {"gated_query": 1, "feedback": 2, "unit_feedback": 2}.get(shape.keys, 0)
     mixed, state = empty(rows, 8192, dtype=wide), empty(rows, 8, 128, V, dtype=wide)
     angles = (empty(rows, shape.turned), empty(rows, shape.turned)) if shape.turned else None
-    token_rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(V), shape, parameters, write_keys, angles)
+    rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(V), shape, parameters, write_keys, angles)
 
 
 def apply_channel_rule(rows: int) -> None:
     """The step of KDA from its gates of low rank on."""
-    shape = token_rule.RuleShape(8, 8, 128, 128, True, False, "channel", "sigmoid", COLUMNS, True)
+    shape = rule.RuleShape(8, 8, 128, 128, True, False, "channel", "sigmoid", COLUMNS, True)
     wide = torch.float32
     mixed, weight = empty(rows, 3 * 1024 + 256 + 8, dtype=wide), empty(1024, 128)
-    gate, decay = token_gates.LowRankGate(3072, weight, empty(1024)), token_gates.LowRankGate(3200, weight)
-    gates = token_gates.low_rank_gates(mixed, [gate, decay])
+    gate, decay = low_rank_maps.LowRankGate(3072, weight, empty(1024)), low_rank_maps.LowRankGate(3200, weight)
+    gates = low_rank_maps.low_rank_gates(mixed, [gate, decay])
     state, A_log, dt_bias = (empty(*shape, dtype=wide) for shape in ((rows, 8, 128, 128), (8,), (1024,)))
-    token_rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(128), shape)
+    rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(128), shape)
 
 
 def apply_log_sigmoid_rule(rows: int) -> None:
     """The step of GLA with its heads, from its decay's second map on."""
-    shape = token_rule.RuleShape(
+    shape = rule.RuleShape(
         4, 4, 256, 512, False, False, "channel", "silu", COLUMNS, False, False, "none", "log_sigmoid"
     )
     wide = torch.float32
     mixed = empty(rows, 2 * 1024 + 2 * 2048 + 16, dtype=wide)
-    gates = token_gates.low_rank_gates(mixed, [token_gates.LowRankGate(6144, empty(1024, 16), empty(1024))])
-    token_rule.token_rule(mixed, gates, empty(rows, 4, 256, 512, dtype=wide), None, None, empty(512), shape)
+    gates = low_rank_maps.low_rank_gates(mixed, [low_rank_maps.LowRankGate(6144, empty(1024, 16), empty(1024))])
+    rule.token_rule(mixed, gates, empty(rows, 4, 256, 512, dtype=wide), None, None, empty(512), shape)
 
 
 def apply_erase_first_rule(rows: int) -> None:
     """The step of EDA from its maps of low rank on."""
-    shape = token_rule.RuleShape(
+    shape = rule.RuleShape(
         8, 8, 128, 128, True, False, "channel", "sigmoid", COLUMNS, True, decay_form="saturating", keys="erase_first"
     )
     wide, weight = torch.float32, empty(1024, 128)
     mixed = empty(rows, 3 * 1024 + 3 * 128 + 16, dtype=wide)
-    gates = token_gates.low_rank_gates(
+    gates = low_rank_maps.low_rank_gates(
         mixed,
         [
-            token_gates.LowRankGate(first, weight, bias)
+            low_rank_maps.LowRankGate(first, weight, bias)
             for first, bias in ((3072, empty(1024)), (3200, None), (3328, None))
         ],
     )
     state, A_log, dt_bias = (empty(*shape, dtype=wide) for shape in ((rows, 8, 128, 128), (8,), (1024,)))
-    token_rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(128), shape)
+    rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(128), shape)
 
 
 def scale_keys(rows: int) -> None:
     parameters = [empty(8, dtype=torch.float32)] * 3
     mixed, moment = empty(rows, 8192, dtype=torch.float32), empty(rows, 8, 1, 128, dtype=torch.float32)
-    token_moment.scaled_keys(mixed, moment, parameters, 4096, 4104)
+    scaled_keys.scaled_keys(mixed, moment, parameters, 4096, 4104)
 
 
 def add(parts: int) -> None:
-    token_norms.add_parts(
+    between_products.add_parts(
         empty(parts, 64, 1024, dtype=torch.float32), empty(64, 1024), RMSNorm(1024).to("meta", torch.bfloat16)
     )
 
@@ -377,13 +379,13 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
         for rows in (2, 64)
         for N, K in ((3080, 1024), (1024, 2816), (5632, 1024))
     },
-    "step_convolution": (4, lambda: token_convolution.convolve_parts(empty(2, 64, 3080), convolution(64))),
+    "step_convolution": (4, lambda: convolution.convolve_parts(empty(2, 64, 3080), convolution_of(64))),
     "step_convolution_bias": (
         4,
-        lambda: token_convolution.convolve_parts(empty(2, 64, 3080), convolution(64)._replace(silu=False), empty(3080)),
+        lambda: convolution.convolve_parts(empty(2, 64, 3080), convolution_of(64)._replace(silu=False), empty(3080)),
     ),
     "step_add": (8, lambda: add(4)),
-    "step_swiglu": (8, lambda: token_norms.swiglu_parts(empty(2, 64, 5632), torch.bfloat16)),
+    "step_swiglu": (8, lambda: between_products.swiglu_parts(empty(2, 64, 5632), torch.bfloat16)),
     "step_greedy": (4, choose),
 }
 """Blocks of four warps that a multiprocessor has registers for, at least, and the call."""

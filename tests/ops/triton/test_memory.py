@@ -17,7 +17,7 @@ from deltazoo.ops import operator
 from deltazoo.ops.call import RuleCall  # noqa: E402
 from deltazoo.ops.second_scan import scanning_again  # noqa: E402
 from deltazoo.ops.triton import pipeline, plan  # noqa: E402
-from deltazoo.ops.triton.delta_rule_operator import triton_delta_rule  # noqa: E402
+from deltazoo.ops.triton.delta_rule import triton_delta_rule  # noqa: E402
 from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402
 
 B, T, H, D = 8, 4096, 16, 128

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.profiler import ProfilerActivity, profile
 
-from deltazoo.layers.recompute import declare_recomputable, recomputable, recomputing
+from deltazoo.ops.recompute import declare_recomputable, recomputable, recomputing
 
 TOKENS, WIDTH = 64, 96
 

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, wait_for_inputs
+from deltazoo.ops.decoding.launch_ahead import launch_options, launches_ahead, wait_for_inputs
+from deltazoo.ops.decoding.rule import unit_head
 from deltazoo.ops.fused.kernels.softplus_decay import softplus
-from deltazoo.ops.fused.kernels.token_rule import unit_head
 from deltazoo.ops.triton.launch import Constants, launch
 
 __all__ = ["scaled_keys"]

@@ -4,7 +4,7 @@
 
 With up to 64 rows a product takes the time of reading W. Torch's kernels leave multiprocessors idle there, since the
 outputs alone do not make enough tiles. Here several programs share the channels of a tile; what follows the product
-adds up their parts (`token_norms`, `token_convolution`), always in the same order.
+adds up their parts (`between_products`, `convolution`), always in the same order.
 """
 
 from functools import lru_cache
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.fused.kernels.launch_ahead import (
+from deltazoo.ops.decoding.launch_ahead import (
     launch_options,
     launches_ahead,
     prefetch_rows,

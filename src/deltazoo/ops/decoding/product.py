@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.fused.kernels.launch_ahead import (
+from deltazoo.ops.decoding.between_products import HeadNorm, head_scale
+from deltazoo.ops.decoding.convolution import Convolution, convolve, load_windows
+from deltazoo.ops.decoding.launch_ahead import (
     launch_options,
     launches_ahead,
     wait_for_inputs,
 )
 from deltazoo.ops.fused.kernels.sigmoid import sigmoid
-from deltazoo.ops.fused.kernels.token_convolution import Convolution, convolve, load_windows
-from deltazoo.ops.fused.kernels.token_norms import HeadNorm, head_scale
 from deltazoo.ops.triton.launch import Constants, launch
 
 __all__ = ["Tile", "choose_tile", "token_product"]

@@ -1,6 +1,6 @@
 """The kernels of fused decoding steps against plain torch in float64: interpreted on a CPU, and compiled on a GPU.
 
-The interpreter must be chosen before Triton is imported. So one child process, `python test_token_kernels.py FILE`,
+The interpreter must be chosen before Triton is imported. So one child process, `python test_decoding_kernels.py FILE`,
 computes every case, and the tests check its results. Triton's interpreter multiplies bfloat16 wrongly: half precision
 is float16 there.
 """
@@ -25,13 +25,13 @@ pytest.importorskip("triton")
 
 from deltazoo.layers.rule import bounded_step, effective_step  # noqa: E402
 from deltazoo.ops.decay import DECAY_GATES  # noqa: E402
-from deltazoo.ops.fused.kernels import token_product, token_rule  # noqa: E402
-from deltazoo.ops.fused.kernels.greedy_token import greedy_token  # noqa: E402
-from deltazoo.ops.fused.kernels.row_product import row_product  # noqa: E402
-from deltazoo.ops.fused.kernels.token_convolution import Convolution, convolve_parts  # noqa: E402
-from deltazoo.ops.fused.kernels.token_gates import LowRankGate, low_rank_gates  # noqa: E402
-from deltazoo.ops.fused.kernels.token_norms import HeadNorm, add_parts, norm_heads, swiglu_parts  # noqa: E402
-from deltazoo.ops.fused.kernels.token_rule import RuleShape  # noqa: E402
+from deltazoo.ops.decoding.between_products import HeadNorm, add_parts, norm_heads, swiglu_parts  # noqa: E402
+from deltazoo.ops.decoding.convolution import Convolution, convolve_parts  # noqa: E402
+from deltazoo.ops.decoding.greedy_token import greedy_token  # noqa: E402
+from deltazoo.ops.decoding.low_rank_maps import LowRankGate, low_rank_gates  # noqa: E402
+from deltazoo.ops.decoding.product import token_product  # noqa: E402
+from deltazoo.ops.decoding.row_product import row_product  # noqa: E402
+from deltazoo.ops.decoding.rule import Columns, RuleShape, token_rule  # noqa: E402
 from deltazoo.spec import get_rule  # noqa: E402
 
 Results = dict[str, Tensor]
@@ -107,7 +107,7 @@ class Product:
             options["dtype"] = torch.float32
         if self.bias:
             options["bias"] = x["bias"]
-        y = token_product.token_product(x["x"], x["weight"], **options)  # type: ignore[arg-type]
+        y = token_product(x["x"], x["weight"], **options)  # type: ignore[arg-type]
         return {"y": y, "window": x["window"]}
 
     def _run_in_parts(self, x: Results) -> Results:
@@ -211,13 +211,13 @@ class Rule:
     def run(self, device: str) -> Results:
         x = self.inputs(device)
         first = dict(zip(self.sizes, itertools.accumulate(self.sizes.values(), initial=0), strict=False))
-        columns = token_rule.Columns(first["g"], first["a"], first["b"], first["keys"])
+        columns = Columns(first["g"], first["a"], first["b"], first["keys"])
         form = self.shape.decay_form if self.shape.decay != "none" else "none"
         A_log = x["A_log"] if form in ("softplus", "saturating", "fixed") else None
         dt_bias = x["dt_bias"] if form in ("softplus", "saturating") else None
         gates = x["gates"] if sum(self.low_rank_sizes) else None
         angles = torch.cat([x["angles"]] * 2, 1)
-        z, squares = token_rule.token_rule(
+        z, squares = token_rule(
             x["mixed"], gates, x["state"], A_log, dt_bias, x["norm_weight"], self.shape._replace(columns=columns),
             [x[name] for name in KEY_PARAMETERS.get(self.shape.keys, ())],
             angles=(angles.cos(), angles.sin()) if self.shape.turned else None,
@@ -353,7 +353,7 @@ class Gates:
 
 
 HALF = torch.float16
-ANY = token_rule.Columns()
+ANY = Columns()
 """Of a shape whose case says what `mixed` holds."""
 ENDS = [("", "residual"), ("norm", "convolution"), ("norm", "glu"), ("heads", "residual")]
 CASES: list[Product | Rule | Gates] = [
