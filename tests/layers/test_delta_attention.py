@@ -22,6 +22,7 @@ from deltazoo.layers import (
     rule,
 )
 from deltazoo.ops import backends
+from deltazoo.ops.call import RuleCall
 from deltazoo.spec import get_rule, list_rules
 
 HIDDEN, HEADS, HEAD_DIM = 32, 2, 8
@@ -668,7 +669,7 @@ def hopper_serves(layer: DeltaRuleAttention, monkeypatch: pytest.MonkeyPatch, **
             beta, log_decay = gates if wanted else (None, *gates)
             steps, undecayed = more.get("num_micro_steps", 1), more.get("erase_reads") == "undecayed"
             rest = more["cu_seqlens"], None, more.get("erase_key"), undecayed, steps
-            sizes = plan.sizes_of(q.bfloat16(), v, beta, log_decay, *rest)
+            sizes = plan.sizes_of(RuleCall(q.bfloat16(), k, v, beta, log_decay, 1.0, None, *rest))
             calls.append(plan.Plan(*sizes, 1.0, plan.HOPPER, True))
             return run(q, k, v, *gates, **more)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltazoo.layers.linear_maps import called_as_is, is_plain_sequence, linear_maps
+from deltazoo.ops.linear_maps import called_as_is, is_plain_sequence, linear_maps
 
 __all__ = ["LayerInput"]
 
