@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 from transformers.integrations.accelerate import force_accelerate_hooks
 
+from deltazoo._report import RuleDescription
 from deltazoo.compat.transformers.arrangements import (
     LAYER_ARRANGEMENTS,
     LayerArrangement,
@@ -24,6 +25,7 @@ from deltazoo.compat.transformers.arrangements import (
     arrangement_of,
 )
 from deltazoo.compat.transformers.packing import POSITIONS, SHARED_BATCH, has_explicit_packing
+from deltazoo.generation.batch import PACKING_ARGUMENTS
 from deltazoo.generation.cache import (
     DeltaRuleCacheLayer,
     layer_of_cache,
@@ -31,9 +33,6 @@ from deltazoo.generation.cache import (
     refuse_to_go_back,
 )
 from deltazoo.generation.cache_argument import takes_cache
-from deltazoo.layers.backend_report import RuleDescription
-from deltazoo.layers.batch_description import PACKING_ARGUMENTS
-from deltazoo.layers.linear_maps import is_hooked
 from deltazoo.layers.norm import l2_normalize_both
 from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
 from deltazoo.layers.sequences import WHOLE_ROWS, Sequences, SharedSequences, describe_sequences
@@ -44,6 +43,7 @@ from deltazoo.ops import DeltaRuleOutput
 from deltazoo.ops.context.token_exchange import tokens_before
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv, fused_short_conv_step
+from deltazoo.ops.linear_maps import is_hooked
 from deltazoo.spec import get_rule
 
 __all__ = ["AcceleratedLayer", "accelerated_class", "rule_of", "stored_state"]
