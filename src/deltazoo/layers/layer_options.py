@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from deltazoo.names import unknown
-from deltazoo.ops.named_choices import function_of
+from deltazoo.names import function_of, unknown
 from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.runtime import BACKENDS
 from deltazoo.spec import choice_name
