@@ -18,12 +18,11 @@ from deltazoo.layers.rule import RuleInputs, StepForm, effective_step, precision
 from deltazoo.layers.sequences import Sequences, describe_sequences, describe_shared
 from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
+from deltazoo.names import function_of
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
-from deltazoo.ops.autocast import cast_for_product
-from deltazoo.ops.dtypes import at_least_float32
+from deltazoo.ops.dtypes import at_least_float32, cast_for_product
 from deltazoo.ops.fused import fused_softplus_decay
 from deltazoo.ops.linear_maps import called_as_is, is_hooked
-from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.recompute import recomputable
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import RuleSpec, get_rule, registered_layer

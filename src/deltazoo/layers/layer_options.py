@@ -5,8 +5,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from types import NoneType
 from typing import Any, get_args
 
-from deltazoo.names import unknown
-from deltazoo.ops.named_choices import function_of
+from deltazoo.names import function_of, unknown
 from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.runtime import BACKENDS
 from deltazoo.spec import RuleSpec, choice_name
