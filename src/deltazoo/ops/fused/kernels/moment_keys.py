@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from deltazoo.ops.fused.kernels import REFUSAL
+from deltazoo.ops.fused.device_math import logistic
 from deltazoo.ops.fused.kernels.row_blocks import row_blocks
 from deltazoo.ops.fused.kernels.rule_keys import keep_tile, key_rows, load_tile, number_of_heads
-from deltazoo.ops.fused.kernels.sigmoid import logistic
 from deltazoo.ops.operator import DifferentiableOperator, Operator
 from deltazoo.ops.triton.launch import Constants, launch
 

@@ -16,7 +16,7 @@ nearest one.
 import triton
 import triton.language as tl
 
-from deltazoo.ops.fused.kernels.sigmoid import sigmoid
+from deltazoo.ops.fused.device_math import sigmoid
 
 __all__ = ["short_conv_backward_kernel", "short_conv_forward_kernel"]
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltazoo.ops.fused.kernels import L2_NORM_EPS
-from deltazoo.ops.fused.kernels.sigmoid import sigmoid
+from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.operator import Operator
 from deltazoo.ops.triton.launch import Constants, launch
 
