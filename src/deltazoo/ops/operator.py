@@ -96,7 +96,7 @@ class DifferentiableOperator(Operator):
         self,
         schema: str,
         launch: Callable[..., Any],
-        fake: Callable[..., Any],
+        fake: Callable[..., Any] | None,
         *,
         backward: Operator,
         refusal: tuple[str, str],
