@@ -20,7 +20,6 @@ from deltazoo.layers.state import StateAccess, StateStore
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
 from deltazoo.ops.autocast import cast_for_product
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_softplus_decay
 from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.recompute import recomputable
 from deltazoo.runtime import RuntimeOptions
@@ -427,16 +426,11 @@ class DeltaRuleAttention(Float32Parameters):
         """
         if self.spec.decay == "none":
             return None
-        if self.spec.decay == "scalar":  # too small to be worth recomputing
-            return self._decay(self.project("a_proj", hidden_states), self.A_log, self.dt_bias)
-        a = _per_head(self.project("f_proj", hidden_states), self.head_k_dim)
-        return recomputable(self._decay, a, self.A_log, self.dt_bias)
-
-    def _decay(self, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-        saturating = self.decay_gate is decay.saturating_decay
-        if (saturating or self.decay_gate is decay.softplus_decay) and self.runs_fused(a):
-            return fused_softplus_decay(a, A_log, dt_bias, saturating=saturating)
-        return self.decay_gate(a, A_log, dt_bias)
+        if self.spec.decay == "scalar":
+            a = self.project("a_proj", hidden_states)
+        else:
+            a = _per_head(self.project("f_proj", hidden_states), self.head_k_dim)
+        return decay.log_decay(self.decay_gate, a, self.A_log, self.dt_bias, fused=self.fused_kernels)
 
     def runs_fused(self, x: Tensor) -> bool:
         """Whether a kernel of `deltazoo.ops.fused` is to compute what is made of x, `[..., K]`."""

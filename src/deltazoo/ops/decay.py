@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deltazoo.ops.fused.gates import rate_and_logit, softplus_log_decay
+from deltazoo.ops import fused as fused_ops
 from deltazoo.ops.recompute import recomputable
 
 __all__ = ["DECAY_GATES", "DecayGate", "bounded_decay", "log_decay", "saturating_decay", "softplus_decay"]
@@ -29,7 +29,7 @@ def softplus_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     Returns:
         log-decay in a's shape, float32 (float64 stays), <= 0.
     """
-    return softplus_log_decay(a, A_log, dt_bias, fused=False)
+    return fused_ops.softplus_log_decay(a, A_log, dt_bias, fused=False)
 
 
 def bounded_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float = -5.0) -> Tensor:
@@ -47,7 +47,7 @@ def bounded_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float 
     """
     if not lower_bound < 0:
         raise ValueError(f"lower_bound is a log-decay and must be negative, got {lower_bound}")
-    rate, x = rate_and_logit(a, A_log, dt_bias)
+    rate, x = fused_ops.rate_and_logit(a, A_log, dt_bias)
     return lower_bound * torch.sigmoid(rate * x)
 
 
@@ -62,7 +62,7 @@ def saturating_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     Returns:
         log-decay in a's shape, float32 (float64 stays), in [-5, 0]; weak decays are those of `softplus_decay`.
     """
-    return softplus_log_decay(a, A_log, dt_bias, saturating=True, fused=False)
+    return fused_ops.softplus_log_decay(a, A_log, dt_bias, saturating=True, fused=False)
 
 
 DECAY_GATES: dict[str, DecayGate] = {"softplus": softplus_decay, "saturating": saturating_decay}
@@ -78,5 +78,5 @@ def log_decay(gate: DecayGate, a: Tensor, A_log: Tensor, dt_bias: Tensor, *, fus
     """
     saturating = gate is saturating_decay
     if saturating or gate is softplus_decay:
-        gate = partial(softplus_log_decay, saturating=saturating, fused=fused)
+        gate = partial(fused_ops.softplus_log_decay, saturating=saturating, fused=fused)
     return gate(a, A_log, dt_bias) if a.ndim == 3 else recomputable(gate, a, A_log, dt_bias)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -55,8 +54,6 @@ from deltazoo.ops.fused import (
     fused_short_conv,
     fused_short_conv_step,
     fused_short_convs,
-    fused_sigmoid_gate,
-    fused_softplus_decay,
     fused_squared_norm,
     fused_swiglu,
     fused_swiglu_linear,
@@ -66,13 +63,13 @@ from deltazoo.spec import get_rule
 
 pytest.importorskip("triton")
 
+from deltazoo.ops.decay import log_decay as log_decay_of  # noqa: E402
 from deltazoo.ops.decay import saturating_decay, softplus_decay  # noqa: E402
+from deltazoo.ops.fused import gates, sigmoid_gate, softplus_log_decay  # noqa: E402
 from deltazoo.ops.fused.kernels import cross_entropy, gated_norm, rms_norm, short_conv_operator  # noqa: E402
-from deltazoo.ops.fused.kernels import softplus_decay as softplus_decay_kernels  # noqa: E402
 from deltazoo.ops.fused.kernels.key_products import erase_gain, squared_norm  # noqa: E402
 from deltazoo.ops.fused.kernels.moment_keys import scaled_key, weighted_squares  # noqa: E402
 from deltazoo.ops.fused.kernels.rule_keys import rule_keys  # noqa: E402
-from deltazoo.ops.fused.kernels.sigmoid_gate import sigmoid_gate  # noqa: E402
 
 Results = dict[str, Tensor]
 
@@ -279,9 +276,9 @@ class Decay:
         a, A_log = draw(*self.shape, given=self.dtype), draw(heads, given=torch.float32)
         dt_bias = 8 * draw(channels, given=torch.float32)
         inputs = [x.requires_grad_() for x in (a, A_log, dt_bias)]
-        kernel = partial(fused_softplus_decay, saturating=self.saturating)
-        log_decay = (kernel if fused else saturating_decay if self.saturating else softplus_decay)(*inputs)
-        with mock.patch.object(softplus_decay_kernels, "_MOST_PARTS", self.most_parts):
+        gate = saturating_decay if self.saturating else softplus_decay
+        log_decay = log_decay_of(gate, *inputs, fused=fused)
+        with mock.patch.object(gates, "_MOST_PARTS", self.most_parts):
             gradients = torch.autograd.grad(log_decay, inputs, draw(*self.shape, given=torch.float32))
         names = ("d_a", "d_A_log", "d_dt_bias")
         return {"log_decay": log_decay.detach(), **dict(zip(names, gradients, strict=True))}
@@ -307,8 +304,7 @@ class Gate:
 
         gate, x, d_y = draw(2, self.gate_dtype or self.dtype), draw(1, self.dtype), draw(1, self.dtype)
         gate += self.around
-        layer = make_layer("gated_deltanet2", 8, 1, 8, fused_kernels=fused)
-        y = layer.gated(gate.requires_grad_(), x.requires_grad_(), self.largest, root=self.root)
+        y = sigmoid_gate(gate.requires_grad_(), x.requires_grad_(), self.largest, root=self.root, fused=fused)
         d_gate, d_x = torch.autograd.grad(y, [gate, x], d_y)
         return {"y": y.detach(), "d_gate": d_gate, "d_x": d_x}
 
@@ -860,9 +856,9 @@ def test_keys_of_step_sizes_that_do_not_fit() -> None:
 def test_gates_that_do_not_fit() -> None:
     x = torch.ones(2, 5, 3, 8, device="meta")
     with pytest.raises(ValueError, match=r"one shape, got \(2, 5, 3, 4\) and \(2, 5, 3, 8\)"):
-        fused_sigmoid_gate(x[..., :4], x)
+        sigmoid_gate(x[..., :4], x, fused=True)
     with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
-        fused_sigmoid_gate(x.double(), x)
+        sigmoid_gate(x.double(), x, fused=True)
 
 
 @pytest.mark.parametrize("why", ["dtype", "gradient"])
@@ -891,7 +887,7 @@ def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
 
     def run(x: Tensor, weight: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
         y = fused_swiglu(fused_short_conv(x, weight, head_dim=8), gate)
-        y = fused_sigmoid_gate(gate, y, 2.0, root=True)
+        y = sigmoid_gate(gate, y, 2.0, root=True, fused=True)
         return fused_gated_rms_norm(y, gate, scale, 1e-5, "silu").sum()
 
     def leaf(*shape: int) -> Tensor:
@@ -912,7 +908,7 @@ def test_operators_of_a_training_step_compile_without_a_graph_break(fake: bool) 
         y = fused_swiglu_linear(q * k, v, down)
         y = fused_rotary(y.unflatten(-1, (2, 8)), *(f(x[:1, :, :8].detach().float()) for f in (torch.cos, torch.sin)))
         y = fused_rms_norm_linear(y, scale, out, 1e-5)
-        return fused_softplus_decay(y, *gate).sum()
+        return softplus_log_decay(y, *gate, fused=True).sum()
 
     def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, device="meta", dtype=dtype, requires_grad=not fake)
@@ -1050,7 +1046,7 @@ def check_operators() -> None:
     """Fake results are as the real ones, in layout and storage too, and autograd's formula passes torch's tests."""
     x, gate, p = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3), torch.randn(3)
     for operator, *arguments in (
-        (sigmoid_gate, x, x.flip(0), 2.0, True),
+        (gates._sigmoid_gate, x, x.flip(0), 2.0, True),
         (rule_keys, x, x.flip(0), gate, None, None, "query_share", 1.0),
         (rule_keys, x, x.flip(0), x.flip(1), p, None, "gated_query", 2.0),
         (rule_keys, x, x.flip(0), None, p, p.flip(0), "feedback", 1.0),

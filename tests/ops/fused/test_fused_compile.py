@@ -34,7 +34,7 @@ from deltazoo.ops.decoding import (  # noqa: E402
     rule,
     scaled_keys,
 )
-from deltazoo.ops.fused import MOST_NORM_COLUMNS  # noqa: E402
+from deltazoo.ops.fused import MOST_NORM_COLUMNS, gates  # noqa: E402
 from deltazoo.ops.fused.kernels import (  # noqa: E402
     cross_entropy,
     decayed_sum,
@@ -46,8 +46,6 @@ from deltazoo.ops.fused.kernels import (  # noqa: E402
     rule_keys,
     short_conv_operator,
     short_conv_step,
-    sigmoid_gate,
-    softplus_decay,
     swiglu,
 )
 from deltazoo.ops.triton import launch  # noqa: E402
@@ -138,14 +136,14 @@ def decay(*heads: int, saturating: bool = False) -> None:
         empty(4, 4096, *heads),
         *(empty(size, dtype=torch.float32) for size in (heads[0], torch.Size(heads).numel())),
     )
-    softplus_decay._forward(a, A_log, dt_bias, saturating)
-    softplus_decay._backward(a, A_log, dt_bias, saturating, empty(4, 4096, *heads, dtype=torch.float32))
+    gates._decay_forward(a, A_log, dt_bias, saturating)
+    gates._decay_backward(a, A_log, dt_bias, saturating, empty(4, 4096, *heads, dtype=torch.float32))
 
 
 def gate(root: bool) -> None:
     x = empty(4, 4096, 8, 128)
-    sigmoid_gate._forward(x, x, 2.0, root)
-    sigmoid_gate._backward(x, x, 2.0, root, x)
+    gates._gate_forward(x, x, 2.0, root)
+    gates._gate_backward(x, x, 2.0, root, x)
 
 
 def make_keys(keys: str, K: int) -> None:

@@ -13,4 +13,9 @@ from deltazoo.ops.fused.fused_functions import *  # noqa: F403  (until its funct
 
 __all__ = ["FUSED_ACTIVATIONS", "L2_NORM_EPS", "MOST_COLUMNS", "takes_kernel"]
 
-__getattr__ = lazy_names(__name__, {})
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "gates": ("log_sigmoid_decay", "rate_and_logit", "sigmoid_gate", "softplus_log_decay"),
+    },
+)

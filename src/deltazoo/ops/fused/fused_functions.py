@@ -33,8 +33,6 @@ __all__ = [
     "fused_short_conv",
     "fused_short_conv_step",
     "fused_short_convs",
-    "fused_sigmoid_gate",
-    "fused_softplus_decay",
     "fused_squared_norm",
     "fused_swiglu",
     "fused_swiglu_linear",
@@ -540,57 +538,6 @@ def fused_swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     from deltazoo.ops.fused.kernels.swiglu import swiglu_linear
 
     return swiglu_linear(gate, up, weight)
-
-
-def fused_sigmoid_gate(gate: Tensor, x: Tensor, largest: float = 1.0, *, root: bool = False) -> Tensor:
-    """`largest * sigmoid(gate) * x`, computed in float32.
-
-    Args:
-        gate, x: of one shape, each float32, bfloat16 or float16.
-        largest: the upper end of the factor.
-        root: multiply by the root of the factor instead.
-
-    Returns:
-        In x's shape and dtype.
-
-    Raises:
-        NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
-        ValueError: tensors of two shapes or on two devices.
-    """
-    _require_triton(x, gate)
-    _require_float(gate)
-    if gate.shape != x.shape:
-        raise ValueError(f"gate and x must have one shape, got {tuple(gate.shape)} and {tuple(x.shape)}")
-    from deltazoo.ops.fused.kernels.sigmoid_gate import sigmoid_gate
-
-    return sigmoid_gate(gate, x, largest, root)
-
-
-def fused_softplus_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, *, saturating: bool = False) -> Tensor:
-    """`-exp(A_log) * softplus(a + dt_bias)`, see `deltazoo.ops.decay.softplus_decay`.
-
-    Args:
-        a: `[B, T, HV]` or `[B, T, HV, K]` float32, bfloat16 or float16.
-        A_log: `[HV]`.
-        dt_bias: `[HV]` or `[HV * K]`, as `a`.
-        saturating: bounded by -5, as `deltazoo.ops.decay.saturating_decay` is.
-
-    Returns:
-        `log_decay` in a's shape, float32.
-
-    Raises:
-        NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
-        ValueError: shapes that do not fit each other, or tensors on several devices.
-    """
-    _require_triton(a, A_log, dt_bias)
-    if a.ndim not in (3, 4) or A_log.shape != a.shape[2:3] or dt_bias.shape != (a.shape[2:].numel(),):
-        raise ValueError(
-            "expected a [B, T, HV] with A_log [HV] and dt_bias [HV], or a [B, T, HV, K] with A_log [HV] and "
-            f"dt_bias [HV*K], got {tuple(a.shape)}, {tuple(A_log.shape)}, {tuple(dt_bias.shape)}"
-        )
-    from deltazoo.ops.fused.kernels.softplus_decay import softplus_decay
-
-    return softplus_decay(a, A_log, dt_bias, saturating)
 
 
 def fused_cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Gates in one pass over memory, forward and backward: the log-decay of the state, and a factor per channel.
 
-    softplus_log_decay  x = a + dt_bias     g = -exp(A_log) log(1 + exp(x))     d_a = d_dt_bias = -exp(A_log) sigmoid(x) d
+    softplus_log_decay  x = a + dt_bias    g = -exp(A_log) log(1 + exp(x))    d_a = d_dt_bias = -exp(A_log) d sigmoid(x)
     log_sigmoid_decay   g = log(sigmoid(a)) / slower = -log(1 + exp(-a)) / slower
     sigmoid_gate        f = L sigmoid(gate)           y = f x     d_x = f d     d_gate = f sigmoid(-gate) x d
                         f = sqrt(L sigmoid(gate))     y = f x     d_x = f d     d_gate = f sigmoid(-gate) x d / 2

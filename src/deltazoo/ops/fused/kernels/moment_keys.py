@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.device_math import logistic
+from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.row_blocks import row_blocks
 from deltazoo.ops.fused.kernels.rule_keys import keep_tile, key_rows, load_tile, number_of_heads
 from deltazoo.ops.operator import DifferentiableOperator, Operator

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.fused.kernels import L2_NORM_EPS
 from deltazoo.ops.fused.device_math import sigmoid
+from deltazoo.ops.fused.kernels import L2_NORM_EPS
 from deltazoo.ops.operator import Operator
 from deltazoo.ops.triton.launch import Constants, launch
 
