@@ -105,9 +105,9 @@ def recorded_launches() -> Iterator[list[str]]:
 @contextmanager
 def plain_kernels_only() -> Iterator[None]:
     """No Gluon kernel is available in the meantime."""
-    from deltazoo.ops.triton import delta_rule_operator, pipeline
+    from deltazoo.ops.triton import delta_rule, pipeline
 
-    modules = (pipeline, delta_rule_operator)
+    modules = (pipeline, delta_rule)
     kept = [module.available for module in modules]
     for module in modules:
         module.available = lambda device: False  # type: ignore[attr-defined]

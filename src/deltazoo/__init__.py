@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     from deltazoo import serving as serving
     from deltazoo import swap as swap
     from deltazoo import training as training
+    from deltazoo._report import report as report
     from deltazoo.compat import accelerate as accelerate
     from deltazoo.compat import restore as restore
     from deltazoo.diagnosis import DiagnoseCallback as DiagnoseCallback
@@ -43,7 +44,6 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     from deltazoo.layers import LinearAttention as LinearAttention
     from deltazoo.layers import Longhorn as Longhorn
     from deltazoo.layers import NegativeEigenvalueDeltaNet as NegativeEigenvalueDeltaNet
-    from deltazoo.layers import report as report
     from deltazoo.models import DeltaRuleConfig as DeltaRuleConfig
     from deltazoo.models import DeltaRuleForCausalLM as DeltaRuleForCausalLM
     from deltazoo.models import DeltaRuleModel as DeltaRuleModel
@@ -91,6 +91,7 @@ __all__ = [
 __version__ = "0.2.0"
 
 _NAMES = {
+    "_report": ("report",),
     "distributed": ("context_parallel",),
     "generation": ("generate",),
     "compat": ("accelerate", "restore"),
@@ -104,14 +105,13 @@ _NAMES = {
         "LinearAttention",
         "Longhorn",
         "NegativeEigenvalueDeltaNet",
-        "report",
     ),
     "models": ("DeltaRuleConfig", "DeltaRuleForCausalLM", "DeltaRuleModel"),
     "ops": ("DeltaRuleOutput", "delta_rule", "delta_rule_step", "linear_attention", "linear_attention_step"),
     "swap": ("swap_attention", "unswap_attention"),
     "diagnosis": ("DiagnoseCallback", "diagnose"),
 }
-"""Public names by the subpackage from which each is imported on first access."""
+"""Public names by the module from which each is imported on first access."""
 
 _SUBPACKAGES = (
     "checks",

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import accelerate, decoding, models, operators, tables
+import deltazoo
+from benchmarks import accelerate, decoding, host, models, operators, tables
 from benchmarks.inputs import OPERATORS, Shape, gates_of, make_inputs
+from deltazoo import names
 from deltazoo.ops import delta_rule, linear_attention
 
 SHAPE = Shape(1, 40, 2, 16, 8)
@@ -94,3 +96,31 @@ def test_before_and_after_accelerating(tmp_path: Path, monkeypatch: pytest.Monke
     for row in rows:
         assert row["after"]["low"] <= row["after"]["tokens_per_s"] <= row["after"]["high"]
         assert (row["before"] is None) == (row["phase"] == "packed training")
+
+
+def test_host_times_a_step_of_each_source_by_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = str(Path(deltazoo.__file__).parents[1])
+    options = f"--shapes 1x16 --steps 1 --rounds 1 --sources {source}"
+    *timed, ours, llama = run(host, tmp_path / "run.json", monkeypatch, options)
+    assert [row["model"] for row in timed] == ["gated_deltanet", "llama"]
+    for row in timed:
+        phases = sum(row[f"{phase}_ms"] for phase in host.PHASES)
+        assert 0 < phases == pytest.approx(row["value"]) and phases <= row["step_ms"]
+    for row in (ours, llama):  # which are of a GPU
+        assert row["measure"] == "launches" and row["value"] == row["forward"]["ours"] == 0
+
+
+def test_host_counts_launches_wherever_they_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda: launched.append(grid)
+
+    module, launched = pytest.importorskip("deltazoo.ops.triton.launch"), []
+    monkeypatch.setattr("deltazoo.names.launch_kernel", module.launch, raising=False)
+    [ours] = models.candidates(models.SIZES["quickstart"], ["gated_deltanet"], [])
+    step = host.Step(ours, {"way": "eager", "dtype": "float32", "batch": 1, "tokens": 8}, "cpu")
+    for block in step.model.model.layers:
+        block.register_forward_hook(lambda *_: names.launch_kernel(Kernel(), module.Constants(7)))
+    forward, backward = step.launches([1, 8])
+    assert (forward[2], backward[2], launched) == (2, 0, [(7,)] * 2 * 3)  # after two steps to warm up
+    assert names.launch_kernel is module.launch

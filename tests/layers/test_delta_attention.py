@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltazoo import layers
+from deltazoo import _report, layers
 from deltazoo.layers import (
     DeltaRuleAttention,
     LayerState,
     LayerStates,
     RuleInputs,
-    backend_report,
     describe_sequences,
     make_layer,
     rule,
 )
 from deltazoo.ops import backends
+from deltazoo.ops.call import RuleCall
 from deltazoo.spec import get_rule, list_rules
 
 HIDDEN, HEADS, HEAD_DIM = 32, 2, 8
@@ -555,7 +555,7 @@ def test_report_tells_backend_and_reason_of_every_layer() -> None:
     model = nn.ModuleDict(
         {"first": make("kda"), "mlp": layers.SwiGLU(8, 8), "second": make("efla", backend="reference")}
     )
-    report = layers.report(model)
+    report = _report.report(model)
     assert [(row.name, row.rule, row.backend) for row in report.layers] == [
         ("first", "kda", "chunkwise"),
         ("second", "efla", "reference"),
@@ -577,12 +577,12 @@ def test_report_tells_backend_and_reason_of_every_layer() -> None:
 )
 def test_report_tells_what_a_token_does(rule: str, options: dict[str, int], update: str) -> None:
     layer = layers.make_layer(rule, HIDDEN, HEADS, HEAD_DIM, **options)
-    assert layers.report(layer).layers[0].update == update
+    assert _report.report(layer).layers[0].update == update
 
 
 def test_report_of_a_bare_layer_and_of_none() -> None:
-    assert layers.report(make()).layers[0].name == "DeltaRuleAttention"
-    assert str(layers.report(nn.Linear(2, 2))) == "no delta-rule layers"
+    assert _report.report(make()).layers[0].name == "DeltaRuleAttention"
+    assert str(_report.report(nn.Linear(2, 2))) == "no delta-rule layers"
 
 
 def test_report_runs_what_it_says() -> None:
@@ -639,11 +639,11 @@ class Described(nn.Module):
 
     def __init__(self, layer: DeltaRuleAttention, **changes: Any) -> None:
         super().__init__()
-        description = backend_report._description(layer)
+        description = _report._description(layer)
         assert description is not None
         self.rule = description._replace(**{"device": torch.device("cuda"), "dtype": torch.bfloat16, **changes})
 
-    def describe_rule(self) -> backend_report.RuleDescription:
+    def describe_rule(self) -> _report.RuleDescription:
         return self.rule
 
 
@@ -657,7 +657,7 @@ def hopper_serves(layer: DeltaRuleAttention, monkeypatch: pytest.MonkeyPatch, **
             beta, log_decay = gates if wanted else (None, *gates)
             steps, undecayed = more.get("num_micro_steps", 1), more.get("erase_reads") == "undecayed"
             rest = more["cu_seqlens"], None, more.get("erase_key"), undecayed, steps
-            sizes = plan.sizes_of(q.bfloat16(), v, beta, log_decay, *rest)
+            sizes = plan.sizes_of(RuleCall(q.bfloat16(), k, v, beta, log_decay, 1.0, None, *rest))
             calls.append(plan.Plan(*sizes, 1.0, plan.HOPPER, True))
             return run(q, k, v, *gates, **more)
 
@@ -678,11 +678,11 @@ def test_report_tells_which_kernels_run_on_hopper(rule: str, hopper: Any, monkey
     served = hopper_serves(layer, monkeypatch)
     packed = hopper_serves(layer, monkeypatch, cu_seqlens=torch.tensor([0, 1, 4]))
     assert not packed
-    (found,) = layers.report(Described(layer)).layers
+    (found,) = _report.report(Described(layer)).layers
     start = "the GPU kernels support this call: "
     if served:
         assert found.reason == start + "kernels for Hopper, plain Triton kernels where rows are packed"
-        (alone,) = layers.report(Described(layer, packs=False)).layers  # as accelerated layers are
+        (alone,) = _report.report(Described(layer, packs=False)).layers  # as accelerated layers are
         assert alone.reason == start + "kernels for Hopper"
     elif layer.spec.corrects:
         assert found.reason == start + "plain Triton kernels, since tokens have several micro-steps"
@@ -695,7 +695,7 @@ def test_report_tells_what_keeps_kernels_for_hopper_away(hopper: Any, monkeypatc
 
     def reason(**changes: Any) -> str:
         described = Described(layer, **{"head_k_dim": 128, "head_v_dim": 128, **changes})
-        (found,) = layers.report(described).layers
+        (found,) = _report.report(described).layers
         return found.reason.partition(": ")[2]
 
     assert reason() == "kernels for Hopper, plain Triton kernels where rows are packed"

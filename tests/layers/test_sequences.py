@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from deltazoo.layers import WHOLE_ROWS, PackedSequences, PaddedSequences, describe_batch, describe_sequences
+from deltazoo.generation.batch import describe_batch
+from deltazoo.layers import WHOLE_ROWS, PackedSequences, PaddedSequences, describe_sequences
 
 
 def test_arranging_keeps_the_order_and_restoring_undoes_it() -> None:

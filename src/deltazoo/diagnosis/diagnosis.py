@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deltazoo._report import describe_update
 from deltazoo.diagnosis.rule_calls import RuleCall, delta_rule_layers, recorded_calls
 from deltazoo.diagnosis.rule_figures import CHUNK, Figures, Quantiles, figure_of, measure
 from deltazoo.generation.nan_origin import watch_for_nan
-from deltazoo.layers.backend_report import describe_update
 from deltazoo.models.delta_layers import evaluation_mode
 
 __all__ = ["Diagnosis", "LayerDiagnosis", "diagnose"]

@@ -9,9 +9,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from deltazoo._report import replaced_methods
 from deltazoo.compat.transformers.layer import AcceleratedLayer
 from deltazoo.layers import DeltaRuleAttention, GatedRMSNorm, RuleInputs, Sequences
-from deltazoo.layers.backend_report import replaced_methods
 from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.layers.sequences import WHOLE_ROWS, SharedSequences
 from deltazoo.ops.dtypes import at_least_float32

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.modeling_utils import PreTrainedModel
 
+from deltazoo._report import RunsDeltaRule
 from deltazoo.layers import DeltaRuleAttention
-from deltazoo.layers.backend_report import RunsDeltaRule
 
 __all__ = ["clip_grad_norm_", "fully_shard_model"]
 

@@ -14,12 +14,12 @@ from transformers.generation import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import create_masks_for_generate, create_recurrent_attention_mask
 
+from deltazoo.generation.batch import current_padding, refuse_empty, whole_numbers
 from deltazoo.generation.cache import is_used
 from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.capture_conditions import why_not_these_arguments, why_not_this_call, why_not_this_model
 from deltazoo.generation.captured_call import CapturedCall
 from deltazoo.generation.kept_steps import KeptSteps
-from deltazoo.layers.batch_description import current_padding, refuse_empty, whole_numbers
 
 __all__ = ["CapturedGeneration", "without_single_tokens"]
 

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
+from deltazoo._report import RunsDeltaRule
 from deltazoo.generation.cache_argument import CACHE
 from deltazoo.generation.captured_generation import CapturedGeneration, without_single_tokens
 from deltazoo.generation.nan_origin import origin_of_nan
@@ -26,7 +27,6 @@ from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.static_cache import fixed_cache
 from deltazoo.generation.step_capture import CapturedStep
 from deltazoo.layers import DeltaRuleAttention
-from deltazoo.layers.backend_report import RunsDeltaRule
 from deltazoo.ops.fused import fused_kernels_fit
 
 __all__ = ["Decoder", "check_model", "generate", "prepared_inputs"]

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticCache
 
+from deltazoo._report import replaced_methods
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.library_modules import LibraryNorm, block_parts, is_row_norm, is_swiglu
 from deltazoo.generation.merged_projections import JointProduct, MergedProjections, is_plain
 from deltazoo.generation.one_thread import replaced_forwards, replaced_here
 from deltazoo.layers import DeltaRuleAttention
-from deltazoo.layers.backend_report import replaced_methods
 from deltazoo.layers.linear_maps import is_hooked, is_plain_sequence
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm

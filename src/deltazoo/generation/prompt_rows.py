@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticCache
 
+from deltazoo.generation.batch import BatchDescription
 from deltazoo.generation.cache_argument import CACHE
 from deltazoo.generation.decoder import prepared_inputs
 from deltazoo.generation.read_later import wait_for
@@ -21,7 +22,7 @@ from deltazoo.generation.row_table import cache_of_rows, forward_tokens
 from deltazoo.generation.states import Snapshot, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
 from deltazoo.generation.step_capture import CapturedStep
-from deltazoo.layers import BatchDescription, RightPaddedSequences
+from deltazoo.layers import RightPaddedSequences
 
 __all__ = ["PromptRows"]
 

@@ -1,8 +1,6 @@
 """The delta-rule attention that all rules share, the rules' layers by name, and what a model adds to them."""
 
 from deltazoo._lazy import lazy_names
-from deltazoo.layers.backend_report import LayerReport, ModelReport, report
-from deltazoo.layers.batch_description import BatchDescription, describe_batch
 from deltazoo.layers.delta_attention import DeltaRuleAttention, layer_class, make_layer
 from deltazoo.layers.mlp import SwiGLU, default_intermediate_size
 from deltazoo.layers.named_layers import (
@@ -15,6 +13,7 @@ from deltazoo.layers.named_layers import (
     NegativeEigenvalueDeltaNet,
 )
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize
+from deltazoo.layers.parameters import parameter_groups, parameters_without_decay
 from deltazoo.layers.rule import RuleInputs, bounded_step, run_rule
 from deltazoo.layers.sequences import (
     WHOLE_ROWS,
@@ -26,23 +25,19 @@ from deltazoo.layers.sequences import (
 )
 from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import LayerState, LayerStates, StateStore
-from deltazoo.layers.weight_decay import parameter_groups, parameters_without_decay
 
 __all__ = [
     "EFLA",
     "WHOLE_ROWS",
-    "BatchDescription",
     "DeltaNet",
     "DeltaRuleAttention",
     "GatedDeltaNet",
     "GatedRMSNorm",
     "KimiDeltaAttention",
-    "LayerReport",
     "LayerState",
     "LayerStates",
     "LinearAttention",
     "Longhorn",
-    "ModelReport",
     "NegativeEigenvalueDeltaNet",
     "PackedSequences",
     "PaddedSequences",
@@ -55,14 +50,12 @@ __all__ = [
     "SwiGLU",
     "bounded_step",
     "default_intermediate_size",
-    "describe_batch",
     "describe_sequences",
     "l2_normalize",
     "layer_class",
     "make_layer",
     "parameter_groups",
     "parameters_without_decay",
-    "report",
     "run_rule",
 ]
 

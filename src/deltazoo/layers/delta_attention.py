@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from deltazoo.layers.float32_parameters import Float32Parameters
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal
 from deltazoo.layers.layer_options import check_convolutions, check_decay, check_sizes, check_steps, check_types
 from deltazoo.layers.linear_maps import called_as_is, is_hooked, is_plain_sequence, linear_maps
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, fuses_rows, l2_normalize, l2_normalize_both
+from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
 from deltazoo.layers.rule import RuleInputs, StepForm, effective_step, precision_for, run_rule
 from deltazoo.layers.sequences import Sequences, SharedSequences, describe_sequences, describe_shared

@@ -1,7 +1,7 @@
 """Where sequences begin and end in a batch: whole rows, rows with padding, or packed sequences.
 
 `describe_sequences` makes the description that a layer computes by. The layers of a model share one, which
-`deltazoo.layers.batch_description` makes of a model's arguments.
+`deltazoo.generation.batch` makes of a model's arguments.
 """
 
 from collections.abc import Callable

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from deltazoo.generation.batch import BatchDescription
 from deltazoo.generation.cache import CacheStates
 from deltazoo.generation.cache_argument import takes_cache
 from deltazoo.layers import make_layer
-from deltazoo.layers.batch_description import BatchDescription
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of, run_block

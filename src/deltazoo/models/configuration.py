@@ -18,9 +18,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
 from deltazoo.distributed.plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
+from deltazoo.generation.batch import LAYER_TYPES
 from deltazoo.generation.cache_argument import CACHE
 from deltazoo.layers import make_layer
-from deltazoo.layers.batch_description import LAYER_TYPES
 from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.config_keys import SharedConfig, not_a_key, without_runtime_options
 from deltazoo.models.fla_keys import translate_fla_config

@@ -7,14 +7,14 @@ import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from deltazoo.generation.cache import why_not_shared
-from deltazoo.generation.cache_argument import CACHE
-from deltazoo.layers.batch_description import (
+from deltazoo.generation.batch import (
     PACKING_ARGUMENTS,
     BatchDescription,
     describe_batch,
     describe_shared_batch,
 )
+from deltazoo.generation.cache import why_not_shared
+from deltazoo.generation.cache_argument import CACHE
 from deltazoo.names import did_you_mean
 from deltazoo.ops import ContextParallel
 

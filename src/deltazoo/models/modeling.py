@@ -21,10 +21,10 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 import deltazoo.distributed.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
+from deltazoo.generation.batch import BatchDescription
 from deltazoo.generation.cache import prepare_cache
 from deltazoo.generation.cache_argument import CACHE, takes_cache
 from deltazoo.generation.captured_generation import CapturedGeneration
-from deltazoo.layers.batch_description import BatchDescription
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, describe_blocks

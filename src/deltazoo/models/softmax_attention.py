@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from deltazoo.layers.float32_parameters import Float32Parameters
+from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import rotate
 from deltazoo.models.forward_arguments import refuse_dropped
 from deltazoo.names import one_slip_away, unknown

@@ -10,6 +10,7 @@ from torch import Tensor
 from deltazoo.names import unknown
 from deltazoo.ops.autocast import autocast_dtype
 from deltazoo.ops.backends import resolve_backend
+from deltazoo.ops.call import RuleCall
 from deltazoo.ops.chunkwise import chunkwise
 from deltazoo.ops.context.context_group import ContextParallel
 from deltazoo.ops.dtypes import wide_dtype
@@ -256,9 +257,9 @@ def _whole_sequences(
         check_tensor_values(log_decay, cu_seqlens, q.shape[1])
         return DeltaRuleOutput(*recurrent_loop(*inputs, *update))
     if name == "triton":
-        from deltazoo.ops.triton.delta_rule_operator import triton_delta_rule
+        from deltazoo.ops.triton.delta_rule import triton_delta_rule
 
-        return DeltaRuleOutput(*triton_delta_rule(*inputs, strict, *update))
+        return DeltaRuleOutput(*triton_delta_rule(RuleCall(*inputs, strict, *update)))
     return DeltaRuleOutput(*chunkwise(*inputs, *update))
 
 

@@ -271,7 +271,7 @@ def _describe(
     """Forward pre-hook of a base model: describe the batch to its swapped layers.
 
     The mask that reaches an attention layer is about pairs of tokens, perhaps within a sliding window, and no longer
-    says which tokens are padding. So the description (`layers/batch_description.py`) is made from what the caller
+    says which tokens are padding. So the description (`generation/batch.py`) is made from what the caller
     passed. It is one more keyword argument, which every model passes on to its attention. An argument survives
     recomputation under gradient checkpointing and leaves compiled code nothing to guard.
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 from transformers.integrations.accelerate import force_accelerate_hooks
 
+from deltazoo._report import RuleDescription
 from deltazoo.compat.transformers.arrangements import (
     LAYER_ARRANGEMENTS,
     LayerArrangement,
@@ -24,6 +25,7 @@ from deltazoo.compat.transformers.arrangements import (
     arrangement_of,
 )
 from deltazoo.compat.transformers.packing import POSITIONS, SHARED_BATCH, has_explicit_packing
+from deltazoo.generation.batch import PACKING_ARGUMENTS
 from deltazoo.generation.cache import (
     DeltaRuleCacheLayer,
     layer_of_cache,
@@ -31,8 +33,6 @@ from deltazoo.generation.cache import (
     refuse_to_go_back,
 )
 from deltazoo.generation.cache_argument import takes_cache
-from deltazoo.layers.backend_report import RuleDescription
-from deltazoo.layers.batch_description import PACKING_ARGUMENTS
 from deltazoo.layers.linear_maps import is_hooked
 from deltazoo.layers.norm import l2_normalize_both
 from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule

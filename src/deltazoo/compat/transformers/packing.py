@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from deltazoo.generation.cache import check_cache
-from deltazoo.generation.cache_argument import CACHE, cache_in
-from deltazoo.layers.batch_description import (
+from deltazoo.generation.batch import (
     PACKING_ARGUMENTS,
     BatchDescription,
     agreeing_starts,
@@ -31,6 +29,8 @@ from deltazoo.layers.batch_description import (
     row_positions,
     whole_numbers,
 )
+from deltazoo.generation.cache import check_cache
+from deltazoo.generation.cache_argument import CACHE, cache_in
 from deltazoo.layers.sequences import describe_sequences
 from deltazoo.models.forward_arguments import refuse_several_documents, take_row_head
 from deltazoo.ops import ContextParallel
