@@ -30,7 +30,6 @@ from deltazoo.generation.library_modules import LibraryNorm, block_parts, is_row
 from deltazoo.generation.merged_projections import JointProduct, MergedProjections, is_plain
 from deltazoo.generation.one_thread import replaced_forwards, replaced_here
 from deltazoo.layers import DeltaRuleAttention
-from deltazoo.layers.linear_maps import is_hooked, is_plain_sequence
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm
 from deltazoo.layers.rotary import Rotary
@@ -38,6 +37,7 @@ from deltazoo.layers.rule import FUSED_STEP_SIZES, STEP_KEYS
 from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import LayerState, is_decoding_step
 from deltazoo.ops.fused import FUSED_ACTIVATIONS, MOST_NORM_COLUMNS, fused_kernels_fit
+from deltazoo.ops.linear_maps import is_hooked, is_plain_sequence
 
 __all__ = ["FusedBlocks", "why_not_fused"]
 

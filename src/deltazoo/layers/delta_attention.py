@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal
 from deltazoo.layers.layer_options import check_convolutions, check_decay, check_sizes, check_steps, check_types
-from deltazoo.layers.linear_maps import called_as_is, is_hooked, is_plain_sequence, linear_maps
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, fuses_rows, l2_normalize, l2_normalize_both
 from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
@@ -20,6 +19,7 @@ from deltazoo.layers.state import StateAccess, StateStore
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
 from deltazoo.ops.autocast import cast_for_product
 from deltazoo.ops.dtypes import at_least_float32
+from deltazoo.ops.linear_maps import called_as_is, is_hooked, is_plain_sequence, linear_maps
 from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.recompute import recomputable
 from deltazoo.runtime import RuntimeOptions

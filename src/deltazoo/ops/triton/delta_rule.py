@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deltazoo.ops.call import RuleCall
+from deltazoo.ops.call import SCHEMA, RuleCall
 from deltazoo.ops.operator import DifferentiableOperator, Operator
 from deltazoo.ops.second_scan import scans_again
 from deltazoo.ops.transforms import records_gradients
@@ -11,13 +11,12 @@ from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.pipeline import Kept, Problem, fake_plan
 from deltazoo.ops.validation import check_tensor_values
 
-__all__ = ["CALL", "triton_delta_rule"]
+__all__ = ["triton_delta_rule"]
 
 
 def triton_delta_rule(call: RuleCall) -> tuple[Tensor, Tensor]:
     """Output and final state of whole sequences on the GPU, as of `deltazoo.ops.delta_rule`."""
-    q, k, v, beta, log_decay, _, initial_state, _, _, erase_key, _, _ = call
-    keep = records_gradients(q, k, v, beta, log_decay, initial_state, erase_key) and not scans_again()
+    keep = records_gradients(*call.differentiable) and not scans_again()
     return _operator(*call, keep)
 
 
@@ -72,12 +71,7 @@ def _like(gradient, x):
 
 
 def _fake_backward(*arguments):
-    return tuple(None if x is None else x.new_empty(x.shape) for x in _differentiable(RuleCall(*arguments[:_INPUTS])))
-
-
-def _differentiable(call):
-    """The tensors that get gradients, in the order in which `_backward` returns these."""
-    return call.q, call.k, call.v, call.beta, call.log_decay, call.initial_state, call.erase_key
+    return tuple(None if x is None else x.new_empty(x.shape) for x in RuleCall(*arguments[:_INPUTS]).differentiable)
 
 
 def _save(ctx, inputs, results):
@@ -106,19 +100,14 @@ def _gradients(backward, ctx, d_output, d_final, *_):
     return dq, dk, dv, d_beta, d_log_decay, None, d_initial, None, None, d_erase_key, None, None, None
 
 
-_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", bool | None: "bool?", bool: "bool", int: "int", float: "float"}
-
-CALL = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in RuleCall.__annotations__.items())
-"""The fields of `RuleCall` as the arguments of an operator's schema."""
-
 _KEPT = ", ".join(f"Tensor kept_{name}" for name in Kept._fields)
 
 _operator = DifferentiableOperator(
-    f"triton_delta_rule({CALL}, bool keep) -> ({', '.join(['Tensor'] * (2 + len(Kept._fields)))})",
+    f"triton_delta_rule({SCHEMA}, bool keep) -> ({', '.join(['Tensor'] * (2 + len(Kept._fields)))})",
     _forward,
     fake=_fake_forward,
     backward=Operator(
-        f"triton_delta_rule_backward({CALL}, bool keep, {_KEPT}, Tensor d_output, Tensor? d_final) "
+        f"triton_delta_rule_backward({SCHEMA}, bool keep, {_KEPT}, Tensor d_output, Tensor? d_final) "
         f"-> ({', '.join(['Tensor'] * 7)})",
         _backward,
         fake=_fake_backward,

@@ -7,16 +7,15 @@ which kernels are chosen. So a segment is computed in the same way however many 
 import torch
 from torch import Tensor
 
-from deltazoo.ops.call import RuleCall
+from deltazoo.ops.call import SCHEMA, RuleCall
 from deltazoo.ops.operator import Operator
 from deltazoo.ops.triton import pipeline
-from deltazoo.ops.triton.delta_rule import CALL
 from deltazoo.ops.triton.pipeline import Kept, Problem, fake_plan
 from deltazoo.ops.triton.plan import Plan
 
 __all__ = ["segment_gradients", "segment_outputs", "segment_pairs", "segment_start_gradients", "segment_states"]
 
-_INPUTS = f"{CALL}, int segments"
+_INPUTS = f"{SCHEMA}, int segments"
 _NUM_INPUTS = len(RuleCall._fields) + 1
 _PREPARED = 8
 """How many of the first fields of `Kept` the preparation of chunks fills."""

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from deltazoo import layers, list_rules
 from deltazoo.layers import DeltaRuleAttention, SwiGLU, make_layer
-from deltazoo.layers.linear_maps import linear_maps
+from deltazoo.ops.linear_maps import linear_maps
 from deltazoo.ops.recompute import recomputing
 
 
 @pytest.fixture(autouse=True, params=[1 << 20, 0], ids=["few_rows", "many_rows"])
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for an input of few rows, and as for one of many, for which small maps are one product."""
-    monkeypatch.setattr("deltazoo.layers.linear_maps._MANY_ROWS", request.param)
+    monkeypatch.setattr("deltazoo.ops.linear_maps._MANY_ROWS", request.param)
 
 
 def three_maps(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
