@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal
 from deltazoo.layers.layer_input import LayerInput
 from deltazoo.layers.layer_options import check_convolutions, check_decay, check_sizes, check_steps, check_types
-from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, fuses_rows, l2_normalize, l2_normalize_both
+from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize, l2_normalize_both
 from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
 from deltazoo.layers.rule import RuleInputs, StepForm, effective_step, precision_for, run_rule
@@ -341,7 +341,7 @@ class DeltaRuleAttention(Float32Parameters):
                 self.step_gate(x),
                 k,
                 allow_neg_eigval=self.allow_neg_eigval,
-                fused=self.runs_fused(k),
+                fused=self.fused_kernels,
             )
             if self.neg_eigval == "erase":
                 # The write is beta * v: halved values undo the doubling there, exactly.
@@ -392,10 +392,6 @@ class DeltaRuleAttention(Float32Parameters):
         else:
             a = _per_head(x.project("f_proj"), self.head_k_dim)
         return decay.log_decay(self.decay_gate, a, self.A_log, self.dt_bias, fused=self.fused_kernels)
-
-    def runs_fused(self, x: Tensor) -> bool:
-        """Whether a kernel of `deltazoo.ops.fused` is to compute what is made of x, `[..., K]`."""
-        return fuses_rows(x, self.fused_kernels)
 
     def apply_rule(self, inputs: RuleInputs, past: StateAccess, sequences: Sequences) -> DeltaRuleOutput:
         """Call the operator: `[B, T, HV, V]`, and the state after the last token."""

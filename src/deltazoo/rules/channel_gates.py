@@ -52,4 +52,4 @@ class ChannelGates(DeltaRuleAttention):
         if not self.allow_neg_eigval:
             return step
         gain, units = largest_gain(decays=True), self.spec.normalize_k
-        return bounded_step(step, k, erase_key, largest_gain=gain, by_rounding=units, fused=self.runs_fused(k))
+        return bounded_step(step, k, erase_key, largest_gain=gain, by_rounding=units, fused=self.fused_kernels)

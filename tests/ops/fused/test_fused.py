@@ -42,22 +42,16 @@ from deltazoo.ops import linear_attention
 from deltazoo.ops.fused import (
     fused_add_rms_norm,
     fused_cross_entropy_,
-    fused_decayed_sum,
-    fused_erase_gain,
     fused_gated_rms_norm,
     fused_kernels_fit,
     fused_rms_norm,
     fused_rms_norm_linear,
     fused_rotary,
-    fused_rule_keys,
-    fused_scaled_key,
     fused_short_conv,
     fused_short_conv_step,
     fused_short_convs,
-    fused_squared_norm,
     fused_swiglu,
     fused_swiglu_linear,
-    fused_weighted_squares,
 )
 from deltazoo.spec import get_rule
 
@@ -65,11 +59,22 @@ pytest.importorskip("triton")
 
 from deltazoo.ops.decay import log_decay as log_decay_of  # noqa: E402
 from deltazoo.ops.decay import saturating_decay, softplus_decay  # noqa: E402
-from deltazoo.ops.fused import gates, sigmoid_gate, softplus_log_decay  # noqa: E402
+from deltazoo.ops.fused import (  # noqa: E402
+    comba_keys,
+    decayed_sum,
+    erase_gain,
+    gates,
+    keys,
+    moment,
+    q_delta_key,
+    qed_key,
+    scaled_key,
+    sigmoid_gate,
+    softplus_log_decay,
+    squared_norm,
+    weighted_squares,
+)
 from deltazoo.ops.fused.kernels import cross_entropy, gated_norm, rms_norm, short_conv_operator  # noqa: E402
-from deltazoo.ops.fused.kernels.key_products import erase_gain, squared_norm  # noqa: E402
-from deltazoo.ops.fused.kernels.moment_keys import scaled_key, weighted_squares  # noqa: E402
-from deltazoo.ops.fused.kernels.rule_keys import rule_keys  # noqa: E402
 
 Results = dict[str, Tensor]
 
@@ -337,12 +342,14 @@ class Keys:
                 inputs[name] = getattr(layer, name)
         if self.rule == "q_delta":
             inputs["gate"] = draw(*self.shape[:3])
-            results = (layer._erase_key(inputs["gate"], q, k),)
+            results = (q_delta_key(inputs["gate"], q, k, fused=fused),)
         elif self.rule == "qed":
             inputs["gate"] = draw(*self.shape)
             results = (layer.erase_key(inputs["gate"], q, k),)
         else:
-            results = tuple(x for x in layer.query_and_keys(q, k) if x is not k)
+            unit = self.rule == "comba_unit_erase"
+            made = comba_keys(q, k, inputs["decay"], inputs["D"], unit=unit, fused=fused)
+            results = tuple(x for x in made if x is not k)
         gradients = torch.autograd.grad(results, list(inputs.values()), [draw(*self.shape) for _ in results])
         made = {f"made_{number}": x.detach() for number, x in enumerate(results)}
         return made | dict(zip(inputs, gradients, strict=True))
@@ -363,13 +370,12 @@ class Moment:
             x = torch.randn(shape, generator=generator).to(given or self.dtype)
             return x.to(device, dtype or given or self.dtype)
 
-        layer = make_layer("pgdn", 8, self.shape[2], self.shape[3], fused_kernels=fused)
         step, k, log_scale = draw(*self.shape[:3]), draw(*self.shape), draw(self.shape[2], given=torch.float32)
         moment = draw(*self.shape, given=torch.float32).clamp_min(0)
-        squares = layer._weighted_squares(step.requires_grad_(), k.requires_grad_())
+        squares = weighted_squares(step.requires_grad_(), k.requires_grad_(), fused=fused)
         d_step, d_k = torch.autograd.grad(squares, [step, k], draw(*self.shape, given=torch.float32))
         inputs = [moment.requires_grad_(), log_scale.requires_grad_(), k]
-        key = layer._scaled_key(*inputs)
+        key = scaled_key(*inputs, fused=fused)
         gradients = torch.autograd.grad(key, inputs, draw(*self.shape))
         names = ("d_moment", "d_log_scale", "d_k_of_the_key")
         made = {"squares": squares.detach(), "d_step": d_step, "d_k": d_k, "key": key.detach()}
@@ -455,7 +461,7 @@ class DecayedSum:
         x, d_y = draw(*self.shape).requires_grad_(), draw(*self.shape)
         log_decay = (-self.decay * draw(*self.shape[:3]).abs()).requires_grad_()
         if fused:
-            y = fused_decayed_sum(x, log_decay)
+            y = decayed_sum(x, log_decay)
         else:
             ones = torch.ones_like(x[..., :1])
             y, _ = linear_attention(ones, ones, x, log_decay, backend="chunkwise")
@@ -814,43 +820,36 @@ def test_angles_that_the_rotary_embedding_cannot_use() -> None:
 
 def test_keys_that_do_not_fit() -> None:
     x, gate, theta = (torch.ones(shape, device="meta") for shape in ((2, 5, 3, 8), (2, 5, 3), (3,)))
-    with pytest.raises(
-        ValueError, match="must be one of query_share, gated_query, feedback, unit_feedback, got 'tied'"
+    for name, call in (
+        ("query_share", lambda: q_delta_key(x, x, x, fused=True)),
+        ("gated_query", lambda: qed_key(gate, x, x, theta, fused=True)),
+        ("gated_query", lambda: qed_key(x, x, x, theta[:2], fused=True)),
+        ("feedback", lambda: comba_keys(x, x, theta, theta[:2], fused=True)),
+        ("feedback", lambda: comba_keys(x, x[:, :4], theta, theta, fused=True)),
+        ("unit_feedback", lambda: comba_keys(x[0], x[0], theta, theta, unit=True, fused=True)),
     ):
-        fused_rule_keys(x, x, "tied")
-    for keys, given in (
-        ("query_share", {}),
-        ("query_share", {"gate": x}),
-        ("gated_query", {"gate": x}),
-        ("gated_query", {"gate": gate, "parameters": (theta,)}),
-        ("feedback", {"parameters": (theta,)}),
-        ("feedback", {"parameters": (theta, theta[:2])}),
-        ("unit_feedback", {"gate": gate, "parameters": (theta, theta)}),
-    ):
-        with pytest.raises(ValueError, match=f"'{keys}' takes q and k"):
-            fused_rule_keys(x, x, keys, **given)
-    with pytest.raises(ValueError, match="'feedback' takes q and k"):
-        fused_rule_keys(x, x[:, :4], "feedback", parameters=(theta, theta))
+        with pytest.raises(ValueError, match=f"'{name}' takes q and k"):
+            call()
 
 
 def test_moments_that_do_not_fit() -> None:
     k, scale = torch.ones(2, 5, 3, 8, device="meta"), torch.ones(3, device="meta")
     with pytest.raises(ValueError, match=r"got \(2, 5\) and \(2, 5, 3, 8\)"):
-        fused_weighted_squares(k[..., 0, 0], k)
+        weighted_squares(k[..., 0, 0], k, fused=True)
     with pytest.raises(ValueError, match=r"got \(2, 5, 3, 8\), \(2,\), \(2, 5, 3, 8\)"):
-        fused_scaled_key(k, scale[:2], k)
+        scaled_key(k, scale[:2], k, fused=True)
     with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
-        fused_scaled_key(k.double(), scale, k)
+        scaled_key(k.double(), scale, k, fused=True)
 
 
 def test_keys_of_step_sizes_that_do_not_fit() -> None:
     with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
-        fused_squared_norm(torch.ones(2, 5, 3, 8, device="meta", dtype=torch.float64))
+        squared_norm(torch.ones(2, 5, 3, 8, device="meta", dtype=torch.float64), fused=True)
     with pytest.raises(NotImplementedError, match="rows of up to 8192, not 8193"):
-        fused_squared_norm(torch.ones(1, 8193, device="meta"))
+        squared_norm(torch.ones(1, 8193, device="meta"), fused=True)
     k = torch.ones(2, 5, 3, 8, device="meta")
     with pytest.raises(ValueError, match=r"alike, got torch.float32 \(2, 5, 3, 8\) and torch.float32 \(2, 5, 3, 4\)"):
-        fused_erase_gain(k, k[..., :4])
+        erase_gain(k, k[..., :4], fused=True)
 
 
 def test_gates_that_do_not_fit() -> None:
@@ -1047,14 +1046,14 @@ def check_operators() -> None:
     x, gate, p = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3), torch.randn(3)
     for operator, *arguments in (
         (gates._sigmoid_gate, x, x.flip(0), 2.0, True),
-        (rule_keys, x, x.flip(0), gate, None, None, "query_share", 1.0),
-        (rule_keys, x, x.flip(0), x.flip(1), p, None, "gated_query", 2.0),
-        (rule_keys, x, x.flip(0), None, p, p.flip(0), "feedback", 1.0),
-        (rule_keys, x, x.flip(0), None, p, p.flip(0), "unit_feedback", 1.0),
-        (weighted_squares, gate, x),
-        (scaled_key, x.square(), p, x),
-        (squared_norm, x),
-        (erase_gain, x.detach(), x.detach().flip(0)),
+        (keys._rule_keys, x, x.flip(0), gate, None, None, "query_share", 1.0),
+        (keys._rule_keys, x, x.flip(0), x.flip(1), p, None, "gated_query", 2.0),
+        (keys._rule_keys, x, x.flip(0), None, p, p.flip(0), "feedback", 1.0),
+        (keys._rule_keys, x, x.flip(0), None, p, p.flip(0), "unit_feedback", 1.0),
+        (moment._weighted_squares, gate, x),
+        (moment._scaled_key, x.square(), p, x),
+        (keys._squared_norm, x),
+        (keys._erase_gain, x.detach(), x.detach().flip(0)),
     ):
         leaves = [y.detach().requires_grad_() if isinstance(y, Tensor) else y for y in arguments]
         torch.library.opcheck(operator.overload, leaves)

@@ -35,15 +35,13 @@ from deltazoo.ops.decoding import (  # noqa: E402
     scaled_keys,
 )
 from deltazoo.ops.fused import MOST_NORM_COLUMNS, gates  # noqa: E402
+from deltazoo.ops.fused import keys as rule_keys  # noqa: E402
+from deltazoo.ops.fused import moment as moment_keys  # noqa: E402
 from deltazoo.ops.fused.kernels import (  # noqa: E402
     cross_entropy,
-    decayed_sum,
     gated_norm,
-    key_products,
-    moment_keys,
     rms_norm,
     rotary_embedding,
-    rule_keys,
     short_conv_operator,
     short_conv_step,
     swiglu,
@@ -149,14 +147,14 @@ def gate(root: bool) -> None:
 def make_keys(keys: str, K: int) -> None:
     x, p = empty(4, 4096, 8, K), empty(8, dtype=torch.float32)
     given = {"query_share": (empty(4, 4096, 8), None, None), "gated_query": (x, p, None)}.get(keys, (None, p, p))
-    made = rule_keys._forward(x, x, *given, keys, 1.0)
-    rule_keys._backward(x, x, *given, keys, 1.0, *made)
+    made = rule_keys._keys_forward(x, x, *given, keys, 1.0)
+    rule_keys._keys_backward(x, x, *given, keys, 1.0, *made)
 
 
 def sum_up(channels: int) -> None:
     x, log_decay = empty(4, 4096, 8, channels, dtype=torch.float32), empty(4, 4096, 8, dtype=torch.float32)
-    decayed_sum._forward(x, log_decay)
-    decayed_sum._backward(x, log_decay, x)
+    moment_keys._sum_forward(x, log_decay)
+    moment_keys._sum_backward(x, log_decay, x)
 
 
 def weigh_squares() -> None:
@@ -166,8 +164,8 @@ def weigh_squares() -> None:
 
 def measure_keys() -> None:
     k = empty(4, 4096, 8, 128)
-    key_products._backward(k, key_products._forward(k))
-    key_products._gain(k, k)
+    rule_keys._norm_backward(k, rule_keys._norm_forward(k))
+    rule_keys._gain(k, k)
 
 
 def scale_key() -> None:
