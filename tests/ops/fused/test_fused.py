@@ -37,7 +37,6 @@ from deltazoo.layers import (
 from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.layers.rotary import rotate
 from deltazoo.layers.rule import bounded_step, effective_step
-from deltazoo.layers.short_convolution import convolve_token
 from deltazoo.ops import linear_attention
 from deltazoo.ops.fused import (
     fused_add_rms_norm,
@@ -47,9 +46,6 @@ from deltazoo.ops.fused import (
     fused_rms_norm,
     fused_rms_norm_linear,
     fused_rotary,
-    fused_short_conv,
-    fused_short_conv_step,
-    fused_short_convs,
     fused_swiglu,
     fused_swiglu_linear,
 )
@@ -69,12 +65,15 @@ from deltazoo.ops.fused import (  # noqa: E402
     q_delta_key,
     qed_key,
     scaled_key,
+    short_conv,
+    short_convolution,
+    short_convolution_step,
     sigmoid_gate,
     softplus_log_decay,
     squared_norm,
     weighted_squares,
 )
-from deltazoo.ops.fused.kernels import cross_entropy, gated_norm, rms_norm, short_conv_operator  # noqa: E402
+from deltazoo.ops.fused.kernels import cross_entropy, gated_norm, rms_norm  # noqa: E402
 
 Results = dict[str, Tensor]
 
@@ -114,8 +113,8 @@ class Convolution:
         if self.lengths:
             bounds = torch.tensor([0, *torch.tensor(self.lengths).cumsum(0)], dtype=torch.int32, device=device)
             sequences = describe_sequences(1, T, cu_seqlens=bounds)
-        enough = 1 if self.long_runs else short_conv_operator._ENOUGH_PROGRAMS
-        with mock.patch.object(short_conv_operator, "_ENOUGH_PROGRAMS", enough):
+        enough = 1 if self.long_runs else short_conv._ENOUGH_PROGRAMS
+        with mock.patch.object(short_conv, "_ENOUGH_PROGRAMS", enough):
             y, window = module(x, state, sequences)
             d_x, d_weight = torch.autograd.grad([y, window], [x, module.weight], [draw(*y.shape), draw(*window.shape)])
         return {"y": y.detach(), "window": window.detach(), "d_x": d_x, "d_weight": d_weight}
@@ -148,8 +147,10 @@ class TokenStep:
         inputs = x.split(self.channels, dim=-1)
         if fused:
             inputs = inputs if self.side_by_side else tuple(part.contiguous() for part in inputs)
+            weights = tuple(convolution.weight for convolution in convolutions)
+            options = {"activation": self.activation, "head_dims": self.head, "inplace": self.inplace, "fused": True}
             with torch.no_grad():
-                y, window = convolve_token(tuple(convolutions), inputs, state, inplace=self.inplace)
+                y, window = short_convolution_step(inputs, weights, state, **options)
             assert (window is state) == self.inplace
         else:
             pasts = state.split(self.channels, dim=1)
@@ -885,7 +886,7 @@ def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
     """On meta tensors: shapes, dtypes and the autograd formula, no kernel."""
 
     def run(x: Tensor, weight: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
-        y = fused_swiglu(fused_short_conv(x, weight, head_dim=8), gate)
+        y = fused_swiglu(short_convolution(x, weight, head_dim=8, fused=True), gate)
         y = sigmoid_gate(gate, y, 2.0, root=True, fused=True)
         return fused_gated_rms_norm(y, gate, scale, 1e-5, "silu").sum()
 
@@ -903,7 +904,7 @@ def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "autograd"])
 def test_operators_of_a_training_step_compile_without_a_graph_break(fake: bool) -> None:
     def run(x: Tensor, taps: Tensor, down: Tensor, scale: Tensor, out: Tensor, *gate: Tensor) -> Tensor:
-        q, k, v = fused_short_convs((x, 2 * x, 3 * x), (taps, taps, taps), head_dims=(8, 8, 0))
+        q, k, v = short_conv._short_convs(x, 2 * x, 3 * x, taps, taps, taps, None, None, True, 8, 8, 0)
         y = fused_swiglu_linear(q * k, v, down)
         y = fused_rotary(y.unflatten(-1, (2, 8)), *(f(x[:1, :, :8].detach().float()) for f in (torch.cos, torch.sin)))
         y = fused_rms_norm_linear(y, scale, out, 1e-5)
@@ -946,7 +947,9 @@ def test_a_step_compiles_without_a_graph_break(inplace: bool) -> None:
     """On meta tensors: shapes and dtypes, no kernel."""
 
     def run(inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], window: Tensor) -> tuple[Tensor, Tensor]:
-        return fused_short_conv_step(inputs, weights, window, head_dims=(8, 8), inplace=inplace)
+        options = {"head_dims": (8, 8), "inplace": inplace, "fused": True}
+        outputs, window = short_convolution_step(inputs, weights, window, **options)
+        return torch.cat(tuple(outputs), dim=-1), window
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, device="meta", dtype=torch.bfloat16)
@@ -992,32 +995,34 @@ class TestRefusals:
 
     def test_float64(self) -> None:
         with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
-            fused_short_conv(torch.empty(1, 3, 4, dtype=torch.float64, device="meta"), torch.empty(4, 2))
+            short_convolution(torch.empty(1, 3, 4, dtype=torch.float64, device="meta"), torch.empty(4, 2), fused=True)
 
     def test_a_state_that_needs_a_gradient(self) -> None:
-        state = torch.empty(1, 4, 3, device="meta", requires_grad=True)
+        x, state = torch.empty(1, 3, 4, device="meta"), torch.empty(1, 4, 3, device="meta", requires_grad=True)
         with pytest.raises(ValueError, match="gives no gradient to its state"):
-            fused_short_conv(torch.empty(1, 3, 4, device="meta"), torch.empty(4, 4, device="meta"), state)
+            short_convolution(x, torch.empty(4, 4, device="meta"), state, fused=True)
 
     def test_tensors_on_two_devices(self) -> None:
         x, weights = torch.empty(2, 1, 8, device="meta"), (torch.empty(8, 4, device="meta"),) * 3
         with pytest.raises(ValueError, match="of one device, got meta and cpu"):
-            fused_short_conv(x, torch.empty(8, 4))
+            short_convolution(x, torch.empty(8, 4), fused=True)
         with pytest.raises(ValueError, match="of one device, got meta and cpu"):
-            fused_short_conv_step((x, x, x), weights, torch.empty(2, 24, 3))
+            short_convolution_step((x, x, x), weights, torch.empty(2, 24, 3), fused=True)
         with pytest.raises(ValueError, match="of one device, got meta and cpu"):
             fused_gated_rms_norm(x, x, torch.empty(8), 1e-5, "silu")
 
-    def test_a_window_that_cannot_be_written(self) -> None:
+    def test_a_window_that_cannot_be_written_is_replaced(self) -> None:
         inputs, weights = (torch.empty(2, 1, 8, device="meta"),) * 3, (torch.empty(8, 4, device="meta"),) * 3
         for window in (torch.empty(2, 24, 3, device="meta").half(), torch.empty(2, 3, 24, device="meta").mT):
-            with pytest.raises(ValueError, match=r"must be contiguous and torch\.float32, got"):
-                fused_short_conv_step(inputs, weights, window, inplace=True)
+            _, after = short_convolution_step(inputs, weights, window, inplace=True, fused=True)
+            assert after is not window and after.dtype == torch.float32 and after.is_contiguous()
+        with pytest.raises(ValueError, match="4 taps need a window of 3 inputs before the token, got 2"):
+            short_convolution_step(inputs, weights, torch.empty(2, 24, 2, device="meta"), fused=True)
 
     def test_heads_of_two_sizes(self) -> None:
         inputs, weights = (torch.empty(2, 1, 8, device="meta"),) * 3, (torch.empty(8, 4, device="meta"),) * 3
         with pytest.raises(ValueError, match=r"one size, got head_dims=\(4, 8\)"):
-            fused_short_conv_step(inputs, weights, torch.empty(2, 24, 3, device="meta"), head_dims=(4, 8))
+            short_convolution_step(inputs, weights, torch.empty(2, 24, 3, device="meta"), head_dims=(4, 8), fused=True)
 
     def test_an_activation_of_the_gate_that_was_added_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(2, 3, 4)

@@ -34,7 +34,7 @@ from deltazoo.ops.decoding import (  # noqa: E402
     rule,
     scaled_keys,
 )
-from deltazoo.ops.fused import MOST_NORM_COLUMNS, gates  # noqa: E402
+from deltazoo.ops.fused import MOST_NORM_COLUMNS, gates, short_conv, short_conv_step  # noqa: E402
 from deltazoo.ops.fused import keys as rule_keys  # noqa: E402
 from deltazoo.ops.fused import moment as moment_keys  # noqa: E402
 from deltazoo.ops.fused.kernels import (  # noqa: E402
@@ -42,8 +42,6 @@ from deltazoo.ops.fused.kernels import (  # noqa: E402
     gated_norm,
     rms_norm,
     rotary_embedding,
-    short_conv_operator,
-    short_conv_step,
     swiglu,
 )
 from deltazoo.ops.triton import launch  # noqa: E402
@@ -82,8 +80,8 @@ def convolve(
     x, weight = empty(1, tokens, 1024), empty(1024, taps, dtype=torch.float32)
     where = (empty(tokens, dtype=torch.int64), empty(4, dtype=torch.int32)) if packed else (None, None)
     past = empty(3 if packed else 1, 1024, taps - 1) if has_past else None
-    short_conv_operator._forward(x, weight, past, *where, silu, head_dim)
-    short_conv_operator._backward(x, weight, past, *where, silu, head_dim, x)
+    short_conv._forward(x, weight, past, *where, silu, head_dim)
+    short_conv._backward(x, weight, past, *where, silu, head_dim, x)
 
 
 def step(head_dim: int, rows: int, inplace: bool, kept: int = 3, silu: bool = True) -> None:

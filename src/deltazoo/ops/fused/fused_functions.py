@@ -25,9 +25,6 @@ __all__ = [
     "fused_rms_norm",
     "fused_rms_norm_linear",
     "fused_rotary",
-    "fused_short_conv",
-    "fused_short_conv_step",
-    "fused_short_convs",
     "fused_swiglu",
     "fused_swiglu_linear",
 ]
@@ -51,124 +48,6 @@ def fused_kernels_fit(x: Tensor, past: Tensor | None = None) -> bool:
         and not transforming()
         and triton_obstacle(x.device, x.dtype, 1, 1) is None
     )
-
-
-def fused_short_conv(
-    x: Tensor,
-    weight: Tensor,
-    past: Tensor | None = None,
-    *,
-    sequence: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    activation: str = "silu",
-    head_dim: int = 0,
-) -> Tensor:
-    """Causal depthwise convolution, SiLU, and the L2 norm of heads: `y = silu(sum_i w_i x_{t-i})`, then per head.
-
-    Args:
-        x: `[B, T, C]` float32, bfloat16 or float16.
-        weight: `[C, W]`; the last tap belongs to the current token.
-        past: `[N, C, W - 1]`, the inputs before each row or sequence, oldest first; zeros unless given. Not
-            differentiable.
-        sequence: `[T]` int64, which packed sequence each token belongs to, with B = 1.
-        cu_seqlens: `[N + 1]`, their boundaries.
-        activation: of the sum, "silu" or "identity".
-        head_dim: channels per head, each head divided by `sqrt(|y|^2 + L2_NORM_EPS)`; 0: no norm.
-
-    Returns:
-        `[B, T, C]` in x's dtype, computed in float32.
-
-    Raises:
-        NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
-        ValueError: `past` needs a gradient, or tensors on several devices.
-    """
-    _require_triton(x, weight, past, sequence, cu_seqlens)
-    if records_gradients(past):
-        raise ValueError("the fused convolution gives no gradient to its state: detach it, or leave fused_kernels off")
-    from deltazoo.ops.fused.kernels.short_conv_operator import short_conv
-
-    return short_conv(x, weight, past, sequence, cu_seqlens, _is_silu(activation), head_dim)
-
-
-def _is_silu(activation: str) -> bool:
-    if activation not in ("silu", "identity"):
-        raise ValueError(unknown("activation", activation, ("silu", "identity")))
-    return activation == "silu"
-
-
-def fused_short_convs(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    weights: tuple[Tensor, Tensor, Tensor],
-    *,
-    sequence: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    activation: str = "silu",
-    head_dims: tuple[int, int, int] = (0, 0, 0),
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`fused_short_conv` of queries, keys and values, one function for autograd: the host has a third of the work.
-
-    Args:
-        inputs: three `[B, T, C_i]` float32, bfloat16 or float16.
-        weights: three `[C_i, W]`.
-        sequence, cu_seqlens, activation: as of `fused_short_conv`.
-        head_dims: `head_dim` of each.
-
-    Raises:
-        NotImplementedError, ValueError: as `fused_short_conv`.
-    """
-    _require_triton(*inputs, *weights, sequence, cu_seqlens)
-    from deltazoo.ops.fused.kernels.short_conv_operator import short_convs
-
-    return short_convs(*inputs, *weights, sequence, cu_seqlens, _is_silu(activation), *head_dims)
-
-
-def fused_short_conv_step(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    weights: tuple[Tensor, Tensor, Tensor],
-    window: Tensor,
-    *,
-    activation: str = "silu",
-    head_dims: tuple[int, int] = (0, 0),
-    inplace: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`fused_short_conv` for one token of queries, keys and values at once. No gradients: for inference.
-
-    Args:
-        inputs: three `[B, 1, C_i]` float32, bfloat16 or float16.
-        weights: three `[C_i, W]`.
-        window: `[B, C, S]`, the last S inputs before the token, S at least W - 1; concatenated, C the sum of the C_i;
-            oldest first.
-        activation: as of `fused_short_conv`.
-        head_dims: `head_dim` of the first and of the second input, as of `fused_short_conv`; heads of both have one
-            size.
-        inplace: write the new window over `window`, which must be contiguous and in the inputs' dtype.
-
-    Returns:
-        The outputs concatenated, `[B, 1, C]` in the inputs' dtype, computed in float32, and the new window.
-
-    Raises:
-        NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
-        ValueError: a window that is too short or cannot be written in place, heads of two sizes, or tensors on several
-            devices.
-    """
-    _require_triton(*inputs, *weights, window)
-    if window.shape[-1] < weights[0].shape[-1] - 1:
-        raise ValueError(
-            f"{weights[0].shape[-1]} taps need a window of {weights[0].shape[-1] - 1} inputs before the token, got "
-            f"{window.shape[-1]}"
-        )
-    if inplace and (window.dtype != inputs[0].dtype or not window.is_contiguous()):
-        raise ValueError(
-            f"a window updated in place must be contiguous and {inputs[0].dtype}, got {window.dtype} with strides "
-            f"{window.stride()} for shape {tuple(window.shape)}"
-        )
-    if all(head_dims) and head_dims[0] != head_dims[1]:
-        raise ValueError(f"heads of queries and keys must have one size, got head_dims={head_dims}")
-    from deltazoo.ops.fused.kernels.short_conv_step import short_conv_step
-
-    q_head, k_head = head_dims
-    silu = _is_silu(activation)
-    return short_conv_step(inputs, weights, window, silu=silu, q_head=q_head, k_head=k_head, inplace=inplace)
 
 
 def fused_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
