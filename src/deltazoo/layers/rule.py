@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, RightPaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.state import is_decoding_step
+from deltazoo.names import function_of
 from deltazoo.ops import (
     DeltaRuleOutput,
     delta_rule,
@@ -17,7 +18,6 @@ from deltazoo.ops import (
     step_size,
 )
 from deltazoo.ops import fused as fused_ops
-from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.recompute import recomputable
 from deltazoo.spec import RuleSpec
 

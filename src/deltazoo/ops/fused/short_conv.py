@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.names import unknown
+from deltazoo.ops.autograd_modes import records_gradients
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused.choice import L2_NORM_EPS, takes_kernel
 from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.fused.row_operator import row_operator, sum_of_parts
 from deltazoo.ops.recompute import recomputable
-from deltazoo.ops.transforms import records_gradients
 
 __all__ = [
     "causal_sum",
