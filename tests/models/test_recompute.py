@@ -22,7 +22,7 @@ import deltazoo.layers.short_convolution
 from deltazoo.layers import recompute_levels
 from deltazoo.models import block
 from deltazoo.ops import DeltaRuleOutput
-from deltazoo.ops.second_scan import scans_again
+from deltazoo.ops.autograd_modes import scans_again
 from deltazoo.runtime import RECOMPUTE_LEVELS as LEVELS
 
 CASES = [

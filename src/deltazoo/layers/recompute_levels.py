@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from deltazoo.ops.autograd_modes import scanning_again, transforming
 from deltazoo.ops.recompute import recomputing
-from deltazoo.ops.second_scan import scanning_again
-from deltazoo.ops.transforms import transforming
 
 __all__ = ["SMALL_BATCH", "level_of", "run_block"]
 
