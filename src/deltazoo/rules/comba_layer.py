@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from deltazoo.layers import DeltaRuleAttention, RuleInputs
 from deltazoo.layers.initialization import Initializer
 from deltazoo.layers.norm import l2_normalize
-from deltazoo.layers.rule import StepForm
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_rule_keys
 from deltazoo.ops.recompute import recomputable
@@ -23,7 +22,6 @@ class Comba(DeltaRuleAttention):
     float32_parameters = (*DeltaRuleAttention.float32_parameters, "decay", "D")
     tensor_parallel: ClassVar = {"decay": "heads", "D": "heads"}
     projects_micro_steps = False
-    gain_at_most_one = True
 
     def make_parameters(self) -> None:
         """Both numbers per head."""
@@ -49,11 +47,6 @@ class Comba(DeltaRuleAttention):
         inputs = super().rule_inputs(hidden_states, q, k, v)._replace(erase_key=erase_key)
         return inputs.bounded(1.0, by_rounding=self.spec.normalize_k, fused=self.runs_fused(k))
 
-    def step_form(self) -> StepForm | None:
-        """As `query_and_keys`."""
-        form = super().step_form()
-        return form and form._replace(keys="feedback", key_parameters=("decay", "D"))
-
     def query_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`q - d k`, `k` and the erase key `c k`."""
         q, erase_key = recomputable(self._corrected, q, k, self.decay, self.D)
@@ -68,13 +61,6 @@ class Comba(DeltaRuleAttention):
 
 class CombaUnitErase(Comba):
     """Normalises last: `l2(q - d c k)`, `l2(k)`, erase key `l2(c k)`, of q and k as the convolutions give them."""
-
-    gain_at_most_one = True
-
-    def step_form(self) -> StepForm | None:
-        """As `query_and_keys`."""
-        form = super().step_form()
-        return form and form._replace(keys="unit_feedback")
 
     def query_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As in the class's description."""

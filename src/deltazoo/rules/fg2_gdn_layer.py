@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from deltazoo.layers import RuleInputs
-from deltazoo.layers.rule import StepForm
 from deltazoo.rules.channel_gates import ChannelGates
 
 __all__ = ["FG2GatedDeltaNet"]
@@ -11,8 +10,6 @@ __all__ = ["FG2GatedDeltaNet"]
 
 class FG2GatedDeltaNet(ChannelGates):
     """Scales key and value by the roots of their gates."""
-
-    gain_at_most_one = True
 
     def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """Gated keys and values, with a step size of one."""
@@ -23,8 +20,3 @@ class FG2GatedDeltaNet(ChannelGates):
         k = self.gated(key_gate, k, largest, root=True)
         v = self.gated(value_gate, v, largest_write, root=True)
         return RuleInputs(q, k, v, self.whole_step(k, v), self.log_decay(hidden_states))
-
-    def step_form(self) -> StepForm | None:
-        """As `rule_inputs`."""
-        form = super().step_form()
-        return form and form._replace(keys="roots", key_maps=("w_proj",))

@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from deltazoo.layers import RuleInputs
-from deltazoo.layers.rule import StepForm
 from deltazoo.rules.channel_gates import ChannelGates
 
 __all__ = ["GatedDeltaNet2"]
@@ -11,8 +10,6 @@ __all__ = ["GatedDeltaNet2"]
 
 class GatedDeltaNet2(ChannelGates):
     """Erases under the gated key, and writes the gated value under the key."""
-
-    gain_at_most_one = True
 
     def make_parameters(self) -> None:
         """The gates, unless an option cannot act on them."""
@@ -29,11 +26,6 @@ class GatedDeltaNet2(ChannelGates):
         erase_key = self.erase_key(erase_gate, q, k)
         beta = self.whole_step(k, v, erase_key)
         return RuleInputs(q, k, self.gated(write_gate, v), beta, self.log_decay(hidden_states), erase_key)
-
-    def step_form(self) -> StepForm | None:
-        """As `rule_inputs`."""
-        form = super().step_form()
-        return form and form._replace(keys="gated", key_maps=("w_proj",))
 
     def erase_key(self, erase_gate: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """The erase key `b * k`, from the gate before its sigmoid; both `[B, T, H, K]`, the key's dtype."""

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_, spaced_decay_rates
-from deltazoo.layers.rule import StepForm
 from deltazoo.layers.short_convolution import activation_function
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_softplus_decay
@@ -53,10 +52,6 @@ class GatedLinearAttention(DeltaRuleAttention):
             A_log = a.new_full(a.shape[2:3], -math.log(_SLOWER), dtype=torch.float32)
             return fused_softplus_decay(-a, A_log, A_log.new_zeros(a.shape[2:].numel()))
         return F.logsigmoid(at_least_float32(a)) / _SLOWER
-
-    def step_form(self) -> StepForm:
-        """As `log_decay`."""
-        return StepForm("log_sigmoid", "gk_proj")
 
     def _start_bias(self, bias: Tensor) -> None:
         rate = _SLOWER * spaced_decay_rates(self.head_k_dim).double().to(bias.device)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers import DeltaRuleAttention, RuleInputs, Sequences
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, nearly_zero_rows_
-from deltazoo.layers.rule import StepForm, run_rule
+from deltazoo.layers.rule import run_rule
 from deltazoo.layers.state import StateAccess
 from deltazoo.ops.decay import softplus_decay
 from deltazoo.ops.dtypes import at_least_float32
@@ -126,15 +126,6 @@ class Preconditioned(DeltaRuleAttention):
 
     def _scaled_key(self, moment: Tensor, log_scale: Tensor, k: Tensor) -> Tensor:
         return (fused_scaled_key if self.runs_fused(k) else _scaled_key)(moment, log_scale, k)
-
-    def step_form(self) -> StepForm | None:
-        """As `with_auxiliary_state`."""
-        form = super().step_form()
-        return form and form._replace(
-            keys="scaled",
-            key_maps=(self.moment_decay, "b_atk_proj"),
-            key_parameters=("A_log_atk", "dt_bias_atk", "log_atk_scale"),
-        )
 
 
 def _weighted_squares(step: Tensor, k: Tensor) -> Tensor:

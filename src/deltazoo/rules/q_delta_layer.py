@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from deltazoo.layers import DeltaRuleAttention, RuleInputs
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
-from deltazoo.layers.rule import StepForm
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_rule_keys
 from deltazoo.ops.recompute import recomputable
@@ -46,11 +45,6 @@ class QDelta(DeltaRuleAttention):
         if self.runs_fused(k):
             return fused_rule_keys(q, k, "query_share", gate=logit)[2]
         return _erase_key(logit, q, k)
-
-    def step_form(self) -> StepForm | None:
-        """As `rule_inputs`."""
-        form = super().step_form()
-        return form and form._replace(keys="query_share", key_maps=("lamb_proj",))
 
 
 def _erase_key(logit: Tensor, q: Tensor, k: Tensor) -> Tensor:

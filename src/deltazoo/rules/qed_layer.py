@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.layers.initialization import Initializer
-from deltazoo.layers.rule import StepForm
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_rule_keys
 from deltazoo.ops.recompute import recomputable
@@ -30,11 +29,6 @@ class QED(GatedDeltaNet2):
     def initializers(self, initializer_range: float | None = None) -> dict[str, Initializer]:
         """`theta` starts at -2."""
         return {**super().initializers(initializer_range), "theta": partial(nn.init.constant_, val=-2.0)}
-
-    def step_form(self) -> StepForm | None:
-        """As `erase_key`."""
-        form = super().step_form()
-        return form and form._replace(keys="gated_query", key_parameters=("theta",))
 
     def erase_key(self, erase_gate: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """`b * k + lambda (I - k k^T) (b * q)`, computed in float32 and rounded once to the key's dtype."""
