@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, RightPaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.state import is_decoding_step
+from deltazoo.names import function_of
 from deltazoo.ops import (
     DeltaRuleOutput,
     delta_rule,
@@ -18,7 +19,6 @@ from deltazoo.ops import (
 )
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_erase_gain, fused_squared_norm
-from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.recompute import recomputable
 from deltazoo.spec import RuleSpec
 from deltazoo.spec import StepForm as StepForm  # files of rules may import it here; their classes are told more

@@ -28,6 +28,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from deltazoo.ops.call import RuleCall  # noqa: E402
 from deltazoo.ops.triton import pipeline  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -88,7 +89,7 @@ class Call:
         strict = None if self.precision is None else self.precision == "strict"
         update = (e if self.erase_key else None, self.undecayed, n)
         inputs = (q, k, v, beta, log_decay, 0.1, state, cu_seqlens, strict, *update)
-        problem = pipeline.Problem(*inputs)
+        problem = pipeline.Problem(RuleCall(*inputs))
         output, final_state, kept = pipeline.forward(problem)
         pipeline.backward(problem, kept, output, final_state if self.state else None, in_place=self.in_place)
 

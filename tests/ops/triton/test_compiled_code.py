@@ -27,6 +27,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
+from deltazoo.ops.call import RuleCall  # noqa: E402
 from deltazoo.ops.triton import pipeline  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -100,7 +101,7 @@ def judge(case: DeltaRuleCase, strict: bool | None, monkeypatch: pytest.MonkeyPa
     x = case.make(dtype=torch.bfloat16)
     update = (x.erase_key, x.erase_reads == "undecayed", x.num_micro_steps)
     inputs = (x.q, x.k, x.v, x.beta, x.log_decay, case.K**-0.5, x.initial_state, x.cu_seqlens, strict)
-    problem = pipeline.Problem(*inputs, *update)
+    problem = pipeline.Problem(RuleCall(*inputs, *update))
     output, final_state, kept = pipeline.forward(problem)
     gradients = pipeline.backward(problem, kept, x.d_output, x.d_final_state)
     names = [f"d_{name}" for name in ("q", "k", "erase_key", "v", "beta", "log_decay", "initial_state")]

@@ -17,6 +17,7 @@ from helpers import assert_within_reference, relative_errors, results_and_gradie
 from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
+from deltazoo.ops.call import RuleCall  # noqa: E402
 from deltazoo.ops.triton import pipeline  # noqa: E402
 from deltazoo.ops.triton.hopper import gluon  # noqa: E402
 from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402
@@ -75,7 +76,7 @@ class Call:
         state = empty(B, HV, 128, 128) if self.state else None
         update = (e if self.erase_key else None, self.undecayed, 1)
         inputs = (q, k, v, beta, log_decay, 0.1, state, None, self.strict, *update)
-        problem = pipeline.Problem(*inputs)
+        problem = pipeline.Problem(RuleCall(*inputs))
         output, final_state, kept = pipeline.forward(problem, self.keep)
         pipeline.backward(problem, kept, output, final_state if self.state else None, self.keep, self.in_place)
 

@@ -22,7 +22,8 @@ from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel  # noqa: E402
 from ops.triton.test_hopper import Call, launched_kernels, no_kernels, sizes  # noqa: E402
 
 from deltazoo.ops import DeltaRuleOutput, delta_rule  # noqa: E402
-from deltazoo.ops.second_scan import scanning_again  # noqa: E402
+from deltazoo.ops.autograd_modes import scanning_again  # noqa: E402
+from deltazoo.ops.call import RuleCall  # noqa: E402
 from deltazoo.ops.triton import pipeline  # noqa: E402
 from deltazoo.ops.triton.hopper import served_calls  # noqa: E402
 from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402
@@ -86,7 +87,9 @@ def states_by_token() -> None:
     case = DeltaRuleCase("states", B=2, T=150, H=1, groups=2, K=16, V=128, decay="scalar", initial_state=True)
     x = case.make(dtype=torch.float16)
     x.beta[1, 100, 1] = 1.9
-    p = pipeline.Problem(x.q, x.k, x.v, x.beta, x.log_decay, 0.25, x.initial_state, None, None, None, False, 1)
+    p = pipeline.Problem(
+        RuleCall(x.q, x.k, x.v, x.beta, x.log_decay, 0.25, x.initial_state, None, None, None, False, 1)
+    )
     plan, kept = p.plan, pipeline.forward(p, keep=False)[2]
     U, states = pipeline.scan_for_states(p, kept, p.initial_state)
     by_token = torch.full((2, plan.B, plan.NT * 64, plan.HV, plan.K), torch.nan, dtype=U.dtype)
@@ -101,7 +104,9 @@ def gradients_of_small_steps() -> None:
         case = DeltaRuleCase("small", B=2, T=T, H=1, groups=2, K=16, V=128, decay=decay, initial_state=state)
         x = case.make(dtype=torch.float16)
         x.beta[0, ::5], x.beta[1, 60:80, 0], x.beta[1, :, 1], x.beta[1, 20, 0] = 0.0, 0.01, 0.9, 1.9
-        p = pipeline.Problem(x.q, x.k, x.v, x.beta, x.log_decay, 0.25, x.initial_state, None, None, None, False, 1)
+        p = pipeline.Problem(
+            RuleCall(x.q, x.k, x.v, x.beta, x.log_decay, 0.25, x.initial_state, None, None, None, False, 1)
+        )
         kept, constants = pipeline.forward(p, keep=False)[2], p.plan.tiny_steps()
         Z, d_beta = torch.randn(x.v.shape).half(), torch.full(x.beta.shape, torch.inf)
         dv = Z.clone()

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from deltazoo.layers import bounded_step
 from deltazoo.ops import delta_rule
-from deltazoo.ops.second_scan import scanning_again
+from deltazoo.ops.autograd_modes import scanning_again
+from deltazoo.ops.call import RuleCall
 
 pytest.importorskip("triton")
 
@@ -58,7 +59,7 @@ def problem(
     log_decay = {"none": None, "scalar": empty(B, T, HV), "channel": empty(B, T, HV, D)}[decay]
     initial = empty(B, HV, D, D) if state else None
     v = empty(B, T, HV, D, dtype=torch.bfloat16)
-    return pipeline.Problem(q, k, v, empty(B, T, HV), log_decay, 0.1, initial, None, strict, None, False, 1)
+    return pipeline.Problem(RuleCall(q, k, v, empty(B, T, HV), log_decay, 0.1, initial, None, strict, None, False, 1))
 
 
 def launches(p: pipeline.Problem, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -143,7 +144,9 @@ def complete_what_is_left() -> None:
         def cut(tokens: int, x: DeltaRuleInputs = inputs) -> pipeline.Problem:
             q, k, v, beta = (t[:, :tokens] for t in (x.q, x.k, x.v, x.beta))
             log_decay = None if x.log_decay is None else x.log_decay[:, :tokens]
-            return pipeline.Problem(q, k, v, beta, log_decay, 0.25, x.initial_state, None, None, None, False, 1)
+            return pipeline.Problem(
+                RuleCall(q, k, v, beta, log_decay, 0.25, x.initial_state, None, None, None, False, 1)
+            )
 
         output, final, _ = pipeline.forward(cut(200))
         _, state, _ = pipeline.forward(cut(128))
@@ -294,7 +297,7 @@ def test_serves_where_heads_fill_the_card(decay: str) -> None:
     inputs = shaped(B=8, H=16, decay=decay).make(device="cuda", dtype=torch.bfloat16)
     x = inputs
     plan = Plan(
-        *sizes_of(x.q, x.v, x.beta, x.log_decay, None, None, None, False, 1), 0.1, 232_448
+        *sizes_of(RuleCall(x.q, x.k, x.v, x.beta, x.log_decay, 0.1, None, None)), 0.1, 232_448
     )  # fmt: skip
     count = torch.cuda.get_device_properties(0).multi_processor_count
     if forward_refusal(plan, torch.bfloat16, count) is not None:

@@ -21,6 +21,7 @@ from ops.triton.test_hopper import sizes  # noqa: E402
 from ptx.thread_block import Program  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
+from deltazoo.ops.call import RuleCall  # noqa: E402
 from deltazoo.ops.triton import pipeline  # noqa: E402
 from deltazoo.ops.triton.hopper.gluon import MISSING, available  # noqa: E402
 from deltazoo.ops.triton.hopper.served_calls import channel_gradients_refusal  # noqa: E402
@@ -88,7 +89,7 @@ def test_compiles_well_and_sums_decays_in_float32(
     monkeypatch.setattr(pipeline, "available", lambda _: in_place)
     monkeypatch.setattr(pipeline, "gradients_on_hopper", lambda _: True)
     erase_key = torch.empty_like(k) if erase else None
-    problem = pipeline.Problem(q, k, v, beta, log_decay, 0.1, None, None, None, erase_key, False, 1)
+    problem = pipeline.Problem(RuleCall(q, k, v, beta, log_decay, 0.1, None, None, None, erase_key, False, 1))
     output, _, kept = pipeline.forward(problem)
     pipeline.backward(problem, kept, output, None, in_place=in_place)
     for name in SPILLED:
@@ -137,7 +138,7 @@ def test_as_compiled_on_a_model_of_a_thread_block(
     monkeypatch.setattr(Plan, "neighbour_grid", lambda plan: ((1,), dict(chunks=plan.slots, slots=plan.slots)))
     x = inputs
     problem = pipeline.Problem(
-        x.q, x.k, x.v, x.beta, x.log_decay, CASE.K**-0.5, x.initial_state, None, None, x.erase_key, False, 1
+        RuleCall(x.q, x.k, x.v, x.beta, x.log_decay, CASE.K**-0.5, x.initial_state, None, None, x.erase_key, False, 1)
     )
     output, final_state, kept = pipeline.forward(problem)
     monkeypatch.setattr(pipeline, "gradients_on_hopper", lambda _: True)

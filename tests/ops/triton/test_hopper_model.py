@@ -29,6 +29,7 @@ from ops.triton.gluon_compile import compile_kernel  # noqa: E402
 from ops.triton.test_compiled_code import Modelled  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
+from deltazoo.ops.call import RuleCall  # noqa: E402
 from deltazoo.ops.triton import pipeline, plan  # noqa: E402
 from deltazoo.ops.triton.hopper import served_calls  # noqa: E402
 from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402
@@ -126,7 +127,7 @@ def results(
         patch.setattr(served_calls, "MIN_BUSY", 0.0)
         patch.setattr(Tensor, "new_empty", uninitialised)
         inputs = (x.q, x.k, x.v, x.beta, x.log_decay, scale, x.initial_state, None, None, x.erase_key, False, 1)
-        problem = pipeline.Problem(*inputs)
+        problem = pipeline.Problem(RuleCall(*inputs))
         if not recorded:
             return dict(zip(("output", "final_state"), pipeline.infer(problem), strict=True))
         output, final_state, kept = pipeline.forward(problem, keep)

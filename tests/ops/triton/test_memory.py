@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from deltazoo.ops import operator
-from deltazoo.ops.second_scan import scanning_again  # noqa: E402
+from deltazoo.ops.autograd_modes import scanning_again  # noqa: E402
+from deltazoo.ops.call import RuleCall  # noqa: E402
 from deltazoo.ops.triton import pipeline, plan  # noqa: E402
-from deltazoo.ops.triton.delta_rule_operator import triton_delta_rule  # noqa: E402
+from deltazoo.ops.triton.delta_rule import triton_delta_rule  # noqa: E402
 from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402
 
 B, T, H, D = 8, 4096, 16, 128
@@ -72,7 +73,7 @@ def peak_and_kept(
         patch.setattr(pipeline, "multiprocessors", lambda _: 132)
         patch.setattr(operator, "_dispatching", lambda: False)  # the counting mode is none that sees the operator
         with nullcontext() if keep else scanning_again():
-            output = triton_delta_rule(q, k, v, beta, log_decay, D**-0.5, None, None, strict)[0]
+            output = triton_delta_rule(RuleCall(q, k, v, beta, log_decay, D**-0.5, None, None, strict))[0]
             kept = allocations.now() - UNIT
         inputs = [x for x in (q, k, v, beta, log_decay) if x is not None]
         gradients = torch.autograd.grad(output, inputs, d_output)

@@ -84,7 +84,7 @@ def arguments_of_operator(inputs: DeltaRuleInputs) -> tuple[Any, ...]:
 
 
 def operator_passes_opcheck(device: str) -> None:
-    import deltazoo.ops.triton.delta_rule_operator  # noqa: F401, registers the operator
+    import deltazoo.ops.triton.delta_rule  # noqa: F401, registers the operator
 
     for case in OPERATOR_CASES if device == "cuda" else OPERATOR_CASES[::2]:  # each runs some ten times
         arguments = arguments_of_operator(case.make(device=device, dtype=torch.float32))

@@ -1,9 +1,16 @@
 """Fused operations around the operator: short convolution, norms, rotary embedding, gates, keys of some rules, SwiGLU
 and loss, each one pass over memory.
 
-The functions here check their arguments and run our Triton kernels; Triton is imported by the first call. `liger` has
-Liger's kernels for norms, SwiGLU and the loss. `linear_cross_entropy` is the loss without the logits of all rows.
+A file holds one subject: its formula, its definition in torch, its kernels, and one function for each operation, which
+chooses between the two (`choice.takes_kernel`) and says what a backward pass computes again (`recomputable`). Callers
+write `from deltazoo.ops import fused` and `fused.rms_norm(...)`: a file, and with it Triton, is imported by the first
+call. So no file bears the name of a function.
 """
 
-from deltazoo.ops.fused.fused_functions import *  # noqa: F403  (the names are listed there, once)
-from deltazoo.ops.fused.fused_functions import __all__ as __all__
+from deltazoo._lazy import lazy_names
+from deltazoo.ops.fused.choice import FUSED_ACTIVATIONS, L2_NORM_EPS, MOST_COLUMNS, takes_kernel
+from deltazoo.ops.fused.fused_functions import *  # noqa: F403  (until its functions have moved to files of their own)
+
+__all__ = ["FUSED_ACTIVATIONS", "L2_NORM_EPS", "MOST_COLUMNS", "takes_kernel"]
+
+__getattr__ = lazy_names(__name__, {})

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from deltazoo.names import unknown
+from deltazoo.ops.autograd_modes import records_gradients, refuse_transforms, transforming
 from deltazoo.ops.backends import triton_interprets, triton_obstacle
 from deltazoo.ops.dtypes import KERNEL_DTYPES
 from deltazoo.ops.fused.kernels import L2_NORM_EPS, REFUSAL
-from deltazoo.ops.transforms import records_gradients, refuse_transforms, transforming
 
 __all__ = [
     "FUSED_ACTIVATIONS",

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltazoo.ops.call import RuleCall
 from deltazoo.ops.triton.chunk.gradients import chunk_gradients_kernel
 from deltazoo.ops.triton.chunk.gradients_channel import chunk_gradients_channel_kernel
 from deltazoo.ops.triton.chunk.gradients_exact import chunk_gradients_exact_kernel
@@ -57,12 +58,9 @@ class Problem:
         "sequence_offsets", "v",
     )  # fmt: skip
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, scale: float,
-        initial_state: Tensor | None, cu_seqlens: Tensor | None, strict: bool | None, erase_key: Tensor | None,
-        undecayed: bool, num_micro_steps: int, whole_segments: int | None = None,
-    ) -> None:  # fmt: skip
-        sizes = sizes_of(q, v, beta, log_decay, cu_seqlens, strict, erase_key, undecayed, num_micro_steps)
+    def __init__(self, call: RuleCall, whole_segments: int | None = None) -> None:
+        q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, _, erase_key, _, num_micro_steps = call
+        sizes = sizes_of(call)
         self.plan = plan = plan_for(*sizes, scale, shared_memory(q.device), available(q.device), whole_segments)
         self.alignment = alignment = 16 if plan.hopper else 4
         self.q, self.k, self.v = (contiguous(x, alignment) for x in (q, k, v))
@@ -82,14 +80,9 @@ class Problem:
         return self.q.new_empty(*shape, dtype=torch.float32)
 
 
-def fake_plan(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, strict: bool | None, erase_key: Tensor | None,
-    undecayed: bool, num_micro_steps: int, whole_segments: int | None = None,
-) -> Plan:  # fmt: skip
+def fake_plan(call: RuleCall, whole_segments: int | None = None) -> Plan:
     """The plan of a call with tensors without data. It launches nothing, so the shared memory does not matter."""
-    sizes = sizes_of(q, v, beta, log_decay, cu_seqlens, strict, erase_key, undecayed, num_micro_steps)
-    return Plan(*sizes, scale, HOPPER, available(q.device), whole_segments)
+    return Plan(*sizes_of(call), call.scale, HOPPER, available(call.q.device), whole_segments)
 
 
 def new_states(plan: Plan, v: Tensor) -> tuple[Tensor, Tensor]:

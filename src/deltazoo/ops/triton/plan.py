@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
+from deltazoo.ops.call import RuleCall
 from deltazoo.ops.triton.hopper.launch_options import (
     BACKWARD,
     FEWER_STAGES,
@@ -43,10 +43,10 @@ def segments_of(chunks: int, programs: int) -> tuple[int, int]:
 
 
 def sizes_of(
-    q: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, cu_seqlens: Tensor | None, strict: bool | None,
-    erase_key: Tensor | None, undecayed: bool, num_micro_steps: int,
-) -> tuple[torch.Size, torch.Size, bool, int, bool, int | None, bool | None, bool, bool, int]:  # fmt: skip
+    call: RuleCall,
+) -> tuple[torch.Size, torch.Size, bool, int, bool, int | None, bool | None, bool, bool, int]:
     """The arguments of `Plan` that follow from the inputs."""
+    q, _, v, beta, log_decay, _, _, cu_seqlens, strict, erase_key, undecayed, num_micro_steps = call
     decay = 0 if log_decay is None else log_decay.ndim - 2
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return (

@@ -1,12 +1,13 @@
 """What the operator over many ranks asks of the GPU (`ops/context/segment_backends.py`), as operators of torch.
 
-All take the arguments of `Problem` with segments as sequences, and the number of segments on all ranks together, by
+All take a `RuleCall` with segments as sequences, and the number of segments on all ranks together, by
 which kernels are chosen. So a segment is computed in the same way however many of them a rank has.
 """
 
 import torch
 from torch import Tensor
 
+from deltazoo.ops.call import SCHEMA, RuleCall
 from deltazoo.ops.operator import Operator
 from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.pipeline import Kept, Problem, fake_plan
@@ -14,12 +15,8 @@ from deltazoo.ops.triton.plan import Plan
 
 __all__ = ["segment_gradients", "segment_outputs", "segment_pairs", "segment_start_gradients", "segment_states"]
 
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? log_decay, float scale, Tensor? starts, Tensor? cu_seqlens, "
-    "bool? strict, Tensor? erase_key, bool undecayed, int num_micro_steps, int segments"
-)
-_NUM_INPUTS = 13
-"""How many these are, the arguments of `Problem`."""
+_INPUTS = f"{SCHEMA}, int segments"
+_NUM_INPUTS = len(RuleCall._fields) + 1
 _PREPARED = 8
 """How many of the first fields of `Kept` the preparation of chunks fills."""
 _KEPT = ", ".join(f"Tensor? {name}" for name in Kept._fields[:_PREPARED])
@@ -27,8 +24,8 @@ _KEPT = ", ".join(f"Tensor? {name}" for name in Kept._fields[:_PREPARED])
 
 def _parts(arguments):
     """The arguments of the problem, what is kept of its chunks, and the rest."""
-    inputs, others = arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS:]
-    return inputs, others[:_PREPARED], others[_PREPARED:]
+    (*inputs, segments), others = arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS:]
+    return (RuleCall(*inputs), segments), others[:_PREPARED], others[_PREPARED:]
 
 
 def _kept(plan: Plan, prepared: tuple[Tensor, ...], U: Tensor | None = None, states: Tensor | None = None) -> Kept:
@@ -41,8 +38,9 @@ def _new_state(q: Tensor, plan: Plan, columns: int) -> Tensor:
     return q.new_empty(plan.N, plan.HV, plan.K, columns, dtype=torch.float32)
 
 
-def _pairs(*inputs):
-    with torch.cuda.device_of(inputs[0]):
+def _pairs(*arguments):
+    inputs, _, _ = _parts(arguments)
+    with torch.cuda.device_of(inputs[0].q):
         p = Problem(*inputs)
         kept = Kept.empty(p.plan, p.q, keep=False)
         pipeline.prepare(p, kept)
@@ -52,14 +50,15 @@ def _pairs(*inputs):
     return M, X, *kept[:_PREPARED]
 
 
-def _fake_pairs(*inputs):
-    q, plan = inputs[0], fake_plan(*inputs)
+def _fake_pairs(*arguments):
+    inputs, _, _ = _parts(arguments)
+    q, plan = inputs[0].q, fake_plan(*inputs)
     return _new_state(q, plan, plan.K), _new_state(q, plan, plan.V), *Kept.empty(plan, q, keep=False)[:_PREPARED]
 
 
 def _outputs(*arguments):
     inputs, prepared, (keep,) = _parts(arguments)
-    with torch.cuda.device_of(inputs[0]):
+    with torch.cuda.device_of(inputs[0].q):
         p = Problem(*inputs)
         plan = p.plan
         U, states = pipeline.new_states(plan, p.v) if keep and plan.keeps_states else (None, None)
@@ -70,14 +69,14 @@ def _outputs(*arguments):
 
 def _fake_outputs(*arguments):
     inputs, _, (keep,) = _parts(arguments)
-    v, plan = inputs[2], fake_plan(*inputs)
+    v, plan = inputs[0].v, fake_plan(*inputs)
     U, states = pipeline.new_states(plan, v) if keep and plan.keeps_states else (None, None)
     return v.new_empty(plan.B, plan.tokens, plan.HV, plan.V), _new_state(v, plan, plan.V), U, states
 
 
 def _start_gradients(*arguments):
     inputs, prepared, (d_output, d_end) = _parts(arguments)
-    with torch.cuda.device_of(inputs[0]):
+    with torch.cuda.device_of(inputs[0].q):
         p = Problem(*inputs)
         d_output, d_end = pipeline.contiguous(d_output, p.alignment), d_end.contiguous()
         return pipeline.reverse_scan(p, _kept(p.plan, prepared), d_output, d_end, keep=False, initial=True)[2]
@@ -86,35 +85,37 @@ def _start_gradients(*arguments):
 def _fake_start_gradients(*arguments):
     inputs, _, _ = _parts(arguments)
     plan = fake_plan(*inputs)
-    return _new_state(inputs[0], plan, plan.V)
+    return _new_state(inputs[0].q, plan, plan.V)
 
 
 def _states(*arguments):
     inputs, prepared, _ = _parts(arguments)
-    with torch.cuda.device_of(inputs[0]):
+    with torch.cuda.device_of(inputs[0].q):
         p = Problem(*inputs)
         return pipeline.scan_for_states(p, _kept(p.plan, prepared), p.initial_state)
 
 
 def _fake_states(*arguments):
     inputs, _, _ = _parts(arguments)
-    return pipeline.new_states(fake_plan(*inputs), inputs[2])
+    return pipeline.new_states(fake_plan(*inputs), inputs[0].v)
 
 
 def _gradients(*arguments):
     inputs, prepared, (U, states, d_output, d_end) = _parts(arguments)
-    with torch.cuda.device_of(inputs[0]):
+    with torch.cuda.device_of(inputs[0].q):
         p = Problem(*inputs)
         found = pipeline.backward(p, _kept(p.plan, prepared, U, states), d_output, d_end)
     dq, dk, de, dv, d_beta, d_log_decay, d_start = found
     d_beta, d_log_decay = (
-        None if d is None else d.to(x.dtype) for d, x in zip((d_beta, d_log_decay), inputs[3:5], strict=True)
+        None if d is None else d.to(x.dtype) for d, x in zip((d_beta, d_log_decay), inputs[0][3:5], strict=True)
     )
     return dq, dk, dv, d_beta, d_log_decay, de, d_start
 
 
-def _fake_gradients(q, k, v, beta, log_decay, scale, starts, cu_seqlens, strict, erase_key, *rest):
-    return tuple(None if x is None else x.new_empty(x.shape) for x in (q, k, v, beta, log_decay, erase_key, starts))
+def _fake_gradients(*arguments):
+    call = RuleCall(*arguments[: len(RuleCall._fields)])
+    inputs = call.q, call.k, call.v, call.beta, call.log_decay, call.erase_key, call.initial_state
+    return tuple(None if x is None else x.new_empty(x.shape) for x in inputs)
 
 
 def _tensors(count: int) -> str:

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from deltazoo.ops.autograd_modes import records_gradients, scans_again
+from deltazoo.ops.call import SCHEMA, RuleCall
 from deltazoo.ops.operator import DifferentiableOperator, Operator
-from deltazoo.ops.second_scan import scans_again
-from deltazoo.ops.transforms import records_gradients
 from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.pipeline import Kept, Problem, fake_plan
 from deltazoo.ops.validation import check_tensor_values
@@ -13,75 +13,64 @@ from deltazoo.ops.validation import check_tensor_values
 __all__ = ["triton_delta_rule"]
 
 
-def triton_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, strict: bool | None, erase_key: Tensor | None = None,
-    undecayed: bool = False, num_micro_steps: int = 1,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Whole sequences on the GPU; arguments and results as in `deltazoo.ops.delta_rule`.
-
-    `strict` is its precision: True, False for fast, or None for as each chunk's erase gain needs. With `undecayed` the
-    erase reads the state before the decay.
-    """
-    keep = records_gradients(q, k, v, beta, log_decay, initial_state, erase_key) and not scans_again()
-    return _operator(
-        q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps, keep
-    )
+def triton_delta_rule(call: RuleCall) -> tuple[Tensor, Tensor]:
+    """Output and final state of whole sequences on the GPU, as of `deltazoo.ops.delta_rule`."""
+    keep = records_gradients(*call.differentiable) and not scans_again()
+    return _operator(*call, keep)
 
 
 def _forward(*arguments):
     """Output, final state, and the fields of `Kept`. The last argument: so that no backward pass need scan again."""
-    q, _, v, _, log_decay, _, _, cu_seqlens, *_, keep = arguments
-    check_tensor_values(log_decay, cu_seqlens, q.shape[1])
-    with torch.cuda.device_of(v):
-        output, final, kept = pipeline.forward(Problem(*arguments[:-1]), keep)
+    call, keep = RuleCall(*arguments[:-1]), arguments[-1]
+    check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
+    with torch.cuda.device_of(call.v):
+        output, final, kept = pipeline.forward(Problem(call), keep)
     return output, final, *kept
 
 
 def _infer(*arguments):
     """Output and final state of a call that keeps nothing for gradients."""
-    q, _, v, _, log_decay, _, _, cu_seqlens, *_ = arguments
-    check_tensor_values(log_decay, cu_seqlens, q.shape[1])
-    with torch.cuda.device_of(v):
-        return pipeline.infer(Problem(*arguments[:-1]))
+    call = RuleCall(*arguments[:-1])
+    check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
+    with torch.cuda.device_of(call.v):
+        return pipeline.infer(Problem(call))
 
 
 def _fake_forward(*arguments):
-    q, _, v, *_, keep = arguments
-    plan = fake_plan(*arguments[:-1])
+    call, keep = RuleCall(*arguments[:-1]), arguments[-1]
+    q, plan = call.q, fake_plan(call)
     final = q.new_empty((plan.N, plan.HV, plan.K, plan.V), dtype=torch.float32)
-    return v.new_empty((plan.B, plan.tokens, plan.HV, plan.V)), final, *pipeline.new_kept(plan, q, keep)
+    output = call.v.new_empty((plan.B, plan.tokens, plan.HV, plan.V))
+    return output, final, *pipeline.new_kept(plan, q, keep)
 
 
-def _backward(
-    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps, keep,
-    *rest, in_place=False, overwritten=False,
-):  # fmt: skip
+_INPUTS = len(RuleCall._fields)
+
+
+def _backward(*arguments, in_place=False, overwritten=False):
     """Gradients of the tensors but `cu_seqlens`, in their dtypes; None for those that were not given.
 
     With `in_place` what the forward pass kept may be overwritten and freed. If it has been `overwritten` it is computed
     again.
     """
-    *saved, d_output, d_final = rest
+    call, (keep, *saved, d_output, d_final) = RuleCall(*arguments[:_INPUTS]), arguments[_INPUTS:]
     kept = Kept(*saved)
-    with torch.cuda.device_of(v):
-        p = Problem(
-            q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps
-        )
+    with torch.cuda.device_of(call.v):
+        p = Problem(call)
         if overwritten and kept.AP.numel() and (kept.U is not None or not p.plan.fused_backward):
             kept = pipeline.forward(p)[2]
         dq, dk, de, dv, d_beta, d_log_decay, d_initial = pipeline.backward(p, kept, d_output, d_final, keep, in_place)
     # Those not named here are in their dtypes already.
-    return dq, dk, dv, _like(d_beta, beta), _like(d_log_decay, log_decay), _like(d_initial, initial_state), de
+    gates = _like(d_beta, call.beta), _like(d_log_decay, call.log_decay), _like(d_initial, call.initial_state)
+    return dq, dk, dv, *gates, de
 
 
 def _like(gradient, x):
     return gradient if x is None or gradient.dtype == x.dtype else gradient.to(x.dtype)
 
 
-def _fake_backward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, *rest):
-    inputs = q, k, v, beta, log_decay, initial_state, erase_key
-    return tuple(None if x is None else x.new_empty(x.shape) for x in inputs)
+def _fake_backward(*arguments):
+    return tuple(None if x is None else x.new_empty(x.shape) for x in RuleCall(*arguments[:_INPUTS]).differentiable)
 
 
 def _save(ctx, inputs, results):
@@ -110,18 +99,14 @@ def _gradients(backward, ctx, d_output, d_final, *_):
     return dq, dk, dv, d_beta, d_log_decay, None, d_initial, None, None, d_erase_key, None, None, None
 
 
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? log_decay, float scale, Tensor? initial_state, "
-    "Tensor? cu_seqlens, bool? strict, Tensor? erase_key, bool undecayed, int num_micro_steps, bool keep"
-)
 _KEPT = ", ".join(f"Tensor kept_{name}" for name in Kept._fields)
 
 _operator = DifferentiableOperator(
-    f"triton_delta_rule({_ARGUMENTS}) -> ({', '.join(['Tensor'] * (2 + len(Kept._fields)))})",
+    f"triton_delta_rule({SCHEMA}, bool keep) -> ({', '.join(['Tensor'] * (2 + len(Kept._fields)))})",
     _forward,
     fake=_fake_forward,
     backward=Operator(
-        f"triton_delta_rule_backward({_ARGUMENTS}, {_KEPT}, Tensor d_output, Tensor? d_final) "
+        f"triton_delta_rule_backward({SCHEMA}, bool keep, {_KEPT}, Tensor d_output, Tensor? d_final) "
         f"-> ({', '.join(['Tensor'] * 7)})",
         _backward,
         fake=_fake_backward,

@@ -1,0 +1,117 @@
+"""Operators of torch made of two functions that launch kernels over rows, one for each direction."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltazoo.ops.fused.choice import REFUSAL
+from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
+from deltazoo.ops.operator import DifferentiableOperator, Operator
+
+__all__ = ["launcher", "row_blocks", "row_operator", "sum_of_parts"]
+
+_ELEMENTS = 2048
+"""Elements that a program works on at a time: 16 bytes of bfloat16 for each thread of eight warps."""
+
+_COLUMNS, _ROWS = 16, 128
+"""Tile of a program that sums parts: few columns, for there are few, and as many rows as registers hold well."""
+
+
+def row_operator(
+    schema: str,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    *,
+    fake: Callable[..., Any] | None = None,
+    backward_schema: str | None = None,
+    backward_fake: Callable[..., Any] | None = None,
+    **differentiation: Any,
+) -> DifferentiableOperator:
+    """The operator `torch.ops.deltazoo.NAME` with its gradients, and `NAME_backward`, which computes them.
+
+    Args:
+        schema: as for `torch.library.define`, the tensors first.
+        forward: takes the arguments, tensors contiguous and on the current device, and returns the results.
+        backward: takes them too, then the gradients of the results; returns the gradients of the tensors.
+        fake: results without data; like the first arguments unless given.
+        backward_schema, backward_fake: of a backward pass with other arguments or results; then `save` and `gradients`
+            are needed.
+        differentiation: `save` and `gradients`, see `DifferentiableOperator`.
+    """
+    name, arguments, results = _parts_of(schema)
+    if backward_schema is None:
+        count = results.count("Tensor")
+        upstream = ", ".join(f"Tensor d_{number}" for number in range(count))
+        number = sum(argument.startswith("Tensor") for argument in arguments)
+        gradients = f"({', '.join(['Tensor'] * number)})" if number > 1 else "Tensor"
+        backward_schema = f"{name}_backward({', '.join(arguments)}, {upstream}) -> {gradients}"
+    backward_operator = Operator(backward_schema, launcher(backward_schema, backward), backward_fake)
+    return DifferentiableOperator(
+        schema, launcher(schema, forward), fake, backward=backward_operator, refusal=REFUSAL, **differentiation
+    )
+
+
+def launcher(schema: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with the tensors among its arguments contiguous, on the device of the first argument."""
+    _, arguments, _ = _parts_of(schema)
+    are_tensors = tuple(argument.startswith("Tensor") for argument in arguments)
+
+    def call(*given: Any) -> Any:
+        contiguous = [
+            x.contiguous() if is_tensor and x is not None else x
+            for x, is_tensor in zip(given, are_tensors, strict=True)
+        ]
+        first = contiguous[0]
+        if first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
+            with torch.cuda.device(first.device):
+                return function(*contiguous)
+        return function(*contiguous)
+
+    return call
+
+
+def _parts_of(schema: str) -> tuple[str, list[str], str]:
+    """Name, arguments and results of a schema."""
+    signature, _, results = schema.partition(" -> ")
+    name, _, arguments = signature.partition("(")
+    return name, arguments.removesuffix(")").split(", "), results
+
+
+def row_blocks(R: int, D: int, most: int | None = None) -> tuple[int, dict[str, int]]:
+    """Number of programs for R rows of D elements, at most `most`, and the tile of each: BR rows of BD columns.
+
+    Kernels share this, but no device functions: moving their address arithmetic or their sums into one changes the PTX.
+    """
+    columns = triton.next_power_of_2(D)
+    rows = max(1, _ELEMENTS // columns)
+    programs = max(1, -(-R // rows))
+    return programs if most is None else min(programs, most), dict(BR=rows, BD=columns)
+
+
+@triton.jit(do_not_specialize=["P", "C"])
+def sum_of_parts_kernel(parts, total, P, C, BP: tl.constexpr, BC: tl.constexpr):
+    columns = tl.program_id(0) * BC + tl.arange(0, BC)
+    sums = tl.zeros([BP, BC], tl.float32)
+    for first in range(0, P, BP):
+        rows = first + tl.arange(0, BP)
+        mask = (rows < P)[:, None] & (columns < C)[None, :]
+        sums += tl.load(parts + rows[:, None].to(tl.int64) * C + columns[None, :], mask=mask, other=0.0)
+    tl.store(total + columns, tl.sum(sums, 0).to(total.dtype.element_ty), mask=columns < C)
+
+
+@lru_cache(maxsize=1024)
+def _constants(P: int, C: int) -> Constants:
+    return Constants(-(-C // _COLUMNS), P=P, C=C, BP=_ROWS, BC=_COLUMNS, num_warps=4)
+
+
+def sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the first axis of float32 `parts [P, ...]`, a few hundred, in `dtype`; on their current device.
+
+    The programs of a backward pass leave such parts of a parameter's gradient.
+    """
+    total = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    launch(sum_of_parts_kernel, _constants(parts.shape[0], total.numel()), parts, total)
+    return total
