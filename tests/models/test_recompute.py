@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 import deltazoo.layers.mlp
 import deltazoo.layers.norm
 import deltazoo.layers.rule
-import deltazoo.layers.short_convolution
 from deltazoo.layers import recompute_levels
 from deltazoo.models import block
 from deltazoo.ops import DeltaRuleOutput
 from deltazoo.ops.autograd_modes import scans_again
+from deltazoo.ops.fused import short_conv
 from deltazoo.runtime import RECOMPUTE_LEVELS as LEVELS
 
 CASES = [
@@ -267,11 +267,10 @@ def test_what_is_kept_around_kernels(monkeypatch):
     # The norm of the rule's output and the map that reads it are one function at every level.
     monkeypatch.setattr(layers.norm, "fused_rms_norm_linear", lambda x, *others: like_first(x, *others[:-1]).flatten(2))
     monkeypatch.setattr(layers.mlp, "liger_swiglu", like_first)
-    monkeypatch.setattr(layers.short_convolution, "fused_short_conv", lambda x, weight, *_, **__: like_first(x, weight))
 
     like_three = saving_its_inputs([0, 1, 2])
-    three = lambda inputs, weights, **_: like_three(*inputs, *weights)  # noqa: E731
-    monkeypatch.setattr(layers.short_convolution, "fused_short_convs", three)
+    monkeypatch.setattr(short_conv, "_short_convs", lambda *arguments: like_three(*arguments[:6]))
+    monkeypatch.setattr(short_conv, "takes_kernel", lambda fused, *_, **__: fused)
 
     def rule(q, k, v, beta, *_, **__):
         return DeltaRuleOutput(like_third(q, k, v, beta), None)

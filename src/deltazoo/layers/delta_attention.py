@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal
 from deltazoo.layers.layer_input import LayerInput
 from deltazoo.layers.layer_options import LayerOptions, check_decay, check_sizes, check_steps
-from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, fuses_rows, l2_normalize, l2_normalize_both
+from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize, l2_normalize_both
 from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
 from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
@@ -21,7 +21,6 @@ from deltazoo.layers.state import StateAccess, StateStore
 from deltazoo.names import function_of
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
 from deltazoo.ops.dtypes import at_least_float32, cast_for_product
-from deltazoo.ops.fused import fused_softplus_decay
 from deltazoo.ops.linear_maps import called_as_is, is_hooked
 from deltazoo.ops.recompute import recomputable
 from deltazoo.runtime import RuntimeOptions
@@ -312,7 +311,7 @@ class DeltaRuleAttention(Float32Parameters):
                 self.step_gate(x),
                 k,
                 allow_neg_eigval=self.allow_neg_eigval,
-                fused=self.runs_fused(k),
+                fused=self.fused_kernels,
             )
             if self.neg_eigval == "erase":
                 # The write is beta * v: halved values undo the doubling there, exactly.
@@ -358,20 +357,11 @@ class DeltaRuleAttention(Float32Parameters):
         """
         if self.spec.decay == "none":
             return None
-        if self.spec.decay == "scalar":  # too small to be worth recomputing
-            return self._decay(x.project("a_proj"), self.A_log, self.dt_bias)
-        a = _per_head(x.project("f_proj"), self.head_k_dim)
-        return recomputable(self._decay, a, self.A_log, self.dt_bias)
-
-    def _decay(self, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-        saturating = self.decay_gate is decay.saturating_decay
-        if (saturating or self.decay_gate is decay.softplus_decay) and self.runs_fused(a):
-            return fused_softplus_decay(a, A_log, dt_bias, saturating=saturating)
-        return self.decay_gate(a, A_log, dt_bias)
-
-    def runs_fused(self, x: Tensor) -> bool:
-        """Whether a kernel of `deltazoo.ops.fused` is to compute what is made of x, `[..., K]`."""
-        return fuses_rows(x, self.fused_kernels)
+        if self.spec.decay == "scalar":
+            a = x.project("a_proj")
+        else:
+            a = _per_head(x.project("f_proj"), self.head_k_dim)
+        return decay.log_decay(self.decay_gate, a, self.A_log, self.dt_bias, fused=self.fused_kernels)
 
     def apply_rule(self, inputs: RuleInputs, past: StateAccess, sequences: Sequences) -> DeltaRuleOutput:
         """Call the operator: `[B, T, HV, V]`, and the state after the last token."""

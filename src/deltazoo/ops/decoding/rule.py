@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deltazoo.ops.decoding.launch_ahead import launch_options, launches_ahead, wait_for_inputs
 from deltazoo.ops.decoding.step_form import RuleShape
-from deltazoo.ops.fused.kernels.softplus_decay import exponential_minus_1, softplus
+from deltazoo.ops.fused.device_math import exponential_minus_1, softplus
 from deltazoo.ops.triton.launch import Constants, launch
 
 __all__ = ["Tile", "choose_tile", "token_rule", "unit_head"]
