@@ -7,7 +7,7 @@ with `u = beta (v - S^T e)`, beta being made of b and `|k|^2` (`deltazoo.ops.ste
 erased. The erase key e is k, or what the rule makes of it (`step_form.STEP_KEYS`). The decay is per head or per key
 channel, and its logarithm has one of several forms. Micro-steps repeat the correction with further keys and values. The
 next kernel applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a head is divided among programs here. The rule
-is computed as in `deltazoo.ops.triton.decode`.
+is computed as in `deltazoo.ops.triton.step`.
 """
 
 from collections.abc import Sequence
