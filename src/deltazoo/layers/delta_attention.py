@@ -306,16 +306,11 @@ class DeltaRuleAttention(Float32Parameters):
         """
         beta = None
         if self.spec.corrects:
-            beta = effective_step(
-                self.spec,
-                self.step_gate(x),
-                k,
-                allow_neg_eigval=self.allow_neg_eigval,
-                fused=self.fused_kernels,
-            )
+            doubled = self.allow_neg_eigval
+            beta = effective_step(self.spec, self.step_gate(x), k, allow_neg_eigval=doubled, fused=self.fused_kernels)
             if self.neg_eigval == "erase":
                 # The write is beta * v: halved values undo the doubling there, exactly.
-                v = recomputable(partial(torch.mul, other=0.5), v)
+                v = recomputable(torch.mul, v, 0.5)
         return RuleInputs(q, k, v, beta, self.log_decay(x))
 
     def with_auxiliary_state(
@@ -357,10 +352,8 @@ class DeltaRuleAttention(Float32Parameters):
         """
         if self.spec.decay == "none":
             return None
-        if self.spec.decay == "scalar":
-            a = x.project("a_proj")
-        else:
-            a = _per_head(x.project("f_proj"), self.head_k_dim)
+        per_head = self.spec.decay == "scalar"
+        a = x.project("a_proj") if per_head else _per_head(x.project("f_proj"), self.head_k_dim)
         return decay.log_decay(self.decay_gate, a, self.A_log, self.dt_bias, fused=self.fused_kernels)
 
     def apply_rule(self, inputs: RuleInputs, past: StateAccess, sequences: Sequences) -> DeltaRuleOutput:
