@@ -7,8 +7,10 @@ from deltazoo.ops.call import RuleCall
 from deltazoo.ops.operator import DifferentiableOperator, Operator
 from deltazoo.ops.second_scan import scans_again
 from deltazoo.ops.transforms import records_gradients
-from deltazoo.ops.triton import pipeline
-from deltazoo.ops.triton.pipeline import Kept, Problem, fake_plan
+from deltazoo.ops.triton.backward import backward
+from deltazoo.ops.triton.forward import forward, infer
+from deltazoo.ops.triton.kept import Kept, new_kept
+from deltazoo.ops.triton.problem import Problem, fake_plan
 from deltazoo.ops.validation import check_tensor_values
 
 __all__ = ["CALL", "triton_delta_rule"]
@@ -26,7 +28,7 @@ def _forward(*arguments):
     call, keep = RuleCall(*arguments[:-1]), arguments[-1]
     check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
     with torch.cuda.device_of(call.v):
-        output, final, kept = pipeline.forward(Problem(call), keep)
+        output, final, kept = forward(Problem(call), keep)
     return output, final, *kept
 
 
@@ -35,7 +37,7 @@ def _infer(*arguments):
     call = RuleCall(*arguments[:-1])
     check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
     with torch.cuda.device_of(call.v):
-        return pipeline.infer(Problem(call))
+        return infer(Problem(call))
 
 
 def _fake_forward(*arguments):
@@ -43,7 +45,7 @@ def _fake_forward(*arguments):
     q, plan = call.q, fake_plan(call)
     final = q.new_empty((plan.N, plan.HV, plan.K, plan.V), dtype=torch.float32)
     output = call.v.new_empty((plan.B, plan.tokens, plan.HV, plan.V))
-    return output, final, *pipeline.new_kept(plan, q, keep)
+    return output, final, *new_kept(plan, q, keep)
 
 
 _INPUTS = len(RuleCall._fields)
@@ -55,13 +57,10 @@ def _backward(*arguments, in_place=False, overwritten=False):
     With `in_place` what the forward pass kept may be overwritten and freed. If it has been `overwritten` it is computed
     again.
     """
-    call, (keep, *saved, d_output, d_final) = RuleCall(*arguments[:_INPUTS]), arguments[_INPUTS:]
-    kept = Kept(*saved)
+    call, (*kept, d_output, d_final) = RuleCall(*arguments[:_INPUTS]), arguments[_INPUTS:]
     with torch.cuda.device_of(call.v):
-        p = Problem(call)
-        if overwritten and kept.AP.numel() and (kept.U is not None or not p.plan.fused_backward):
-            kept = pipeline.forward(p)[2]
-        dq, dk, de, dv, d_beta, d_log_decay, d_initial = pipeline.backward(p, kept, d_output, d_final, keep, in_place)
+        found = backward(Problem(call), Kept(*kept), d_output, d_final, in_place, overwritten)
+    dq, dk, de, dv, d_beta, d_log_decay, d_initial = found
     # Those not named here are in their dtypes already.
     gates = _like(d_beta, call.beta), _like(d_log_decay, call.log_decay), _like(d_initial, call.initial_state)
     return dq, dk, dv, *gates, de
@@ -81,7 +80,7 @@ def _differentiable(call):
 
 
 def _save(ctx, inputs, results):
-    q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens, ctx.strict, erase_key, *ctx.options = inputs
+    q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens, ctx.strict, erase_key, *ctx.options, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.overwritten = False
     ctx.save_for_backward(q, k, v, beta, log_decay, initial_state, cu_seqlens, erase_key, *results[2:])
@@ -99,10 +98,6 @@ def _gradients(backward, ctx, d_output, d_final, *_):
         q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens, ctx.strict, erase_key, *ctx.options,
         *kept, d_output, d_final, **in_place,
     )  # fmt: skip
-    d_beta = None if beta is None else d_beta  # the operator gives empty tensors for what was not given
-    d_log_decay = None if log_decay is None else d_log_decay
-    d_initial = None if initial_state is None else d_initial
-    d_erase_key = None if erase_key is None else d_erase_key
     return dq, dk, dv, d_beta, d_log_decay, None, d_initial, None, None, d_erase_key, None, None, None
 
 
@@ -111,14 +106,14 @@ _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", bool | None: "bool?", bool
 CALL = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in RuleCall.__annotations__.items())
 """The fields of `RuleCall` as the arguments of an operator's schema."""
 
-_KEPT = ", ".join(f"Tensor kept_{name}" for name in Kept._fields)
+_KEPT = ", ".join(f"Tensor? kept_{name}" for name in Kept._fields)
 
 _operator = DifferentiableOperator(
     f"triton_delta_rule({CALL}, bool keep) -> ({', '.join(['Tensor'] * (2 + len(Kept._fields)))})",
     _forward,
     fake=_fake_forward,
     backward=Operator(
-        f"triton_delta_rule_backward({CALL}, bool keep, {_KEPT}, Tensor d_output, Tensor? d_final) "
+        f"triton_delta_rule_backward({CALL}, {_KEPT}, Tensor d_output, Tensor? d_final) "
         f"-> ({', '.join(['Tensor'] * 7)})",
         _backward,
         fake=_fake_backward,

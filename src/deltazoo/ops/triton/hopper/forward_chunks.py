@@ -1,4 +1,4 @@
-"""What the fused forward pass makes of a chunk without its state: P, T11, T22 and -L21 (`hopper_forward`).
+"""What the fused forward pass makes of a chunk without its state: P, T11, T22 and -L21 (`hopper.forward`).
 
 Where the backward pass follows, step sizes are factors of L, and A stands in place of T: then A and P go to memory too.
 
