@@ -284,6 +284,26 @@ def test_without_gradients_nothing_is_recorded(network: Network) -> None:
     assert network.runs == ONCE
 
 
+def test_options_stand_among_the_tensors(no_collector: None) -> None:
+    """They are kept for the second run, None too, and the call holds no tensor itself."""
+    runs: list[tuple[object, ...]] = []
+
+    def scaled(x: Tensor, factor: float, missing: None, y: Tensor, power: int) -> Tensor:
+        runs.append((factor, missing, power))
+        return (factor * x * y) ** power
+
+    x, y = torch.randn(2, TOKENS, WIDTH).requires_grad_().unbind()
+    product = F.relu(x)
+    watched = weakref.ref(product)
+    with recomputing():
+        z = recomputable(scaled, product, 0.5, None, y, 3)
+    del product
+    assert watched() is None
+    expected = torch.autograd.grad(((0.5 * F.relu(x) * y) ** 3).sum(), [x, y])
+    assert all(map(torch.equal, torch.autograd.grad(z.sum(), [x, y]), expected))
+    assert runs == [(0.5, None, 3)] * 2
+
+
 def test_a_result_declared_to_be_that_of_a_function(network: Network, no_collector: None) -> None:
     """What made it differs from what makes it again: here a sum beside it is kept, and not the summands."""
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltazoo.layers import DeltaRuleAttention, LayerStates, RuleInputs, make_layer
+from deltazoo.layers import DeltaRuleAttention, LayerInput, LayerStates, RuleInputs, make_layer
 from deltazoo.layers.rule import run_rule
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.rules import comba_layer, preconditioned_layer, q_delta_layer, qed_layer
@@ -72,7 +72,7 @@ def test_comba_that_erases_what_the_decay_leaves_is_gated_deltanet() -> None:
     layer, simpler = pair("comba", "gated_deltanet", use_short_conv=False)
     for either in (layer, simpler):
         torch.nn.init.zeros_(either.a_proj.weight)  # the same decay for all tokens, which the feedback can equal
-    log_decay = layer.log_decay(tokens(1))
+    log_decay = layer.log_decay(LayerInput(tokens(1), layer))
     assert log_decay is not None
     layer.get_parameter("decay").data = torch.logit(log_decay[0, 0].exp()).detach()
     torch.nn.init.zeros_(layer.get_parameter("D"))
@@ -96,7 +96,7 @@ def test_without_a_squash_the_preconditioned_rules_are_their_parents(
 
 def inputs(layer: DeltaRuleAttention, x: Tensor) -> RuleInputs:
     q, k, v = layer._split_heads(layer.q_proj(x), layer.k_proj(x), layer.v_proj(x))
-    return layer.rule_inputs(x, *layer._normalize(q, k), v)
+    return layer.rule_inputs(LayerInput(x, layer), *layer._normalize(q, k), v)
 
 
 @pytest.mark.parametrize("gates", [-1e4, 1e4], ids=["gates shut", "gates open"])

@@ -29,8 +29,7 @@ from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.library_modules import LibraryNorm, block_parts, is_row_norm, is_swiglu
 from deltazoo.generation.merged_projections import JointProduct, MergedProjections, is_plain
 from deltazoo.generation.one_thread import replaced_forwards, replaced_here
-from deltazoo.layers import DeltaRuleAttention
-from deltazoo.layers.linear_maps import is_hooked, is_plain_sequence
+from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm
 from deltazoo.layers.rotary import Rotary
@@ -38,6 +37,7 @@ from deltazoo.layers.rule import FUSED_STEP_SIZES, STEP_KEYS
 from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import LayerState, is_decoding_step
 from deltazoo.ops.fused import FUSED_ACTIVATIONS, MOST_NORM_COLUMNS, fused_kernels_fit
+from deltazoo.ops.linear_maps import is_hooked, is_plain_sequence
 
 __all__ = ["FusedBlocks", "why_not_fused"]
 
@@ -221,8 +221,8 @@ class _FusedBlock:
         """Where in the product of the layer's maps the result of each begins."""
         self._fixed_decay: Tensor | None = None
         if self._layer.step_form().decay == "fixed":  # made once, not for every token
-            weight = self._layer.q_proj.weight
-            self._fixed_decay = self._layer.log_decay(weight.new_empty(1, 1, self._layer.hidden_size)).flatten()
+            x = self._layer.q_proj.weight.new_empty(1, 1, self._layer.hidden_size)
+            self._fixed_decay = self._layer.log_decay(LayerInput(x, self._layer)).flatten()
         self.following: _FusedBlock | None = None
         self.ready: tuple[Tensor, Tensor] | None = None
         """An input and its norm, made together with the output of the block before."""

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from deltazoo.generation.one_thread import replaced_forwards, replaced_here
-from deltazoo.layers.linear_maps import is_hooked
 from deltazoo.ops.fused import MOST_NORM_COLUMNS, fused_kernels_fit, fused_rms_norm, fused_swiglu
+from deltazoo.ops.linear_maps import is_hooked
 
 __all__ = ["LibraryModules", "LibraryNorm", "block_parts", "is_row_norm", "is_swiglu", "joint_maps"]
 

@@ -27,7 +27,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from deltazoo.generation.library_modules import joint_maps
 from deltazoo.generation.one_thread import replaced_forwards, replaced_here
-from deltazoo.layers.linear_maps import is_hooked
+from deltazoo.ops.linear_maps import is_hooked
 
 __all__ = ["JointProduct", "MergedProjections", "is_plain"]
 

@@ -1,26 +1,28 @@
 """The layer that all rules share: project, convolve, normalise, gates, rule, norm and output gate, project."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
+from inspect import signature
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal
+from deltazoo.layers.layer_input import LayerInput
 from deltazoo.layers.layer_options import check_convolutions, check_decay, check_sizes, check_steps, check_types
-from deltazoo.layers.linear_maps import called_as_is, is_hooked, is_plain_sequence, linear_maps
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, fuses_rows, l2_normalize, l2_normalize_both
 from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
 from deltazoo.layers.rule import RuleInputs, StepForm, effective_step, precision_for, run_rule
-from deltazoo.layers.sequences import Sequences, SharedSequences, describe_sequences, describe_shared
+from deltazoo.layers.sequences import Sequences, describe_sequences, describe_shared
 from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
 from deltazoo.ops.autocast import cast_for_product
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_softplus_decay
+from deltazoo.ops.linear_maps import called_as_is, is_hooked
 from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.recompute import recomputable
 from deltazoo.runtime import RuntimeOptions
@@ -106,8 +108,8 @@ class DeltaRuleAttention(Float32Parameters):
         "a_proj",
         "b_proj",
     )
-    """Linear maps that read the layer's input, by `project`. Training may compute them as one function, decoding as one
-    product; short ones last, for alignment."""
+    """Linear maps that read the layer's input, by `LayerInput.project`. Training may compute them as one function,
+    decoding as one product; short ones last, for alignment."""
     tensor_parallel: ClassVar[Mapping[str, Literal["heads", "whole", "low_rank"]]] = {}
     """For tensor parallelism: parameters and linear maps that a subclass adds, by name. "heads": its rows belong to
     heads, in their order. "whole": all heads share it. "low_rank": two maps made by `low_rank`, whose output belongs to
@@ -204,12 +206,20 @@ class DeltaRuleAttention(Float32Parameters):
         self.init_parameters()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse a class with another `apply_rule`: what is told of its layers would be of an operator that never ran.
+        """Refuse a class with another `apply_rule`, and methods written for `hidden_states` in place of `LayerInput`.
 
         Raises:
             TypeError: it has one.
         """
         super().__init_subclass__(**options)
+        for name in ("step_gate", "log_decay", "rule_inputs", "with_auxiliary_state"):
+            parameters = list(signature(vars(cls)[name]).parameters) if name in vars(cls) else []
+            if "hidden_states" in parameters:
+                line = ", ".join("x" if parameter == "hidden_states" else parameter for parameter in parameters)
+                raise TypeError(
+                    f"{cls.__name__}.{name} gets a LayerInput in place of hidden_states now: write `def {name}({line})`"
+                    ", with x.hidden_states for the tensor, and x.project(name) for self.project(name, hidden_states)"
+                )
         if cls.apply_rule is not DeltaRuleAttention.apply_rule:
             raise TypeError(
                 f"{cls.__name__} overrides apply_rule, the call of the operator, and checks, reports and diagnoses "
@@ -252,11 +262,18 @@ class DeltaRuleAttention(Float32Parameters):
         """
         past = StateAccess(past_key_values, self.layer_idx)
         sequences = self._describe(hidden_states, attention_mask, cu_seqlens, sequences, past)
-        try:
-            return self._mix(sequences.arrange(hidden_states), past, sequences, rotary)
-        finally:
-            for name in ("_projected", "_output_gate"):
-                vars(self).pop(name, None)
+        x = LayerInput(sequences.arrange(hidden_states), self, apart=sequences.computed_meanwhile)
+        q, k, v = x.project("q_proj"), x.project("k_proj"), x.project("v_proj")
+        q, k, v, conv_state = self._convolve(q, k, v, past, sequences)
+        q, k, v = self._split_heads(q, k, v)
+        q, k = rotate_queries_and_keys(q, k, rotary, sequences, fused=self.fused_kernels)
+        q, k = self._normalize(q, k)
+        inputs = self.rule_inputs(x, q, k, v).mask_padding(sequences)
+        inputs, auxiliary = self.with_auxiliary_state(x, inputs, past, sequences)
+        output, state = self.apply_rule(inputs, past, sequences.meanwhile(x.project_ahead))
+        y = self._project_output(output, x)
+        past.keep(conv_state, state, auxiliary, num_new_tokens=sequences.row_length(x.hidden_states))
+        return sequences.restore(y)
 
     def _describe(
         self,
@@ -280,62 +297,6 @@ class DeltaRuleAttention(Float32Parameters):
                 "sequences already says where sequences begin: pass no attention_mask or cu_seqlens beside it"
             )
         return sequences
-
-    def _mix(self, x: Tensor, past: StateAccess, sequences: Sequences, rotary: Rotary | None) -> Tensor:
-        q, k, v = self._project(x, isinstance(sequences, SharedSequences))
-        q, k, v, conv_state = self._convolve(q, k, v, past, sequences)
-        q, k, v = self._split_heads(q, k, v)
-        q, k = rotate_queries_and_keys(q, k, rotary, sequences, fused=self.fused_kernels)
-        q, k = self._normalize(q, k)
-        inputs = self.rule_inputs(x, q, k, v).mask_padding(sequences)
-        inputs, auxiliary = self.with_auxiliary_state(x, inputs, past, sequences)
-        if isinstance(sequences, SharedSequences) and self.spec.output_gate != "none":
-            sequences = sequences.meanwhile(partial(self._compute_output_gate, x))
-        output, state = self.apply_rule(inputs, past, sequences)
-        output = self._project_output(output, x)
-
-        num_tokens = sequences.num_tokens_of_all if isinstance(sequences, SharedSequences) else x.shape[1]
-        past.keep(conv_state, state, auxiliary, num_new_tokens=num_tokens)
-        return sequences.restore(output)
-
-    def _project(self, x: Tensor, shared: bool) -> Sequence[Tensor]:
-        """Queries, keys and values; where gradients are recorded, with the other maps of x, for `project`."""
-        first = (self.q_proj, self.k_proj, self.v_proj)
-        others = self._other_projections() if torch.is_grad_enabled() and x.requires_grad else {}
-        if shared:  # it is computed while ranks exchange states
-            others.pop("g_proj", None)
-        results = linear_maps(x, (*first, *others.values()))
-        if others:
-            vars(self)["_projected"] = x, dict(zip(others, results[3:], strict=True))
-        return results[:3]
-
-    def _other_projections(self) -> dict[str, nn.Module]:
-        """The plain ones besides those of queries, keys and values; of a low-rank one, the map that reads the input."""
-        others: dict[str, nn.Module] = {}
-        for name in self.input_projections:
-            projection = getattr(self, name, None)
-            if isinstance(projection, nn.Sequential) and is_plain_sequence(projection):
-                projection = projection[0]
-            if name not in ("q_proj", "k_proj", "v_proj") and projection is not None and called_as_is(projection):
-                others[name] = projection
-        return others
-
-    def project(self, name: str, hidden_states: Tensor) -> Tensor:
-        """`self.name(hidden_states)` for one of `input_projections`: in training they are computed as one function.
-
-        Args:
-            name: of the linear map, or of what `low_rank` made.
-            hidden_states: what the method that a subclass overrides was called with.
-        """
-        module = getattr(self, name)
-        source, results = vars(self).get("_projected", (None, {}))
-        result = results.pop(name, None) if source is hidden_states else None
-        if result is None:
-            return module(hidden_states)
-        if isinstance(module, nn.Sequential):
-            for following in list(module)[1:]:
-                result = following(result)
-        return result
 
     def _convolve(
         self, q: Tensor, k: Tensor, v: Tensor, past: StateAccess, sequences: Sequences
@@ -363,14 +324,14 @@ class DeltaRuleAttention(Float32Parameters):
         normalize = partial(l2_normalize, fused=self.fused_kernels)
         return normalize(q) if normalize_q else q, normalize(k) if normalize_k else k
 
-    def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
+    def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """The operator's inputs for the current tokens. A subclass may override it.
 
         A token's results must come from that token alone: what depends on others would differ between training,
         decoding, padded and packed batches. `deltazoo check` finds such rules.
 
         Args:
-            hidden_states: `[B, T, hidden_size]`.
+            x: the layer's input, and its linear maps: `x.hidden_states`, `x.project(name)`.
             q, k, v: per head, convolved and normalised, in the dtype the operator will see. With n micro-steps the
                 heads of k and v are those of the first step, then those of the second, and so on.
         """
@@ -378,7 +339,7 @@ class DeltaRuleAttention(Float32Parameters):
         if self.spec.corrects:
             beta = effective_step(
                 self.spec,
-                self.step_gate(hidden_states),
+                self.step_gate(x),
                 k,
                 allow_neg_eigval=self.allow_neg_eigval,
                 fused=self.runs_fused(k),
@@ -386,10 +347,10 @@ class DeltaRuleAttention(Float32Parameters):
             if self.neg_eigval == "erase":
                 # The write is beta * v: halved values undo the doubling there, exactly.
                 v = recomputable(partial(torch.mul, other=0.5), v)
-        return RuleInputs(q, k, v, beta, self.log_decay(hidden_states))
+        return RuleInputs(q, k, v, beta, self.log_decay(x))
 
     def with_auxiliary_state(
-        self, hidden_states: Tensor, inputs: RuleInputs, past: StateAccess, sequences: Sequences
+        self, x: LayerInput, inputs: RuleInputs, past: StateAccess, sequences: Sequences
     ) -> tuple[RuleInputs, Tensor | None]:
         """The operator's inputs, changed by a further state of the rule's own, and that state after these tokens.
 
@@ -397,30 +358,30 @@ class DeltaRuleAttention(Float32Parameters):
         it on with `run_rule`, which knows where sequences begin.
 
         Args:
-            hidden_states: `[B, T, hidden_size]`.
+            x: the layer's input.
             inputs: of `rule_inputs`, with padding masked.
             past: the states before these tokens.
             sequences: of the batch.
         """
         return inputs, None
 
-    def step_gate(self, hidden_states: Tensor) -> Tensor:
+    def step_gate(self, x: LayerInput) -> Tensor:
         """The gate b that the spec's step size turns into the effective one: a sigmoid. A subclass may override it.
 
         Args:
-            hidden_states: `[B, T, hidden_size]`.
+            x: the layer's input.
 
         Returns:
             `[B, T, HV]` float32 (float64 stays), not negative; with n micro-steps n * HV, those of the first step
             first.
         """
-        return torch.sigmoid(at_least_float32(self.project("b_proj", hidden_states)))
+        return torch.sigmoid(at_least_float32(x.project("b_proj")))
 
-    def log_decay(self, hidden_states: Tensor) -> Tensor | None:
+    def log_decay(self, x: LayerInput) -> Tensor | None:
         """The log-decay of the current tokens, None for a rule without decay. A subclass may override it.
 
         Args:
-            hidden_states: `[B, T, hidden_size]`.
+            x: the layer's input.
 
         Returns:
             `[B, T, HV]` or, per key channel, `[B, T, HV, K]`, float32 (float64 stays), natural log, not positive.
@@ -428,8 +389,8 @@ class DeltaRuleAttention(Float32Parameters):
         if self.spec.decay == "none":
             return None
         if self.spec.decay == "scalar":  # too small to be worth recomputing
-            return self._decay(self.project("a_proj", hidden_states), self.A_log, self.dt_bias)
-        a = _per_head(self.project("f_proj", hidden_states), self.head_k_dim)
+            return self._decay(x.project("a_proj"), self.A_log, self.dt_bias)
+        a = _per_head(x.project("f_proj"), self.head_k_dim)
         return recomputable(self._decay, a, self.A_log, self.dt_bias)
 
     def _decay(self, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
@@ -459,25 +420,19 @@ class DeltaRuleAttention(Float32Parameters):
     def _precision(self) -> str | None:
         return precision_for(self.spec, allow_neg_eigval=self.allow_neg_eigval) if self._states_its_gain else None
 
-    def _project_output(self, output: Tensor, hidden_states: Tensor) -> Tensor:
+    def _project_output(self, output: Tensor, x: LayerInput) -> Tensor:
         # The gated norm stays apart: a kernel for both is slower than the two that it would replace (docs/log.md).
         takes_linear = type(self.o_norm) is RMSNorm and not is_hooked(self.o_norm) and self.o_norm.takes_linear(output)
         if takes_linear and called_as_is(self.o_proj) and self.o_proj.weight.requires_grad:
             (weight,) = cast_for_product(self.o_proj.weight)
             if weight.dtype == output.dtype:
                 return self.o_norm.with_linear(output, weight)
-        return self.o_proj(self._norm_and_gate(output, hidden_states).flatten(2))
+        return self.o_proj(self._norm_and_gate(output, x).flatten(2))
 
-    def _norm_and_gate(self, output: Tensor, hidden_states: Tensor) -> Tensor:
+    def _norm_and_gate(self, output: Tensor, x: LayerInput) -> Tensor:
         if self.spec.output_gate == "none":
             return self.o_norm(output)
-        gate = vars(self).pop("_output_gate", None)
-        if gate is None:
-            gate = self.project("g_proj", hidden_states)
-        return self.o_norm(output, _per_head(gate, self.head_v_dim))
-
-    def _compute_output_gate(self, hidden_states: Tensor) -> None:
-        vars(self)["_output_gate"] = self.project("g_proj", hidden_states)
+        return self.o_norm(output, _per_head(x.project("g_proj"), self.head_v_dim))
 
     def _default_head_dim(self) -> int:
         if self.num_heads < 1:

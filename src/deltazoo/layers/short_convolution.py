@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.layers.initialization import short_conv_
-from deltazoo.layers.linear_maps import PLAIN_WEIGHTS, is_hooked
 from deltazoo.layers.norm import l2_normalize
 from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, RightPaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.state import StateAccess, is_decoding_step
 from deltazoo.ops.context.token_exchange import last_tokens, tokens_before
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_kernels_fit, fused_short_conv, fused_short_conv_step, fused_short_convs
+from deltazoo.ops.linear_maps import PLAIN_WEIGHTS, is_hooked
 from deltazoo.ops.recompute import recomputable
 
 __all__ = [

@@ -1,6 +1,5 @@
 """The public operators: check the arguments, choose a backend, call it. The contract is written here once."""
 
-import math
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from deltazoo.ops.dtypes import wide_dtype
 from deltazoo.ops.reference import recurrent_loop, recurrent_step
 from deltazoo.ops.transforms import records_gradients, refuse_transforms, transforming
 from deltazoo.ops.validation import (
+    check_scale,
     check_shapes,
     check_step_shapes,
     check_tensor,
@@ -123,8 +123,8 @@ def delta_rule(
     Source: arXiv:2406.06484 (delta rule), arXiv:2412.06464 (scalar decay), arXiv:2510.26692 (decay per channel),
     arXiv:2605.22791 (erase key), arXiv:2506.02475 (undecayed read), arXiv:2502.10297 (micro-steps).
     """
-    arguments = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, backend, precision, context)
-    return _whole_sequences(*arguments, erase_key, erase_reads, num_micro_steps)
+    call = RuleCall(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, None, erase_key, False, num_micro_steps)
+    return _whole_sequences(call, backend, context, precision, erase_reads)
 
 
 def linear_attention(
@@ -145,8 +145,8 @@ def linear_attention(
 
     Source: arXiv:2006.16236; with scalar decay arXiv:2405.21060; with decay per channel arXiv:2312.06635.
     """
-    arguments = (q, k, v, None, log_decay, scale, initial_state, cu_seqlens, backend, None, context)
-    return _whole_sequences(*arguments, corrected=False)
+    call = RuleCall(q, k, v, None, log_decay, scale, initial_state, cu_seqlens)
+    return _whole_sequences(call, backend, context, corrects=False)
 
 
 def delta_rule_step(
@@ -181,9 +181,8 @@ def delta_rule_step(
     Raises:
         ValueError, TypeError, NotImplementedError: as `delta_rule`.
     """
-    _require_beta(beta)
-    update = (erase_key, reads_undecayed(erase_reads) and log_decay is not None, num_micro_steps)
-    return _one_token(q, k, v, beta, log_decay, state, scale, inplace, backend, *update)
+    call = RuleCall(q, k, v, beta, log_decay, scale, state, None, None, erase_key, False, num_micro_steps)
+    return _one_token(call, backend, inplace, erase_reads)
 
 
 def linear_attention_step(
@@ -198,161 +197,108 @@ def linear_attention_step(
     backend: str | None = None,
 ) -> DeltaRuleOutput:
     """One token of linear attention, for decoding; arguments, results and errors as in `delta_rule_step`."""
-    return _one_token(q, k, v, None, log_decay, state, scale, inplace, backend)
-
-
-def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, erase_key: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x, required=True)
-    check_tensor("erase_key", erase_key)
-    if isinstance(scale, Tensor):
-        raise TypeError("scale must be a number, got a tensor, which would get no gradient: multiply q by it instead")
-    if scale is not None and not torch.compiler.is_compiling() and not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    dtype = autocast_dtype(v.device)
-    if dtype is not None and v.dtype != torch.float64:
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        erase_key = None if erase_key is None else erase_key.to(dtype)
-    return q, k, v, erase_key
-
-
-def _scale(scale: float | None, k: Tensor) -> float:
-    """The factor on q, for a k whose shape has been checked."""
-    return float(k.shape[-1]) ** -0.5 if scale is None else float(scale)
+    return _one_token(RuleCall(q, k, v, None, log_decay, scale, state, None), backend, inplace, corrects=False)
 
 
 def _whole_sequences(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
+    given: RuleCall,
     backend: str | None,
-    precision: str | None,
     context: ContextParallel | None,
-    erase_key: Tensor | None = None,
+    precision: str | None = None,
     erase_reads: str = "decayed",
-    num_micro_steps: int = 1,
-    corrected: bool = True,
+    corrects: bool = True,
 ) -> DeltaRuleOutput:
-    checked = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, backend, precision, erase_key)
-    prepare = partial(_checked, *checked, erase_reads, num_micro_steps, corrected)
-    undecayed = erase_reads == "undecayed" and log_decay is not None
-    if context is not None and not isinstance(context, ContextParallel):
+    if context is None:
+        call, name = _checked(given, backend, precision, erase_reads, corrects)
+        if name == "reference":
+            check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
+            return DeltaRuleOutput(*recurrent_loop(call))
+        if name == "triton":
+            from deltazoo.ops.triton.delta_rule import triton_delta_rule
+
+            return DeltaRuleOutput(*triton_delta_rule(call))
+        return DeltaRuleOutput(*chunkwise(call))
+    if not isinstance(context, ContextParallel):
         raise TypeError(f"context must be a ContextParallel, got {type(context).__name__}")
-    if context is not None:  # which calls prepare, since all ranks must learn what it raises on one of them
-        from deltazoo.ops.context.context_rule import rule_on_piece
+    from deltazoo.ops.context.context_rule import rule_on_piece
 
-        tensors = (beta, log_decay, initial_state, cu_seqlens)
-        return DeltaRuleOutput(*rule_on_piece(prepare, q.shape[1], *tensors, undecayed, num_micro_steps, context))
-    q, k, v, erase_key, scale, name, strict = prepare()
-    inputs = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens)
-    update = (erase_key, undecayed, num_micro_steps)
-    if name == "reference":
-        check_tensor_values(log_decay, cu_seqlens, q.shape[1])
-        return DeltaRuleOutput(*recurrent_loop(*inputs, *update))
-    if name == "triton":
-        from deltazoo.ops.triton.delta_rule import triton_delta_rule
-
-        return DeltaRuleOutput(*triton_delta_rule(RuleCall(*inputs, strict, *update)))
-    return DeltaRuleOutput(*chunkwise(*inputs, *update))
-
-
-def _checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    backend: str | None,
-    precision: str | None,
-    erase_key: Tensor | None,
-    erase_reads: str,
-    num_micro_steps: int,
-    corrected: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, str, bool | None]:
-    """q, k, v and the erase key as autocast wants them, the scale, the backend's name, and whether it is strict."""
-    if corrected:
-        _require_beta(beta)
-    reads_undecayed(erase_reads)
-    if precision not in PRECISIONS:
-        raise ValueError(unknown("precision", precision, [name for name in PRECISIONS if name is not None]))
-    q, k, v, erase_key = _prepare(q, k, v, erase_key, scale)
-    check_shapes(q, k, v, beta, log_decay, initial_state, cu_seqlens, erase_key, num_micro_steps)
-    warn_of_heads_first(q)
-    return q, k, v, erase_key, _scale(scale, k), _backend_of_call(backend, k, v), PRECISIONS[precision]
-
-
-def _require_beta(beta: Tensor | None) -> None:
-    if beta is None:  # which would mean linear attention in the functions called below
-        raise TypeError("beta must be a tensor, got None; without a correction term call linear_attention")
-
-
-def _backend_of_call(backend: str | None, k: Tensor, v: Tensor) -> str:
-    name, _ = resolve_backend(backend, device=v.device, dtype=v.dtype, head_k_dim=k.shape[-1], head_v_dim=v.shape[-1])
-    if name == "triton" and transforming():
-        if backend == "triton":
-            refuse_transforms("the triton backend", "use backend='chunkwise'")
-        return "chunkwise"
-    return name
+    check = partial(_checked, given, backend, precision, erase_reads, corrects)
+    return DeltaRuleOutput(*rule_on_piece(check, given.q.shape[1], given.cu_seqlens, context))
 
 
 def _one_token(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    state: Tensor,
-    scale: float | None,
-    inplace: bool,
-    backend: str | None,
-    erase_key: Tensor | None = None,
-    undecayed: bool = False,
-    num_micro_steps: int = 1,
+    given: RuleCall, backend: str | None, inplace: bool, erase_reads: str = "decayed", corrects: bool = True
 ) -> DeltaRuleOutput:
-    q, k, v, erase_key = _prepare(q, k, v, erase_key, scale)
-    check_step_shapes(q, k, v, beta, log_decay, state, erase_key, num_micro_steps)
-    check_tensor_values(log_decay, None, 1)
-    scale = _scale(scale, k)
-    name = _backend_of_call(backend, k, v)
-    recording = records_gradients(q, k, v, beta, log_decay, erase_key, state)
-    dtype = wide_dtype(v)
+    call, name = _checked(given, backend, None, erase_reads, corrects, one_token=True)
+    check_tensor_values(call.log_decay, None, 1)
+    state, dtype = call.initial_state, wide_dtype(call.v)
+    assert state is not None  # it is checked
+    recording = records_gradients(*call.differentiable)
     if inplace and (recording or state.dtype != dtype or not state.is_contiguous()):
         raise ValueError(
             f"a step in place needs a contiguous state in {dtype} and records no gradient, got {state.dtype} with "
             f"strides {state.stride()} for shape {tuple(state.shape)}, requires_grad={state.requires_grad}, gradients "
             f"{'' if recording else 'not '}recorded"
         )
-    if name == "triton" and recording:
-        if backend == "triton":
-            raise NotImplementedError("the triton step is for inference and has no gradient; use torch.no_grad()")
-        name = "chunkwise"
-    if name == "triton":
+    if name == "triton" and not recording:
         from deltazoo.ops.triton.decode import recurrent_step as triton_step
 
-        results = triton_step(
-            q,
-            k,
-            v,
-            beta,
-            log_decay,
-            state.float(),
-            scale,
-            inplace=inplace,
-            erase_key=erase_key,
-            undecayed=undecayed,
-            num_micro_steps=num_micro_steps,
-        )
-        return DeltaRuleOutput(*results)
-    decay = None if log_decay is None else log_decay[:, 0]
-    output, new_state = recurrent_step(q[:, 0], k, v, beta, decay, state.to(dtype), scale, erase_key, undecayed)
-    return DeltaRuleOutput(output[:, None].to(v.dtype), state.copy_(new_state) if inplace else new_state)
+        q, k, v, beta, log_decay, scale, *_, undecayed, num_micro_steps = call
+        update = dict(erase_key=call.erase_key, undecayed=undecayed, num_micro_steps=num_micro_steps)
+        return DeltaRuleOutput(*triton_step(q, k, v, beta, log_decay, state.float(), scale, inplace=inplace, **update))
+    if backend == "triton":
+        raise NotImplementedError("the triton step is for inference and has no gradient; use torch.no_grad()")
+    decay = None if call.log_decay is None else call.log_decay[:, 0]
+    output, new_state = recurrent_step(
+        call.q[:, 0], call.k, call.v, call.beta, decay, state.to(dtype), call.scale, call.erase_key, call.undecayed
+    )
+    return DeltaRuleOutput(output[:, None].to(call.v.dtype), state.copy_(new_state) if inplace else new_state)
+
+
+def _checked(
+    given: RuleCall,
+    backend: str | None,
+    precision: str | None,
+    erase_reads: str,
+    corrects: bool,
+    one_token: bool = False,
+) -> tuple[RuleCall, str]:
+    """The call as backends take it, and the name of the one that is to run it.
+
+    Args:
+        given: the caller's arguments; the scale may be None.
+        backend, precision, erase_reads: as given, by their names.
+        corrects: whether there must be step sizes.
+        one_token: whether it is a step, whose state is the initial one.
+    """
+    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, _, erase_key, _, num_micro_steps = given
+    if corrects and beta is None:  # which would mean linear attention below
+        raise TypeError("beta must be a tensor, got None; without a correction term call linear_attention")
+    undecayed = reads_undecayed(erase_reads) and log_decay is not None
+    if precision not in PRECISIONS:
+        raise ValueError(unknown("precision", precision, [name for name in PRECISIONS if name is not None]))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, required=True)
+    check_tensor("erase_key", erase_key)
+    check_scale(scale)
+    dtype = autocast_dtype(v.device)
+    if dtype is not None and v.dtype != torch.float64:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        erase_key = None if erase_key is None else erase_key.to(dtype)
+    if one_token:
+        check_step_shapes(q, k, v, beta, log_decay, initial_state, erase_key, num_micro_steps)
+    else:
+        check_shapes(q, k, v, beta, log_decay, initial_state, cu_seqlens, erase_key, num_micro_steps)
+        warn_of_heads_first(q)
+    K, V = k.shape[-1], v.shape[-1]
+    scale = float(K) ** -0.5 if scale is None else float(scale)
+    name, _ = resolve_backend(backend, device=v.device, dtype=v.dtype, head_k_dim=K, head_v_dim=V)
+    if name == "triton" and transforming():
+        if backend == "triton":
+            refuse_transforms("the triton backend", "use backend='chunkwise'")
+        name = "chunkwise"
+    strict = PRECISIONS[precision]
+    call = RuleCall(
+        q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps
+    )
+    return call, name

@@ -1,10 +1,17 @@
 """One call of the operator over whole sequences, as every backend takes it."""
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["RuleCall"]
+__all__ = ["SCHEMA", "RuleCall"]
+
+SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? log_decay, float scale, Tensor? initial_state, "
+    "Tensor? cu_seqlens, bool? strict, Tensor? erase_key, bool undecayed, int num_micro_steps"
+)
+"""The fields of `RuleCall` as the first arguments of an operator of torch."""
 
 
 class RuleCall(NamedTuple):
@@ -34,3 +41,26 @@ class RuleCall(NamedTuple):
     """Whether the erase reads the state before the decay; False without a decay, where both are the same."""
     num_micro_steps: int = 1
     """n, updates per token."""
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """q, k, v, beta, log_decay, initial_state and erase_key: the tensors that get gradients."""
+        return *self[:5], self.initial_state, self.erase_key
+
+    @property
+    def options(self) -> tuple[float, bool | None, bool, int]:
+        """The fields that are no tensors."""
+        return self.scale, self.strict, self.undecayed, self.num_micro_steps
+
+    @classmethod
+    def of(cls, differentiable: Iterable[Tensor | None], cu_seqlens: Tensor | None, options: Any) -> "RuleCall":
+        """The call that consists of these."""
+        q, k, v, beta, log_decay, initial_state, erase_key = differentiable
+        scale, strict, *update = options
+        return cls._make([q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, *update])
+
+    @staticmethod
+    def in_order(gradients: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Gradients of `differentiable` in the order of the fields, None for the others."""
+        *first, d_initial_state, d_erase_key = gradients
+        return *first, None, d_initial_state, None, None, d_erase_key, None, None

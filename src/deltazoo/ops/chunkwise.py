@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltazoo.ops.call import SCHEMA, RuleCall
 from deltazoo.ops.chunk_decay import chunk_decay, later, sooner
 from deltazoo.ops.chunk_tokens import ChunkTokens, most_chunks
 from deltazoo.ops.dtypes import wide_dtype
@@ -33,48 +34,20 @@ __all__ = ["backward", "chunkwise", "forward"]
 CHUNK_SIZE = 64
 
 
-def chunkwise(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    erase_key: Tensor | None,
-    undecayed: bool,
-    num_micro_steps: int,
-) -> tuple[Tensor, Tensor]:
-    """Whole sequences by the chunk form; arguments and results as in `deltazoo.ops.delta_rule`.
-
-    With `undecayed` the erase reads the state before the decay; there is one.
-    """
-    inputs = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens)
-    update = (erase_key, undecayed, num_micro_steps)
+def chunkwise(call: RuleCall) -> tuple[Tensor, Tensor]:
+    """Whole sequences by the chunk form: output `[B, T, HV, V]` and final state `[N, HV, K, V]`."""
     if transforming():
-        check_tensor_values(log_decay, cu_seqlens, q.shape[1])
-        return functional_chunkwise(*inputs, *update)
-    output, final, *_ = forward(*inputs, *update)
+        check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
+        return functional_chunkwise(call)
+    output, final, *_ = forward(*call)
     return output, final
 
 
 class _Chunks:
     """All chunk-local quantities of one call, computed in parallel over chunks, and the states entering each chunk."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        beta: Tensor | None,
-        log_decay: Tensor | None,
-        scale: float,
-        cu_seqlens: Tensor | None,
-        erase_key: Tensor | None,
-        undecayed: bool,
-        num_micro_steps: int,
-    ) -> None:
+    def __init__(self, call: RuleCall) -> None:
+        q, k, v, beta, log_decay, scale, _, cu_seqlens, _, erase_key, undecayed, num_micro_steps = call
         dtype = wide_dtype(v)
         B, T = q.shape[:2]
         self.tokens = tokens = ChunkTokens.of(B, T, cu_seqlens, v.device, CHUNK_SIZE, num_micro_steps)
@@ -148,29 +121,19 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    erase_key: Tensor | None,
-    undecayed: bool,
-    num_micro_steps: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _forward(*arguments):
     """Output and final state; then A, U and S of every chunk, which the backward pass would else compute again."""
-    check_tensor_values(log_decay, cu_seqlens, q.shape[1])
-    with torch.autocast(v.device.type, enabled=False):
-        chunks = _Chunks(q, k, v, beta, log_decay, scale, cu_seqlens, erase_key, undecayed, num_micro_steps)
-        final = chunks.solve(initial_state)
+    call = RuleCall(*arguments)
+    check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
+    with torch.autocast(call.v.device.type, enabled=False):
+        chunks = _Chunks(call)
+        final = chunks.solve(call.initial_state)
         output = chunks.q_in @ chunks.S + chunks.P @ chunks.U
-        return chunks.tokens.unchunk(output, v.dtype, -1), final, *chunks.kept()
+        return chunks.tokens.unchunk(output, call.v.dtype, -1), final, *chunks.kept()
 
 
-def _fake_forward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, undecayed, num_micro_steps):
+def _fake_forward(*arguments):
+    q, _, v, beta, _, _, _, cu_seqlens, _, _, _, num_micro_steps = arguments
     (B, T, _, K), (HV, V), C = q.shape, v.shape[2:], CHUNK_SIZE
     packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     M = most_chunks(B, T * num_micro_steps, packed, C)
@@ -184,27 +147,13 @@ def _fake_forward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, er
     return v.new_empty(B, T, HV, V), *(v.new_empty(x, dtype=dtype) for x in sizes)
 
 
-def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    erase_key: Tensor | None,
-    undecayed: bool,
-    num_micro_steps: int,
-    A: Tensor,
-    U: Tensor,
-    S: Tensor,
-    d_output: Tensor,
-    d_final: Tensor,
-) -> list[Tensor]:
+def _backward(*arguments):
     """Gradients of q, k, v, then of those of beta, log_decay, initial_state and erase_key that were given."""
+    call = RuleCall(*arguments[:-5])
+    A, U, S, d_output, d_final = arguments[-5:]
+    q, k, v, beta, log_decay, scale, initial_state, _, _, erase_key, undecayed, _ = call
     with torch.autocast(v.device.type, enabled=False):
-        c = _Chunks(q, k, v, beta, log_decay, scale, cu_seqlens, erase_key, undecayed, num_micro_steps)
+        c = _Chunks(call)
         c.restore(A, U, S)
         W = c.W() if c.corrects else None
         dO = c.tokens.chunk(d_output, c.k.dtype, -1)
@@ -259,27 +208,25 @@ def _backward(
         return grads
 
 
-def _fake_backward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, *_):
-    given = [x for x in (q, k, v, beta, log_decay, initial_state, erase_key) if x is not None]
+def _fake_backward(*arguments):
+    given = [x for x in RuleCall(*arguments[:-5]).differentiable if x is not None]
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, scale, initial_state, cu_seqlens, erase_key, undecayed, num_micro_steps = inputs
-    kept = output[2:]
+    call, kept = RuleCall(*inputs), output[2:]
     ctx.mark_non_differentiable(*kept)
-    ctx.save_for_backward(*tensors, initial_state, erase_key, cu_seqlens, *kept)
-    ctx.options = (scale, undecayed, num_micro_steps)
+    ctx.save_for_backward(*call.differentiable, call.cu_seqlens, *kept)
+    ctx.options = call.options
 
 
 def _autograd(ctx, d_output, d_final, *_):
+    *tensors, cu_seqlens, A, U, S = ctx.saved_tensors
+    call = RuleCall.of(tensors, cu_seqlens, ctx.options)
     if torch.is_grad_enabled():  # create_graph
-        return _differentiable_gradients(ctx, d_output, d_final)
-    q, k, v, beta, log_decay, initial_state, erase_key, cu_seqlens, *kept = ctx.saved_tensors
-    scale, *options = ctx.options
-    inputs = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, *options)
+        return RuleCall.in_order(_differentiable_gradients(call, d_output, d_final))
     try:
-        grads = iter(backward(*inputs, *kept, d_output, d_final))
+        grads = iter(backward(*call, A, U, S, d_output, d_final))
     except RuntimeError as error:
         if "Batching rule" not in str(error):
             raise
@@ -287,42 +234,27 @@ def _autograd(ctx, d_output, d_final, *_):
             "chunkwise has no batched backward pass (is_grads_batched=True, vectorize=True): use torch.func.vmap over "
             "torch.func.vjp, which it has"
         ) from error
-    given = (q, k, v, beta, log_decay, initial_state, erase_key)
-    return _in_order_of_arguments([None if x is None else next(grads) for x in given])
+    return RuleCall.in_order([None if x is None else next(grads) for x in tensors])
 
 
-def _differentiable_gradients(ctx, d_output, d_final):
+def _differentiable_gradients(call, d_output, d_final):
     """Gradients with a graph of their own, through the forward pass once more in operations that torch derives."""
-    *tensors, cu_seqlens, _A, _U, _S = ctx.saved_tensors
     # Views, since two arguments may be one tensor.
-    given: list[Any] = [None if x is None else x.view_as(x) for x in tensors]
-    q, k, v, beta, log_decay, initial_state, erase_key = given
-    scale, *options = ctx.options
-    results = functional_chunkwise(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, *options)
+    given: list[Any] = [None if x is None else x.view_as(x) for x in call.differentiable]
+    results = functional_chunkwise(RuleCall.of(given, call.cu_seqlens, call.options))
     wanted = [x for x in given if x is not None and x.requires_grad]
     # The final state does not depend on q.
     recorded = [(y, d) for y, d in zip(results, (d_output, d_final), strict=True) if y.requires_grad]
     outputs, gradients = zip(*recorded, strict=True)
     found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, materialize_grads=True))
-    return _in_order_of_arguments([next(found) if x is not None and x.requires_grad else None for x in given])
+    return [next(found) if x is not None and x.requires_grad else None for x in given]
 
 
-def _in_order_of_arguments(grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, beta, log_decay, initial_state and erase_key -> one for every argument of the operator."""
-    *first, d_initial, d_erase_key = grads
-    return *first, None, d_initial, None, d_erase_key, None, None
-
-
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? log_decay, float scale, Tensor? initial_state, "
-    "Tensor? cu_seqlens, Tensor? erase_key, bool undecayed, int num_micro_steps"
-)
-
-_operator = Operator(f"chunkwise({_ARGUMENTS}) -> ({', '.join(['Tensor'] * 5)})", _forward, _fake_forward)
+_operator = Operator(f"chunkwise({SCHEMA}) -> ({', '.join(['Tensor'] * 5)})", _forward, _fake_forward)
 _operator.differentiate(_autograd, _setup_context)
 forward = _operator.overload
 backward = Operator(
-    f"chunkwise_backward({_ARGUMENTS}, Tensor A, Tensor U, Tensor S, Tensor d_output, Tensor d_final) -> Tensor[]",
+    f"chunkwise_backward({SCHEMA}, Tensor A, Tensor U, Tensor S, Tensor d_output, Tensor d_final) -> Tensor[]",
     _backward,
     _fake_backward,
 ).overload

@@ -8,6 +8,7 @@ more is kept for the backward pass. Chunks are short, so that a decay per key ch
 import torch
 from torch import Tensor
 
+from deltazoo.ops.call import RuleCall
 from deltazoo.ops.chunk_decay import later, sooner
 from deltazoo.ops.chunk_tokens import ChunkTokens
 from deltazoo.ops.dtypes import wide_dtype
@@ -17,20 +18,9 @@ __all__ = ["functional_chunkwise"]
 _CHUNK_SIZE = 16
 
 
-def functional_chunkwise(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    erase_key: Tensor | None,
-    undecayed: bool,
-    num_micro_steps: int,
-) -> tuple[Tensor, Tensor]:
+def functional_chunkwise(call: RuleCall) -> tuple[Tensor, Tensor]:
     """Whole sequences by the chunk form; arguments and results as in `deltazoo.ops.delta_rule`."""
+    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, _, erase_key, undecayed, num_micro_steps = call
     with torch.autocast(v.device.type, enabled=False):
         dtype = wide_dtype(v)
         B, T = q.shape[:2]

@@ -27,32 +27,46 @@ T = TypeVar("T", bound=Tensor | tuple[Tensor, ...])
 _MUCH_LARGER = 32
 
 
-def recomputable(function: Callable[..., T], *tensors: Tensor) -> T:
-    """Call `function(*tensors)`; inside `recomputing`, the backward pass keeps only `tensors` of it.
+def recomputable(function: Callable[..., T], *arguments: Any) -> T:
+    """Call `function(*arguments)`; inside `recomputing`, the backward pass keeps only the arguments of it.
 
     Args:
         function: may run twice, so it has no side effects and gives the same results both times. Inside it
             `recomputable` does nothing.
-        tensors: what the results depend on, weights included.
+        arguments: tensors, all that the results depend on, weights included; options among them are kept as they are.
     """
     if torch.compiler.is_compiling():
-        return function(*tensors)
+        return function(*arguments)
     recording = _ACTIVE.get()
     if recording is None or recording.running is not None:
-        return function(*tensors)
-    return recording.run(function, tensors)
+        return function(*arguments)
+    return recording.run(function, arguments)
 
 
-def declare_recomputable(result: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> None:
-    """Say that `result`, however it came about, is `function(*tensors)`; inside `recomputing` that replaces it.
+def declare_recomputable(result: Tensor, function: Callable[..., Tensor], *arguments: Any) -> None:
+    """Say that `result`, however it came about, is `function(*arguments)`; inside `recomputing` that replaces it.
 
     Args:
-        result: not among `tensors`, of a storage of its own.
-        function, tensors: as of `recomputable`.
+        result: not among the arguments, of a storage of its own.
+        function, arguments: as of `recomputable`.
     """
     recording = None if torch.compiler.is_compiling() else _ACTIVE.get()
     if recording is not None and recording.running is None:
-        recording.declare(result, function, tensors)
+        recording.declare(result, *_of_tensors(function, arguments))
+
+
+def _of_tensors(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Tensor]]:
+    """The function of the tensors among its arguments alone, and these. It holds no tensor."""
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    if len(tensors) == len(arguments):
+        return function, tensors
+    options = [None if isinstance(x, Tensor) else (x,) for x in arguments]
+
+    def call(*tensors: Tensor) -> Any:
+        given = iter(tensors)
+        return function(*[next(given) if option is None else option[0] for option in options])
+
+    return call, tensors
 
 
 @contextmanager
@@ -228,12 +242,13 @@ class _Recording:
         self.cast_sources: dict[tuple[object, int], _Source] = {}
         """Under autocast: results by their node and output number in the graph."""
 
-    def run(self, function: Callable[..., T], tensors: tuple[Tensor, ...]) -> T:
-        self.running = call = self._call(function, tensors)
+    def run(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+        of_tensors, tensors = _of_tensors(function, arguments)
+        self.running = call = self._call(of_tensors, tensors)
         self.inputs = {_storage(x) for x in tensors}
         self.small = max(x.numel() for x in tensors) // _MUCH_LARGER
         try:
-            results = function(*tensors)
+            results = function(*arguments)
         finally:
             self.running = None
         for number, y in enumerate(_as_tuple(results)):
@@ -241,12 +256,12 @@ class _Recording:
                 self._add_source(call, number, y)
         return results
 
-    def declare(self, result: Tensor, function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> None:
+    def declare(self, result: Tensor, function: Callable[..., Tensor], tensors: list[Tensor]) -> None:
         """Take `function` for what made `result`."""
         if type(result) is Tensor:
             self._add_source(self._call(function, tensors), 0, result)
 
-    def _call(self, function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> _Call:
+    def _call(self, function: Callable[..., Any], tensors: list[Tensor]) -> _Call:
         autocast = autocast_dtype(tensors[0].device)
         return _Call(function, [(self._save(x), x.requires_grad) for x in tensors], autocast)
 

@@ -12,6 +12,7 @@ state before the decay. Without `beta` there is no correction term: `S_t = S~ + 
 import torch
 from torch import Tensor
 
+from deltazoo.ops.call import RuleCall
 from deltazoo.ops.dtypes import wide_dtype
 
 __all__ = ["recurrent_loop", "recurrent_step"]
@@ -64,20 +65,9 @@ def recurrent_step(
     return (scale * q[..., None] * state).sum(-2), state
 
 
-def recurrent_loop(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    erase_key: Tensor | None = None,
-    undecayed: bool = False,
-    num_micro_steps: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """The recurrence over whole sequences; arguments and results as in `deltazoo.ops.delta_rule`."""
+def recurrent_loop(call: RuleCall) -> tuple[Tensor, Tensor]:
+    """The recurrence over whole sequences: output `[B, T, HV, V]` and final state `[N, HV, K, V]`."""
+    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, _, erase_key, undecayed, num_micro_steps = call
     (B, T), (HV, V) = q.shape[:2], v.shape[2:]
     dtype = wide_dtype(v)
     num_sequences = B if cu_seqlens is None else len(cu_seqlens) - 1

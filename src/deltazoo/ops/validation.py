@@ -6,6 +6,7 @@ read them.
 """
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from deltazoo.ops.dtypes import KERNEL_DTYPES
 
 __all__ = [
     "check_boundaries",
+    "check_scale",
     "check_shapes",
     "check_step_shapes",
     "check_tensor",
@@ -52,6 +54,14 @@ def check_tensor(name: str, x: object, *, required: bool = False) -> None:
         raise TypeError(
             f"{name} must be a tensor, got {type(x).__name__}; torch.tensor({name}, device=...) makes one of a list"
         )
+
+
+def check_scale(scale: object) -> None:
+    """Raise TypeError for a tensor, ValueError for a number that is not finite."""
+    if isinstance(scale, Tensor):
+        raise TypeError("scale must be a number, got a tensor, which would get no gradient: multiply q by it instead")
+    if scale is not None and not torch.compiler.is_compiling() and not math.isfinite(scale):  # type: ignore[arg-type]
+        raise ValueError(f"scale must be finite, got {scale}")
 
 
 def reads_undecayed(erase_reads: str) -> bool:

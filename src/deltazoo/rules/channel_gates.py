@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.layers import DeltaRuleAttention, bounded_step
+from deltazoo.layers import DeltaRuleAttention, LayerInput, bounded_step
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
 from deltazoo.ops.dtypes import at_least_float32, wide_dtype
 from deltazoo.ops.fused import fused_sigmoid_gate
@@ -41,9 +41,9 @@ class ChannelGates(DeltaRuleAttention):
         """The gate of values starts at 1/2, as that of keys does: KDA with a step size of 1/2."""
         return {"w_proj.weight": nearly_zero_rows_}
 
-    def channel_gates(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    def channel_gates(self, x: LayerInput) -> tuple[Tensor, Tensor]:
         """Both gates before their sigmoids, `[B, T, H, K]` and `[B, T, HV, V]`."""
-        keys, values = (self.project(name, hidden_states) for name in ("b_proj", "w_proj"))
+        keys, values = (x.project(name) for name in ("b_proj", "w_proj"))
         return keys.unflatten(-1, (-1, self.head_k_dim)), values.unflatten(-1, (-1, self.head_v_dim))
 
     def gated(self, gate: Tensor, x: Tensor, largest: float = 1.0, *, root: bool = False) -> Tensor:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltazoo.layers import DeltaRuleAttention, RuleInputs
+from deltazoo.layers import DeltaRuleAttention, LayerInput, RuleInputs
 from deltazoo.layers.initialization import Initializer
 from deltazoo.layers.norm import l2_normalize
 from deltazoo.layers.rule import StepForm
@@ -43,10 +43,10 @@ class Comba(DeltaRuleAttention):
         """Feedback of nearly one, no correction of the query: close to Gated DeltaNet where the decay is weak."""
         return {"decay": partial(nn.init.constant_, val=4.0), "D": nn.init.zeros_}
 
-    def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
+    def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """As Gated DeltaNet, with query and erase key from both numbers."""
         q, k, erase_key = self.query_and_keys(q, k)
-        inputs = super().rule_inputs(hidden_states, q, k, v)._replace(erase_key=erase_key)
+        inputs = super().rule_inputs(x, q, k, v)._replace(erase_key=erase_key)
         return inputs.bounded(1.0, by_rounding=self.spec.normalize_k, fused=self.runs_fused(k))
 
     def step_form(self) -> StepForm | None:

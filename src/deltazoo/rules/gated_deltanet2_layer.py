@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from deltazoo.layers import RuleInputs
+from deltazoo.layers import LayerInput, RuleInputs
 from deltazoo.layers.rule import StepForm
 from deltazoo.rules.channel_gates import ChannelGates
 
@@ -23,12 +23,12 @@ class GatedDeltaNet2(ChannelGates):
             )
         super().make_parameters()
 
-    def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
+    def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """Erase under the gated key, write the gated value, with a step size of one."""
-        erase_gate, write_gate = self.channel_gates(hidden_states)
+        erase_gate, write_gate = self.channel_gates(x)
         erase_key = self.erase_key(erase_gate, q, k)
         beta = self.whole_step(k, v, erase_key)
-        return RuleInputs(q, k, self.gated(write_gate, v), beta, self.log_decay(hidden_states), erase_key)
+        return RuleInputs(q, k, self.gated(write_gate, v), beta, self.log_decay(x), erase_key)
 
     def step_form(self) -> StepForm | None:
         """As `rule_inputs`."""

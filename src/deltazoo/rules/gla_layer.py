@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_, spaced_decay_rates
 from deltazoo.layers.rule import StepForm
 from deltazoo.layers.short_convolution import activation_function
@@ -42,11 +42,9 @@ class GatedLinearAttention(DeltaRuleAttention):
         """Slow decays, the same for all tokens, spaced over the channels of each head."""
         return {"gk_proj.1.weight": nearly_zero_rows_, "gk_proj.1.bias": self._start_bias}
 
-    def log_decay(self, hidden_states: Tensor) -> Tensor:
+    def log_decay(self, x: LayerInput) -> Tensor:
         """`logsigmoid(gk_proj(x)) / 16`."""
-        return recomputable(
-            self._log_decay, self.project("gk_proj", hidden_states).unflatten(-1, (-1, self.head_k_dim))
-        )
+        return recomputable(self._log_decay, x.project("gk_proj").unflatten(-1, (-1, self.head_k_dim)))
 
     def _log_decay(self, a: Tensor) -> Tensor:
         if self.runs_fused(a):  # logsigmoid(a) = -softplus(-a)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltazoo.layers import DeltaRuleAttention, RuleInputs, Sequences
+from deltazoo.layers import DeltaRuleAttention, LayerInput, RuleInputs, Sequences
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, nearly_zero_rows_
 from deltazoo.layers.rule import StepForm, run_rule
 from deltazoo.layers.state import StateAccess
@@ -87,11 +87,11 @@ class Preconditioned(DeltaRuleAttention):
         return super().num_state_elements + self.num_heads * self.head_k_dim
 
     def with_auxiliary_state(
-        self, hidden_states: Tensor, inputs: RuleInputs, past: StateAccess, sequences: Sequences
+        self, x: LayerInput, inputs: RuleInputs, past: StateAccess, sequences: Sequences
     ) -> tuple[RuleInputs, Tensor | None]:
         """Write under the scaled key, erase under the key; and the moment, which is linear attention with K = 1."""
         k = inputs.k
-        gate, step = (self.project(name, hidden_states) for name in (self.moment_decay, "b_atk_proj"))
+        gate, step = (x.project(name) for name in (self.moment_decay, "b_atk_proj"))
         squares = recomputable(self._weighted_squares, step, k)
         log_decay = softplus_decay(gate, self.A_log_atk, self.dt_bias_atk)
         state = None

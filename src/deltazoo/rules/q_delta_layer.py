@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltazoo.layers import DeltaRuleAttention, RuleInputs
+from deltazoo.layers import DeltaRuleAttention, LayerInput, RuleInputs
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
 from deltazoo.layers.rule import StepForm
 from deltazoo.ops.dtypes import at_least_float32
@@ -35,10 +35,10 @@ class QDelta(DeltaRuleAttention):
         """Lambda starts the same for all tokens, at 0.29."""
         return {"lamb_proj.weight": nearly_zero_rows_}
 
-    def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
+    def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """As Gated DeltaNet, with the erase key `k + lambda q`."""
-        inputs = super().rule_inputs(hidden_states, q, k, v)
-        erase_key = recomputable(self._erase_key, self.project("lamb_proj", hidden_states), q, k)
+        inputs = super().rule_inputs(x, q, k, v)
+        erase_key = recomputable(self._erase_key, x.project("lamb_proj"), q, k)
         units = self.spec.normalize_q and self.spec.normalize_k
         return inputs._replace(erase_key=erase_key).bounded(by_rounding=units, fused=self.runs_fused(k))
 

@@ -18,6 +18,7 @@ from delta_rule_cases import DeltaRuleCase, DeltaRuleInputs
 from helpers import assert_within_reference
 from torch import Tensor
 
+from deltazoo.ops.call import RuleCall
 from deltazoo.ops.reference import recurrent_loop
 
 pytest.importorskip("triton")
@@ -157,7 +158,9 @@ def loop(case: StepCase, inputs: DeltaRuleInputs) -> dict[str, Tensor]:
     x = inputs
     beta = x.beta if case.beta else None
     update = (x.erase_key, x.erase_reads == "undecayed", x.num_micro_steps)
-    output, state = recurrent_loop(x.q, x.k, x.v, beta, x.log_decay, SCALE, x.initial_state, None, *update)
+    output, state = recurrent_loop(
+        RuleCall(x.q, x.k, x.v, beta, x.log_decay, SCALE, x.initial_state, None, None, *update)
+    )
     return {"output": output, "final_state": state}
 
 

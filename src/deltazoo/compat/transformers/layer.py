@@ -33,7 +33,6 @@ from deltazoo.generation.cache import (
     refuse_to_go_back,
 )
 from deltazoo.generation.cache_argument import takes_cache
-from deltazoo.layers.linear_maps import is_hooked
 from deltazoo.layers.norm import l2_normalize_both
 from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
 from deltazoo.layers.sequences import WHOLE_ROWS, Sequences, SharedSequences, describe_sequences
@@ -44,6 +43,7 @@ from deltazoo.ops import DeltaRuleOutput
 from deltazoo.ops.context.token_exchange import tokens_before
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv, fused_short_conv_step
+from deltazoo.ops.linear_maps import is_hooked
 from deltazoo.spec import get_rule
 
 __all__ = ["AcceleratedLayer", "accelerated_class", "rule_of", "stored_state"]

@@ -7,53 +7,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltazoo.ops.call import RuleCall
 from deltazoo.ops.context.context_group import ContextParallel, agreed_lengths, sum_over_ranks
 from deltazoo.ops.context.segment_backends import Kept, SegmentBackend, SegmentInputs, backend_for
 from deltazoo.ops.context.segment_fold import Fold
 from deltazoo.ops.context.token_pieces import Cells, Pieces, cells_of, make_cells, pieces_of, segment_length
 from deltazoo.ops.dtypes import wide_dtype
 from deltazoo.ops.second_scan import scans_again
-from deltazoo.ops.transforms import records_gradients, refuse_second_derivative, refuse_transforms, transforming
+from deltazoo.ops.transforms import records_gradients, refuse_second_derivative, refuse_transforms
 from deltazoo.ops.validation import check_tensor_values
 
 __all__ = ["agreed_piece", "rule_on_piece"]
 
 _INSTEAD = ("context parallelism", "give the whole sequence to one rank")
 
-Checked = tuple[Tensor, Tensor, Tensor, Tensor | None, float, str, bool | None]
-"""q, k, v, erase key, scale, the backend's name, and the precision of the triton backend."""
-
 
 def rule_on_piece(
-    checked: Callable[[], Checked],
-    num_tokens: int,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    undecayed: bool,
-    num_micro_steps: int,
-    context: ContextParallel,
+    check: Callable[[], tuple[RuleCall, str]], num_tokens: int, cu_seqlens: Tensor | None, context: ContextParallel
 ) -> tuple[Tensor, Tensor]:
-    """Output and final states; arguments as of `deltazoo.ops.delta_rule`.
+    """Output and final states of this rank's piece.
 
     Args:
-        checked: checks all of them. If it raises, all ranks do.
+        check: gives the checked call and its backend's name. If it raises, all ranks do.
         num_tokens: of this rank's piece.
+        cu_seqlens: boundaries in the whole row, or None.
+        context: the ranks.
     """
-    if transforming():
-        refuse_transforms(*_INSTEAD)
+    refuse_transforms(*_INSTEAD)
+    checked: list[tuple[RuleCall, str]] = []
 
     def described() -> list[object]:
-        q, k, v, erase_key, *options = checked()
-        check_tensor_values(log_decay, None, 0)
-        tensors = (q, k, v, beta, log_decay, erase_key, initial_state)
-        shapes = [None if x is None else (x.dtype, len(x), *x.shape[2:]) for x in tensors]
-        return [*shapes, *options, undecayed, num_micro_steps, f"gradients recorded: {records_gradients(*tensors)}"]
+        checked.append(check())
+        call, name = checked[0]
+        check_tensor_values(call.log_decay, None, 0)
+        shapes = [None if x is None else (x.dtype, len(x), *x.shape[2:]) for x in call.differentiable]
+        return [*shapes, *call.options, name, f"gradients recorded: {records_gradients(*call.differentiable)}"]
 
     context = agreed_piece(context, num_tokens, cu_seqlens, described)
-    q, k, v, erase_key, scale, name, strict = checked()
-    check_tensor_values(log_decay, None, 0)
+    if not checked:
+        described()
+    call, name = checked[0]
+    q, k, v, beta, log_decay, scale, initial_state, _, strict, erase_key, undecayed, num_micro_steps = call
     total, rows, (HV, V) = sum(context.known_lengths), len(q), v.shape[2:]
     cells = (make_cells if torch.compiler.is_compiling() else cells_of)(
         context.known_lengths, context.segment_length or segment_length(total, rows, HV, V)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.ops import chunkwise, reference
+from deltazoo.ops.call import RuleCall
 from deltazoo.ops.dtypes import wide_dtype
 
 __all__ = ["SegmentBackend", "SegmentGradients", "SegmentInputs", "backend_for"]
@@ -40,10 +41,10 @@ class SegmentInputs(NamedTuple):
         """With others in their place."""
         return SegmentInputs._make([*tensors, *self[6:]])
 
-    def arguments(self, initial: Tensor | None) -> tuple[Any, ...]:
-        """In the order of `reference.recurrent_loop` and `chunkwise.chunkwise`."""
+    def arguments(self, initial: Tensor | None) -> RuleCall:
+        """In the order of `RuleCall`."""
         q, k, v, beta, log_decay, erase_key, scale, cu_seqlens, *update = self
-        return q, k, v, beta, log_decay, scale, initial, cu_seqlens, erase_key, *update
+        return RuleCall(q, k, v, beta, log_decay, scale, initial, cu_seqlens, None, erase_key, *update)
 
     def without_values(self) -> "SegmentInputs":
         """With values of K channels that are all zero: from the identity such a sequence leaves its transition."""
@@ -121,7 +122,7 @@ class ReferenceBackend(TorchBackend):
 
     def run(self, x: SegmentInputs, initial: Tensor | None) -> tuple[Tensor, ...]:
         """See `TorchBackend`."""
-        return reference.recurrent_loop(*x.arguments(initial))
+        return reference.recurrent_loop(x.arguments(initial))
 
     def gradients(
         self, x: SegmentInputs, kept: Kept, starts: Tensor, d_output: Tensor, d_end: Tensor
@@ -167,8 +168,7 @@ class TritonBackend(SegmentBackend):
         self.operators, self.strict, self.whole_segments = segment_operators, strict, whole_segments
 
     def _arguments(self, x: SegmentInputs, starts: Tensor | None, kept: Kept = ()) -> tuple[Any, ...]:
-        *inputs, erase_key, undecayed, steps = x.arguments(starts)
-        return *inputs, self.strict, erase_key, undecayed, steps, self.whole_segments, *kept
+        return *x.arguments(starts)._replace(strict=self.strict), self.whole_segments, *kept
 
     def pairs(self, x: SegmentInputs) -> tuple[Tensor, Tensor, Kept]:
         """See `SegmentBackend`."""

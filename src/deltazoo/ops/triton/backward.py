@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from deltazoo.ops.call import RuleCall
 from deltazoo.ops.triton.chunk.gradients import launch_gradients
 from deltazoo.ops.triton.chunk.gradients_channel import launch_gradients_channel
 from deltazoo.ops.triton.chunk.gradients_levels import launch_gradients_exact, launch_gradients_levels
@@ -34,15 +35,17 @@ __all__ = ["backward"]
 
 
 def backward(
-    p: Problem, kept: Kept, d_output: Tensor, d_final: Tensor | None, in_place: bool = False, overwritten: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q, k, erase_key, v, beta, log_decay and initial_state; None for those that were not given.
+    call: RuleCall, kept: Kept, d_output: Tensor, d_final: Tensor | None, in_place: bool = False,
+    overwritten: bool = False, whole_segments: int | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of `call.differentiable` in their dtypes; None for those that were not given.
 
     With `in_place` what was kept is no longer needed: gradients may lie in its memory, and what nothing reads any more
-    is freed. If that has been done already, and it is `overwritten`, it is computed again.
+    is freed. If that has been done already, and it is `overwritten`, it is computed again. `whole_segments` as of
+    `Plan`.
     """
-    plan = p.plan
-    fused = plan.fused_backward
+    p = Problem(call, whole_segments)
+    plan, fused = p.plan, p.plan.fused_backward
     if kept.AP is None:
         kept = prepared_again(p) if plan.per_channel else forward(p)[2]
     elif overwritten and (kept.U is not None or not fused):
@@ -61,7 +64,9 @@ def backward(
         gradients, d_initial = in_stages(p, kept, U, states, d_output, d_final, in_place)
     if d_initial is not None and plan.segments > 1:
         d_initial = d_initial.unflatten(0, (plan.N, plan.segments))[:, 0]
-    return *gradients, d_initial
+    dq, dk, d_erase_key, *others = gradients
+    found = zip((dq, dk, *others, d_initial, d_erase_key), call.differentiable, strict=True)
+    return tuple([d if d is None or x is None or d.dtype == x.dtype else d.to(x.dtype) for d, x in found])
 
 
 def in_one_kernel(
@@ -97,13 +102,9 @@ def in_stages(
     if in_place:  # sums over heads and copies in other dtypes may follow
         free((U, Z, states, *d_states), gradients)
     if p.plan.grouped:
-        dq, dk, de, *others = gradients
-        gradients = (
-            sum_of_group(dq, p.q),
-            sum_of_group(dk, p.q),
-            None if de is None else sum_of_group(de, p.q),
-            *others,
-        )
+        dq, dk, d_erase_key, *others = gradients
+        d_erase_key = None if d_erase_key is None else sum_of_group(d_erase_key, p.q)
+        gradients = (sum_of_group(dq, p.q), sum_of_group(dk, p.q), d_erase_key, *others)
     return gradients, d_initial
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deltazoo.ops.call import RuleCall
+from deltazoo.ops.call import SCHEMA, RuleCall
 from deltazoo.ops.operator import DifferentiableOperator, Operator
 from deltazoo.ops.second_scan import scans_again
 from deltazoo.ops.transforms import records_gradients
@@ -13,19 +13,20 @@ from deltazoo.ops.triton.kept import Kept, new_kept
 from deltazoo.ops.triton.problem import Problem, fake_plan
 from deltazoo.ops.validation import check_tensor_values
 
-__all__ = ["CALL", "triton_delta_rule"]
+__all__ = ["triton_delta_rule"]
+
+_FIELDS = len(RuleCall._fields)
 
 
 def triton_delta_rule(call: RuleCall) -> tuple[Tensor, Tensor]:
     """Output and final state of whole sequences on the GPU, as of `deltazoo.ops.delta_rule`."""
-    q, k, v, beta, log_decay, _, initial_state, _, _, erase_key, _, _ = call
-    keep = records_gradients(q, k, v, beta, log_decay, initial_state, erase_key) and not scans_again()
+    keep = records_gradients(*call.differentiable) and not scans_again()
     return _operator(*call, keep)
 
 
 def _forward(*arguments):
     """Output, final state, and the fields of `Kept`. The last argument: so that no backward pass need scan again."""
-    call, keep = RuleCall(*arguments[:-1]), arguments[-1]
+    call, keep = RuleCall._make(arguments[:-1]), arguments[-1]
     check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
     with torch.cuda.device_of(call.v):
         output, final, kept = forward(Problem(call), keep)
@@ -34,86 +35,59 @@ def _forward(*arguments):
 
 def _infer(*arguments):
     """Output and final state of a call that keeps nothing for gradients."""
-    call = RuleCall(*arguments[:-1])
+    call = RuleCall._make(arguments[:-1])
     check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
     with torch.cuda.device_of(call.v):
         return infer(Problem(call))
 
 
 def _fake_forward(*arguments):
-    call, keep = RuleCall(*arguments[:-1]), arguments[-1]
+    call, keep = RuleCall._make(arguments[:-1]), arguments[-1]
     q, plan = call.q, fake_plan(call)
     final = q.new_empty((plan.N, plan.HV, plan.K, plan.V), dtype=torch.float32)
     output = call.v.new_empty((plan.B, plan.tokens, plan.HV, plan.V))
     return output, final, *new_kept(plan, q, keep)
 
 
-_INPUTS = len(RuleCall._fields)
-
-
 def _backward(*arguments, in_place=False, overwritten=False):
-    """Gradients of the tensors but `cu_seqlens`, in their dtypes; None for those that were not given.
-
-    With `in_place` what the forward pass kept may be overwritten and freed. If it has been `overwritten` it is computed
-    again.
-    """
-    call, (*kept, d_output, d_final) = RuleCall(*arguments[:_INPUTS]), arguments[_INPUTS:]
+    """Gradients as of `backward`, whose options these are; the operator's arguments may not change, so it has none."""
+    call, (*kept, d_output, d_final) = RuleCall._make(arguments[:_FIELDS]), arguments[_FIELDS:]
     with torch.cuda.device_of(call.v):
-        found = backward(Problem(call), Kept(*kept), d_output, d_final, in_place, overwritten)
-    dq, dk, de, dv, d_beta, d_log_decay, d_initial = found
-    # Those not named here are in their dtypes already.
-    gates = _like(d_beta, call.beta), _like(d_log_decay, call.log_decay), _like(d_initial, call.initial_state)
-    return dq, dk, dv, *gates, de
-
-
-def _like(gradient, x):
-    return gradient if x is None or gradient.dtype == x.dtype else gradient.to(x.dtype)
+        return backward(call, Kept._make(kept), d_output, d_final, in_place, overwritten)
 
 
 def _fake_backward(*arguments):
-    return tuple(None if x is None else x.new_empty(x.shape) for x in _differentiable(RuleCall(*arguments[:_INPUTS])))
-
-
-def _differentiable(call):
-    """The tensors that get gradients, in the order in which `_backward` returns these."""
-    return call.q, call.k, call.v, call.beta, call.log_decay, call.initial_state, call.erase_key
+    call = RuleCall._make(arguments[:_FIELDS])
+    return tuple(None if x is None else x.new_empty(x.shape) for x in call.differentiable)
 
 
 def _save(ctx, inputs, results):
-    q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens, ctx.strict, erase_key, *ctx.options, _ = inputs
+    call = RuleCall._make(inputs[:-1])
     ctx.set_materialize_grads(False)
-    ctx.overwritten = False
-    ctx.save_for_backward(q, k, v, beta, log_decay, initial_state, cu_seqlens, erase_key, *results[2:])
+    ctx.options, ctx.overwritten = call.options, False
+    ctx.save_for_backward(*call.differentiable, call.cu_seqlens, *results[2:])
 
 
 def _gradients(backward, ctx, d_output, d_final, *_):
-    q, k, v, beta, log_decay, initial_state, cu_seqlens, erase_key, *kept = ctx.saved_tensors
+    q, k, v, beta, log_decay, initial_state, erase_key, cu_seqlens, *kept = ctx.saved_tensors
+    call = RuleCall.of((q, k, v, beta, log_decay, initial_state, erase_key), cu_seqlens, ctx.options)
     if d_output is None:
         d_output = v.new_zeros(*q.shape[:2], *v.shape[2:])
     in_place = {}
-    if backward is _backward:  # the operator's arguments may not change
+    if backward is _backward:
         in_place = dict(in_place=True, overwritten=ctx.overwritten)
         ctx.overwritten = True  # a graph that is kept (`retain_graph`) may be gone through once more
-    dq, dk, dv, d_beta, d_log_decay, d_initial, d_erase_key = backward(
-        q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens, ctx.strict, erase_key, *ctx.options,
-        *kept, d_output, d_final, **in_place,
-    )  # fmt: skip
-    return dq, dk, dv, d_beta, d_log_decay, None, d_initial, None, None, d_erase_key, None, None, None
+    return *call.in_order(backward(*call, *kept, d_output, d_final, **in_place)), None
 
-
-_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", bool | None: "bool?", bool: "bool", int: "int", float: "float"}
-
-CALL = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in RuleCall.__annotations__.items())
-"""The fields of `RuleCall` as the arguments of an operator's schema."""
 
 _KEPT = ", ".join(f"Tensor? kept_{name}" for name in Kept._fields)
 
 _operator = DifferentiableOperator(
-    f"triton_delta_rule({CALL}, bool keep) -> ({', '.join(['Tensor'] * (2 + len(Kept._fields)))})",
+    f"triton_delta_rule({SCHEMA}, bool keep) -> ({', '.join(['Tensor'] * (2 + len(Kept._fields)))})",
     _forward,
     fake=_fake_forward,
     backward=Operator(
-        f"triton_delta_rule_backward({CALL}, {_KEPT}, Tensor d_output, Tensor? d_final) "
+        f"triton_delta_rule_backward({SCHEMA}, {_KEPT}, Tensor d_output, Tensor? d_final) "
         f"-> ({', '.join(['Tensor'] * 7)})",
         _backward,
         fake=_fake_backward,

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from deltazoo.ops.autocast import cast_for_product
 from deltazoo.ops.transforms import transforming
 
-__all__ = ["PLAIN_WEIGHTS", "called_as_is", "is_hooked", "is_plain_sequence", "linear_maps"]
+__all__ = ["PLAIN_WEIGHTS", "called_as_is", "is_hooked", "is_plain_sequence", "linear_maps", "takes_weight"]
 
 
 _FEW = 64
@@ -53,6 +53,12 @@ def called_as_is(linear: nn.Module) -> TypeGuard[nn.Linear]:
         return False
     watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or _has_any_global_hook()
     return not (watched or is_hooked(linear))
+
+
+def takes_weight(linear: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether one function of autograd may compute the map and what stands before it: in training, as it is called."""
+    recording = torch.is_grad_enabled() and not transforming()
+    return recording and called_as_is(linear) and linear.weight.requires_grad
 
 
 def is_plain_sequence(module: nn.Module) -> bool:
