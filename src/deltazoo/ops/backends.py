@@ -85,7 +85,7 @@ def describe_kernels(
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    from deltazoo.ops.triton.hopper.gluon import MISSING
+    from deltazoo.ops.triton.gluon import MISSING
     from deltazoo.ops.triton.plan import Card, Plan
     from deltazoo.ops.triton.tiles import CHUNK, HOPPER
 

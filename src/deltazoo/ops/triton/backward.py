@@ -8,7 +8,7 @@ from deltazoo.ops.triton.chunk.gradients import launch_gradients
 from deltazoo.ops.triton.chunk.gradients_channel import launch_gradients_channel
 from deltazoo.ops.triton.chunk.gradients_levels import launch_gradients_exact, launch_gradients_levels
 from deltazoo.ops.triton.forward import forward
-from deltazoo.ops.triton.hopper.gluon import MISSING
+from deltazoo.ops.triton.gluon import MISSING
 from deltazoo.ops.triton.hopper.small_step_gradients import (
     launch_log_decay_gradient,
     launch_sum_of_groups,
@@ -102,9 +102,9 @@ def in_stages(
     if in_place:  # sums over heads and copies in other dtypes may follow
         free((U, Z, states, *d_states), gradients)
     if p.plan.grouped:
-        dq, dk, d_erase_key, *others = gradients
+        dq, dk, d_erase_key, dv, d_beta, d_log_decay = gradients
         d_erase_key = None if d_erase_key is None else sum_of_group(d_erase_key, p.q)
-        gradients = (sum_of_group(dq, p.q), sum_of_group(dk, p.q), d_erase_key, *others)
+        gradients = sum_of_group(dq, p.q), sum_of_group(dk, p.q), d_erase_key, dv, d_beta, d_log_decay
     return gradients, d_initial
 
 

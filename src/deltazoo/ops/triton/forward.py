@@ -6,15 +6,14 @@ from torch import Tensor
 from deltazoo.ops.triton.chunk.inverse import launch_invert
 from deltazoo.ops.triton.chunk.prepare import launch_prepare_rest
 from deltazoo.ops.triton.chunk.scan import FROM_STATE
-from deltazoo.ops.triton.hopper.gluon import MISSING
+from deltazoo.ops.triton.gluon import MISSING
 from deltazoo.ops.triton.kept import Kept, new_kept
 from deltazoo.ops.triton.problem import Problem
-from deltazoo.ops.triton.stages import prepare, scan, segment_starts
+from deltazoo.ops.triton.stages import prepare, scan, scan_once, segment_starts
 from deltazoo.ops.triton.tiles import CHUNK
 
 if MISSING is None:
     from deltazoo.ops.triton.hopper.forward import launch_forward
-    from deltazoo.ops.triton.hopper.scan import launch_scan
 
 __all__ = ["complete", "forward", "infer"]
 
@@ -76,4 +75,4 @@ def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor, final: Ten
     strict_L = p.float32(plan.slots, CHUNK, CHUNK) if kept.states is None else kept.states[0].view(torch.float32)
     launch_prepare_rest(p, kept, stopped, strict_L)
     launch_invert(plan, kept.large_gain, strict_L, kept.AP)
-    launch_scan(p, kept, FROM_STATE, p.v, final, final, output, kept.U, kept.states, strict=True)
+    scan_once(p, kept, FROM_STATE, p.v, final, final, output, kept.U, kept.states, strict=True)

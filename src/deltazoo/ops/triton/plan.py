@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deltazoo.ops.triton.hopper.gluon import available
+from deltazoo.ops.triton.gluon import available
 from deltazoo.ops.triton.tiles import CHUNK, HEAD, HOPPER, Tiles, tiles_for
 
 __all__ = ["OBSTACLES", "Card", "Plan", "Route", "card_of", "per_plan", "plan_for"]
@@ -72,7 +72,7 @@ class Route(NamedTuple):
     """For `scans`, `forward`, `backward` and `gradients` the obstacle to the faster kernels; none where they run."""
 
 
-OBSTACLES: tuple[tuple[str, Callable[["Plan"], bool], str], ...] = (
+OBSTACLES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("scans", lambda p: (p.K, p.V) != (HEAD, HEAD), "heads have {p.K} key and {p.V} value channels, not 128"),
     ("scans", lambda p: not p.half, "inputs are float32"),
     ("scans", lambda p: not p.has_beta, "there are no step sizes"),

@@ -15,7 +15,7 @@ from deltazoo.ops.triton.chunk.prepare_channel import launch_prepare_channel
 from deltazoo.ops.triton.chunk.reverse_scan import launch_reverse_scan
 from deltazoo.ops.triton.chunk.scan import FROM_IDENTITY, FROM_STATE, FROM_ZERO, launch_scan
 from deltazoo.ops.triton.chunk.segments import chain_kernel
-from deltazoo.ops.triton.hopper.gluon import MISSING
+from deltazoo.ops.triton.gluon import MISSING
 from deltazoo.ops.triton.kept import Kept, StateGradients, new_state_gradients, new_states
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
@@ -32,6 +32,7 @@ __all__ = [
     "reverse_scan",
     "scan",
     "scan_for_states",
+    "scan_once",
     "segment_end_gradients",
     "segment_starts",
 ]
@@ -64,10 +65,18 @@ def scan(
     for strict in p.plan.scan_modes:
         if strict and p.plan.by_gain:  # this launch continues where the other one stopped
             start, initial, stopped = FROM_STATE, final, None
-        if p.plan.gluon:
-            launch_gluon_scan(p, kept, start, v, initial, final, output, U, states, strict, stopped)
-        else:
-            launch_scan(p, kept, start, v, initial, final, output, U, states, strict)
+        scan_once(p, kept, start, v, initial, final, output, U, states, strict, stopped)
+
+
+def scan_once(
+    p: Problem, kept: Kept, start: int, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
+    output: Tensor | None, U: Tensor | None, states: Tensor | None, strict: bool, stopped: Tensor | None = None,
+) -> None:  # fmt: skip
+    """One launch of `scan`, from `start`."""
+    if p.plan.gluon:
+        launch_gluon_scan(p, kept, start, v, initial, final, output, U, states, strict, stopped)
+    else:
+        launch_scan(p, kept, start, v, initial, final, output, U, states, strict)
 
 
 def scan_for_states(p: Problem, kept: Kept, initial: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -334,7 +334,7 @@ def launch_scan(
     p: Problem, kept: Kept, start: int, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
     output: Tensor | None, U: Tensor | None, states: Tensor | None, strict: bool,
 ) -> None:  # fmt: skip
-    """One launch of `stages.scan`, from `start`; it stores the output, or U and the states, or neither."""
+    """One launch of `stages.scan_once`, from `start`; it stores the output, or U and the states, or neither."""
     keys, chunks = kept.scanned(p)
     constants = _constants(p.plan, start, v is not None, output is not None, states is not None, strict)
     stored = U if output is None else output

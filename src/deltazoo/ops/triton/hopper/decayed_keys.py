@@ -11,7 +11,7 @@ channel decays by more than twice RANGE is left to other kernels (`chunk.prepare
 """
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2E
-from deltazoo.ops.triton.hopper.gluon import gl, jit
+from deltazoo.ops.triton.gluon import gl, jit
 
 __all__ = ["RANGE", "add", "decay_keys"]
 

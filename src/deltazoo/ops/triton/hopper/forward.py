@@ -26,6 +26,19 @@ import triton
 from torch import Tensor
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
+from deltazoo.ops.triton.gluon import (
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    matrix_tiles,
+    mbarrier,
+    states_tiles,
+    tma,
+    token_tiles,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from deltazoo.ops.triton.hopper.decayed_keys import add
 from deltazoo.ops.triton.hopper.forward_chunks import (
     LOG2_DECAY,
@@ -38,19 +51,6 @@ from deltazoo.ops.triton.hopper.forward_chunks import (
     C,
     halves,
     prepare_chunks,
-)
-from deltazoo.ops.triton.hopper.gluon import (
-    barrier,
-    fence_async_shared,
-    gl,
-    jit,
-    matrix_tiles,
-    mbarrier,
-    states_tiles,
-    tma,
-    token_tiles,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from deltazoo.ops.triton.kept import Kept
 from deltazoo.ops.triton.launch import Constants, TileView, launch

@@ -22,7 +22,7 @@ what replaces a tile is computed from the copy of it in shared memory.
 
 from torch import Tensor
 
-from deltazoo.ops.triton.hopper.gluon import (
+from deltazoo.ops.triton.gluon import (
     barrier,
     fence_async_shared,
     gl,

@@ -11,6 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
+from deltazoo.ops.triton.gluon import (
+    async_copy,
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    mma_v2,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from deltazoo.ops.triton.hopper.channel_tiles import (
     BK,
     CHANNELS,
@@ -35,16 +45,6 @@ from deltazoo.ops.triton.hopper.channel_tiles import (
     row_pairs,
     score_gradients,
     store_two_terms,
-)
-from deltazoo.ops.triton.hopper.gluon import (
-    async_copy,
-    barrier,
-    fence_async_shared,
-    gl,
-    jit,
-    mma_v2,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from deltazoo.ops.triton.kept import Gradients, Kept
 from deltazoo.ops.triton.launch import Constants, launch

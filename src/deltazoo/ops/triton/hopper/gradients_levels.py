@@ -10,6 +10,16 @@ ones are assembled wrongly (docs/kernels.md).
 
 from torch import Tensor
 
+from deltazoo.ops.triton.gluon import (
+    async_copy,
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    mma_v2,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from deltazoo.ops.triton.hopper.channel_tiles import (
     BK,
     CHANNELS,
@@ -33,16 +43,6 @@ from deltazoo.ops.triton.hopper.channel_tiles import (
     row_pairs,
     score_gradients,
     store_two_terms,
-)
-from deltazoo.ops.triton.hopper.gluon import (
-    async_copy,
-    barrier,
-    fence_async_shared,
-    gl,
-    jit,
-    mma_v2,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from deltazoo.ops.triton.hopper.gradients_channel import channel_arguments
 from deltazoo.ops.triton.kept import Gradients, Kept

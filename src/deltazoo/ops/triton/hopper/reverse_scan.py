@@ -7,7 +7,7 @@ two of the matrices, which are needed later in a chunk; so these have a ring of 
 
 from torch import Tensor
 
-from deltazoo.ops.triton.hopper.gluon import (
+from deltazoo.ops.triton.gluon import (
     fence_async_shared,
     gl,
     jit,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deltazoo.ops.triton.hopper.gluon import (
+from deltazoo.ops.triton.gluon import (
     fence_async_shared,
     gl,
     jit,
@@ -479,7 +479,7 @@ def launch_scan(
     p: Problem, kept: Kept, start: int, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
     output: Tensor | None, U: Tensor | None, states: Tensor | None, strict: bool, stopped: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One launch of `stages.scan`, from `start`; it stores any of the output, and U with the states."""
+    """One launch of `stages.scan_once`, from `start`; it stores any of the output, and U with the states."""
     plan, ((q_in, k_in, k_out), (beta, G, AP, large_gain)) = p.plan, kept.scanned(p)
     assert q_in is not None and k_in is not None and k_out is not None and AP is not None
     with_output = output is not None
