@@ -15,8 +15,9 @@ from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention, LayerInput, LayerStates, RuleInputs, make_layer
 from deltazoo.layers.rule import run_rule
+from deltazoo.ops import fused
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.rules import comba_layer, preconditioned_layer, q_delta_layer, qed_layer
+from deltazoo.ops.fused import moment
 from deltazoo.spec import RuleSpec, get_rule, list_rules
 
 HIDDEN, HEADS, K = 12, 2, 8
@@ -89,7 +90,7 @@ def test_comba_that_erases_what_the_decay_leaves_is_gated_deltanet() -> None:
 def test_without_a_squash_the_preconditioned_rules_are_their_parents(
     rule: str, parent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preconditioned_layer, "SQUASH", 1.0)
+    monkeypatch.setattr(moment, "SQUASH", 1.0)
     like_parent = replace(get_rule(parent), output_gate=get_rule(rule).output_gate)
     assert_equal_layers(*pair(rule, like_parent), tokens())
 
@@ -137,18 +138,18 @@ def numbers(*shape: int) -> Tensor:
 
 
 MADE_KEYS: dict[str, tuple[Callable, list[Tensor]]] = {
-    "gated_deltanet2": (make_layer("gated_deltanet2", HIDDEN, HEADS, K).gated, [numbers(K), numbers(K)]),
+    "gated_deltanet2": (fused.sigmoid_gate, [numbers(K), numbers(K)]),
     "qed": (
-        partial(qed_layer._erase_key, theta=torch.zeros(HEADS), largest=1.0),
+        partial(fused.qed_key, theta=torch.zeros(HEADS), largest=1.0),
         [numbers(K), numbers(K), numbers(K)],
     ),
-    "q_delta": (q_delta_layer._erase_key, [numbers(), numbers(K), numbers(K)]),
+    "q_delta": (fused.q_delta_key, [numbers(), numbers(K), numbers(K)]),
     "comba": (
-        partial(comba_layer._corrected, decay=torch.ones(HEADS), D=torch.ones(HEADS)),
+        partial(fused.comba_keys, decay=torch.ones(HEADS), D=torch.ones(HEADS)),
         [numbers(K), numbers(K)],
     ),
     "pgdn": (
-        lambda k: preconditioned_layer._scaled_key(at_least_float32(k).square(), TWO, k),
+        lambda k: fused.scaled_key(at_least_float32(k).square(), TWO, k),
         [numbers(K)],
     ),
 }

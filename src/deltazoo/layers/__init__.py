@@ -3,6 +3,7 @@
 from deltazoo._lazy import lazy_names
 from deltazoo.layers.delta_attention import DeltaRuleAttention, layer_class, make_layer
 from deltazoo.layers.layer_input import LayerInput
+from deltazoo.layers.layer_options import LayerOptions
 from deltazoo.layers.mlp import SwiGLU, default_intermediate_size
 from deltazoo.layers.named_layers import (
     EFLA,
@@ -36,6 +37,7 @@ __all__ = [
     "GatedRMSNorm",
     "KimiDeltaAttention",
     "LayerInput",
+    "LayerOptions",
     "LayerState",
     "LayerStates",
     "LinearAttention",

@@ -10,20 +10,18 @@ from torch import Tensor, nn
 
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal
 from deltazoo.layers.layer_input import LayerInput
-from deltazoo.layers.layer_options import check_convolutions, check_decay, check_sizes, check_steps, check_types
-from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, fuses_rows, l2_normalize, l2_normalize_both
+from deltazoo.layers.layer_options import LayerOptions, check_decay, check_sizes, check_steps
+from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize, l2_normalize_both
 from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
 from deltazoo.layers.rule import RuleInputs, StepForm, effective_step, precision_for, run_rule
 from deltazoo.layers.sequences import Sequences, describe_sequences, describe_shared
 from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
+from deltazoo.names import function_of
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
-from deltazoo.ops.autocast import cast_for_product
-from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_softplus_decay
+from deltazoo.ops.dtypes import at_least_float32, cast_for_product
 from deltazoo.ops.linear_maps import called_as_is, is_hooked
-from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.recompute import recomputable
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import RuleSpec, get_rule, registered_layer
@@ -70,28 +68,7 @@ class DeltaRuleAttention(Float32Parameters):
         hidden_size: width of the input and output.
         num_heads: query and key heads.
         head_dim: channels per query and key head; `hidden_size / num_heads` unless given.
-        num_v_heads: value heads, a multiple of `num_heads`, sharing key heads in groups; `num_heads` unless given.
-        expand_v: channels per value head over `head_dim`; the rule's own unless given.
-        use_short_conv: short convolutions on q, k and v; without them the activation alone.
-        conv_size: taps of the short convolutions.
-        conv_initializer_range: standard deviation of their initial taps; unless given, they are uniform within
-            1 / sqrt(conv_size).
-        activation: of q, k and v, after the convolution: "silu" as in the papers, or "identity".
-        allow_neg_eigval: double the step size (arXiv:2411.12537); the rule's own unless given.
-        neg_eigval: with `allow_neg_eigval`, what is doubled. "both": erase and write, as the paper's code and the Hub
-            checkpoints do. "erase": the erase term alone, as the paper's equations read.
-        decay_lower_bound: replace the softplus gate by `lower_bound * sigmoid(...)`; the rule's own unless given.
-        beta_bias: a bias on `b_proj`, as in NVlabs' Gated DeltaNet.
-        num_micro_steps: Householder steps per token, each with a key, a value and a step size of its own
-            (DeltaProduct, arXiv:2502.10297). The state decays before the first and is read after the last; the
-            rule's own unless given.
-        norm_eps: epsilon of the output norm.
-        initializer_range: standard deviation of the linear weights.
-        layer_idx: the layer's number in `past_key_values`.
-        num_layers: of the model, for rules that depend on the depth of the layer (`lightning_attention`).
-        backend: of the operator: None, "triton", "chunkwise" or "reference".
-        fused_kernels: Triton kernels around the operator (`deltazoo.ops.fused`): for convolutions, norms, gates, step
-            sizes, the keys of some rules and the rotary embedding. None: Triton where it runs, plain torch elsewhere.
+        options: further ones, by keyword: the fields of `LayerOptions`.
 
     Raises:
         ValueError: options of the wrong type or that are not finite, sizes that do not fit together, options the
@@ -131,26 +108,9 @@ class DeltaRuleAttention(Float32Parameters):
         hidden_size: int,
         num_heads: int,
         head_dim: int | None = None,
-        *,
-        num_v_heads: int | None = None,
-        expand_v: float | None = None,
-        use_short_conv: bool = True,
-        conv_size: int = 4,
-        conv_initializer_range: float | None = None,
-        activation: str = "silu",
-        allow_neg_eigval: bool | None = None,
-        neg_eigval: str = "both",
-        decay_lower_bound: float | None = None,
-        beta_bias: bool = False,
-        num_micro_steps: int | None = None,
-        norm_eps: float = 1e-5,
-        initializer_range: float = 0.02,
-        layer_idx: int | None = None,
-        num_layers: int | None = None,
-        backend: str | None = None,
-        fused_kernels: bool | None = None,
+        **options: Any,
     ) -> None:
-        check_types(locals())
+        given = LayerOptions(hidden_size, num_heads, head_dim, **options)
         super().__init__()
         self.spec = get_rule(rule) if isinstance(rule, str) else rule
         expected = layer_class(self.spec)
@@ -161,30 +121,29 @@ class DeltaRuleAttention(Float32Parameters):
             )
         self.hidden_size = hidden_size
         self.num_heads = num_heads
-        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        self.num_v_heads = num_heads if given.num_v_heads is None else given.num_v_heads
         self.head_k_dim = self._default_head_dim() if head_dim is None else head_dim
-        self.expand_v = self.spec.expand_v if expand_v is None else expand_v
+        self.expand_v: float = given.of(self.spec, "expand_v")
         self.head_v_dim = round(self.head_k_dim * self.expand_v)
-        self.conv_size = conv_size if use_short_conv else 0
-        self.conv_initializer_range = conv_initializer_range
-        self.activation = activation
-        self._activate = activation_function(activation)
-        self.allow_neg_eigval = self.spec.allow_neg_eigval if allow_neg_eigval is None else allow_neg_eigval
-        self.neg_eigval = neg_eigval
+        self.conv_size = given.conv_size if given.use_short_conv else 0
+        self.conv_initializer_range = given.conv_initializer_range
+        self.activation = given.activation
+        self._activate = activation_function(given.activation)
+        self.allow_neg_eigval: bool = given.of(self.spec, "allow_neg_eigval")
+        self.neg_eigval = given.neg_eigval
         self._states_its_gain = vars(type(self)).get("gain_at_most_one", False)  # compiled code cannot look there
-        self.decay_lower_bound = self.spec.decay_lower_bound if decay_lower_bound is None else decay_lower_bound
-        self.num_micro_steps = self.spec.num_micro_steps if num_micro_steps is None else num_micro_steps
+        self.decay_lower_bound: float | None = given.of(self.spec, "decay_lower_bound")
+        self.num_micro_steps: int = given.of(self.spec, "num_micro_steps")
         self.projected_steps = self.num_micro_steps if self.projects_micro_steps else 1
-        self.initializer_range = initializer_range
-        self.layer_idx = layer_idx
-        self.num_layers = num_layers
+        self.initializer_range = given.initializer_range
+        self.layer_idx = given.layer_idx
+        self.num_layers = given.num_layers
         self.head_share = (0, 1)
         """Which of how many equal shares of the model's heads this layer has: tensor parallelism divides them."""
-        self.backend = backend
-        self.fused_kernels = fused_kernels
+        self.backend = given.backend
+        self.fused_kernels = given.fused_kernels
         check_sizes(self)
-        check_convolutions(use_short_conv, conv_size, conv_initializer_range)
-        check_steps(self, beta_bias)
+        check_steps(self, given.beta_bias)
         check_decay(self, of_its_own=type(self).make_decay_gate is not DeltaRuleAttention.make_decay_gate)
 
         query_dim, value_dim = self.num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
@@ -193,14 +152,14 @@ class DeltaRuleAttention(Float32Parameters):
         self.q_proj = linear(hidden_size, query_dim)
         self.k_proj = linear(hidden_size, key_dim)
         self.v_proj = linear(hidden_size, written_dim)
-        if use_short_conv:
+        if self.conv_size:
             self.q_conv1d = self.short_convolution(query_dim, unit_heads=self._unit_heads(self.spec.normalize_q))
             self.k_conv1d = self.short_convolution(key_dim, unit_heads=self._unit_heads(self.spec.normalize_k))
             self.v_conv1d = self.short_convolution(written_dim)
         if self.spec.corrects:
-            self.b_proj = nn.Linear(hidden_size, self.projected_steps * self.num_v_heads, bias=beta_bias)
+            self.b_proj = nn.Linear(hidden_size, self.projected_steps * self.num_v_heads, bias=given.beta_bias)
         self.make_decay_gate()
-        self._make_output_gate(norm_eps)
+        self._make_output_gate(given.norm_eps)
         self.o_proj = linear(value_dim, hidden_size)
         self.make_parameters()
         self.init_parameters()
@@ -342,7 +301,7 @@ class DeltaRuleAttention(Float32Parameters):
                 self.step_gate(x),
                 k,
                 allow_neg_eigval=self.allow_neg_eigval,
-                fused=self.runs_fused(k),
+                fused=self.fused_kernels,
             )
             if self.neg_eigval == "erase":
                 # The write is beta * v: halved values undo the doubling there, exactly.
@@ -388,20 +347,11 @@ class DeltaRuleAttention(Float32Parameters):
         """
         if self.spec.decay == "none":
             return None
-        if self.spec.decay == "scalar":  # too small to be worth recomputing
-            return self._decay(x.project("a_proj"), self.A_log, self.dt_bias)
-        a = _per_head(x.project("f_proj"), self.head_k_dim)
-        return recomputable(self._decay, a, self.A_log, self.dt_bias)
-
-    def _decay(self, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-        saturating = self.decay_gate is decay.saturating_decay
-        if (saturating or self.decay_gate is decay.softplus_decay) and self.runs_fused(a):
-            return fused_softplus_decay(a, A_log, dt_bias, saturating=saturating)
-        return self.decay_gate(a, A_log, dt_bias)
-
-    def runs_fused(self, x: Tensor) -> bool:
-        """Whether a kernel of `deltazoo.ops.fused` is to compute what is made of x, `[..., K]`."""
-        return fuses_rows(x, self.fused_kernels)
+        if self.spec.decay == "scalar":
+            a = x.project("a_proj")
+        else:
+            a = _per_head(x.project("f_proj"), self.head_k_dim)
+        return decay.log_decay(self.decay_gate, a, self.A_log, self.dt_bias, fused=self.fused_kernels)
 
     def apply_rule(self, inputs: RuleInputs, past: StateAccess, sequences: Sequences) -> DeltaRuleOutput:
         """Call the operator: `[B, T, HV, V]`, and the state after the last token."""

@@ -1,6 +1,6 @@
 """The input of one call of a layer, and the linear maps that read it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class LayerInput:
         self.hidden_states = hidden_states
         self._layer = layer
         self._apart = apart
-        self._waiting: dict[str, tuple[Tensor, list[nn.Module]]] | None = None
+        self._waiting: dict[str, tuple[Tensor, Sequence[nn.Module]]] | None = None
         """Results that nobody has asked for, each with the maps that follow, as in what `low_rank` makes."""
 
     def project(self, name: str) -> Tensor:
@@ -42,13 +42,16 @@ class LayerInput:
 
     def project_ahead(self, *names: str) -> None:
         """Compute `project(name)` before it is asked for, where the layer has such a map."""
-        done = {name: (self.project(name), []) for name in names if hasattr(self._layer, name)}
-        self._waiting = {**(self._waiting or {}), **done}
+        for name in names:
+            if hasattr(self._layer, name):
+                y = self.project(name)
+                assert self._waiting is not None
+                self._waiting[name] = y, []
 
-    def _projected_together(self) -> dict[str, tuple[Tensor, list[nn.Module]]]:
+    def _projected_together(self) -> dict[str, tuple[Tensor, Sequence[nn.Module]]]:
         if not (torch.is_grad_enabled() and self.hidden_states.requires_grad):
             return {}
-        maps: dict[str, list[nn.Module]] = {}
+        maps: dict[str, list[Any]] = {}
         for name in self._layer.input_projections:
             module = getattr(self._layer, name, None)
             parts = list(module) if isinstance(module, nn.Sequential) and is_plain_sequence(module) else [module]

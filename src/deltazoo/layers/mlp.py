@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.ops.autocast import cast_for_product
+from deltazoo.ops.autograd_modes import transforming
+from deltazoo.ops.dtypes import cast_for_product
 from deltazoo.ops.fused import fused_kernels_fit, fused_swiglu, fused_swiglu_linear
 from deltazoo.ops.fused.liger import liger_swiglu
 from deltazoo.ops.linear_maps import called_as_is, linear_maps
 from deltazoo.ops.recompute import recomputable
-from deltazoo.ops.transforms import transforming
 
 __all__ = ["SwiGLU", "default_intermediate_size"]
 

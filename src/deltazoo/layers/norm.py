@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.layers.state import is_decoding_step
-from deltazoo.ops.autocast import autocast_dtype
-from deltazoo.ops.dtypes import at_least_float32
+from deltazoo.names import function_of
+from deltazoo.ops.autograd_modes import transforming
+from deltazoo.ops.dtypes import at_least_float32, autocast_dtype
 from deltazoo.ops.fused import (
     FUSED_ACTIVATIONS,
     L2_NORM_EPS,
@@ -22,9 +23,7 @@ from deltazoo.ops.fused import (
     fused_rms_norm_linear,
 )
 from deltazoo.ops.fused.liger import liger_add_rms_norm, liger_rms_norm
-from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.recompute import declare_recomputable, recomputable
-from deltazoo.ops.transforms import transforming
 
 __all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "fuses_rows", "l2_normalize", "l2_normalize_both"]
 

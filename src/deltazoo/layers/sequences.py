@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from deltazoo.ops import ContextParallel
+from deltazoo.ops.autograd_modes import transforming
 from deltazoo.ops.context.context_rule import agreed_piece
 from deltazoo.ops.recompute import recomputable
-from deltazoo.ops.transforms import transforming
 from deltazoo.ops.validation import check_boundaries, check_tensor, check_tensor_values
 
 __all__ = [

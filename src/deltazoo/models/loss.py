@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from deltazoo.ops.autograd_modes import transforming
 from deltazoo.ops.fused.liger import liger_linear_cross_entropy
 from deltazoo.ops.fused.linear_cross_entropy import IGNORED, linear_cross_entropy
 from deltazoo.ops.linear_maps import is_hooked
-from deltazoo.ops.transforms import transforming
 
 __all__ = ["describe_loss", "fuses_loss", "loss_without_logits", "reason_for"]
 

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from deltazoo.names import unknown
-from deltazoo.ops.autocast import autocast_dtype
+from deltazoo.ops.autograd_modes import records_gradients, refuse_transforms, transforming
 from deltazoo.ops.backends import resolve_backend
 from deltazoo.ops.call import RuleCall
-from deltazoo.ops.chunkwise import chunkwise
+from deltazoo.ops.chunkwise.form import chunkwise
 from deltazoo.ops.context.context_group import ContextParallel
-from deltazoo.ops.dtypes import wide_dtype
+from deltazoo.ops.dtypes import autocast_dtype, wide_dtype
 from deltazoo.ops.reference import recurrent_loop, recurrent_step
-from deltazoo.ops.transforms import records_gradients, refuse_transforms, transforming
 from deltazoo.ops.validation import (
     check_scale,
     check_shapes,
@@ -116,9 +115,9 @@ def delta_rule(
         NotImplementedError: a named backend that cannot run the call.
 
     Forward-mode differentiation, the transforms of torch.func (grad, vjp, jvp, vmap, ...) and second derivatives are
-    right on the torch backends; chunkwise then runs in operations that torch can differentiate in every mode, which
-    takes more time and memory. The triton backend has none of these: asked for by name it raises, otherwise a call
-    under a transform runs chunkwise.
+    right on the torch backends; chunkwise then runs the loop of the reference, which torch can differentiate in every
+    mode and which takes more time and memory. The triton backend has none of these: asked for by name it raises,
+    otherwise a call under a transform runs the reference.
 
     Source: arXiv:2406.06484 (delta rule), arXiv:2412.06464 (scalar decay), arXiv:2510.26692 (decay per channel),
     arXiv:2605.22791 (erase key), arXiv:2506.02475 (undecayed read), arXiv:2502.10297 (micro-steps).
@@ -293,10 +292,10 @@ def _checked(
     K, V = k.shape[-1], v.shape[-1]
     scale = float(K) ** -0.5 if scale is None else float(scale)
     name, _ = resolve_backend(backend, device=v.device, dtype=v.dtype, head_k_dim=K, head_v_dim=V)
-    if name == "triton" and transforming():
+    if transforming():
         if backend == "triton":
             refuse_transforms("the triton backend", "use backend='chunkwise'")
-        name = "chunkwise"
+        name = "reference"
     strict = PRECISIONS[precision]
     call = RuleCall(
         q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps

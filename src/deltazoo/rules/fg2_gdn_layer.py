@@ -4,6 +4,7 @@ from torch import Tensor
 
 from deltazoo.layers import LayerInput, RuleInputs
 from deltazoo.layers.rule import StepForm
+from deltazoo.ops import fused
 from deltazoo.rules.channel_gates import ChannelGates
 
 __all__ = ["FG2GatedDeltaNet"]
@@ -20,8 +21,8 @@ class FG2GatedDeltaNet(ChannelGates):
         largest = self.largest_key_gate
         # The write is the product of both roots: halved values undo the doubling there.
         largest_write = largest if self.neg_eigval == "both" else 1 / largest
-        k = self.gated(key_gate, k, largest, root=True)
-        v = self.gated(value_gate, v, largest_write, root=True)
+        k = fused.sigmoid_gate(key_gate, k, largest, root=True, fused=self.fused_kernels)
+        v = fused.sigmoid_gate(value_gate, v, largest_write, root=True, fused=self.fused_kernels)
         return RuleInputs(q, k, v, self.whole_step(k, v), self.log_decay(x))
 
     def step_form(self) -> StepForm | None:

@@ -1,19 +1,15 @@
 """The layer of gated linear attention."""
 
-import math
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_, spaced_decay_rates
 from deltazoo.layers.rule import StepForm
 from deltazoo.layers.short_convolution import activation_function
-from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_softplus_decay
-from deltazoo.ops.recompute import recomputable
+from deltazoo.ops import fused
 
 __all__ = ["GatedLinearAttention"]
 
@@ -44,13 +40,8 @@ class GatedLinearAttention(DeltaRuleAttention):
 
     def log_decay(self, x: LayerInput) -> Tensor:
         """`logsigmoid(gk_proj(x)) / 16`."""
-        return recomputable(self._log_decay, x.project("gk_proj").unflatten(-1, (-1, self.head_k_dim)))
-
-    def _log_decay(self, a: Tensor) -> Tensor:
-        if self.runs_fused(a):  # logsigmoid(a) = -softplus(-a)
-            A_log = a.new_full(a.shape[2:3], -math.log(_SLOWER), dtype=torch.float32)
-            return fused_softplus_decay(-a, A_log, A_log.new_zeros(a.shape[2:].numel()))
-        return F.logsigmoid(at_least_float32(a)) / _SLOWER
+        a = x.project("gk_proj").unflatten(-1, (-1, self.head_k_dim))
+        return fused.log_sigmoid_decay(a, _SLOWER, fused=self.fused_kernels)
 
     def step_form(self) -> StepForm:
         """As `log_decay`."""

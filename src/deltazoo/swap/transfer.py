@@ -44,8 +44,8 @@ from transformers.pytorch_utils import Conv1D
 from deltazoo.layers import LayerInput
 from deltazoo.layers.initialization import nearly_zero_rows_, spaced_decay_rates
 from deltazoo.layers.norm import GATE_ACTIVATIONS
+from deltazoo.names import function_of
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.swap.families import ModelFamily
 from deltazoo.swap.layer import DropInDeltaAttention

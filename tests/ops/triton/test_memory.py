@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 from ops.triton.launches import launched_by, routed  # noqa: E402
 
 from deltazoo.ops import operator
+from deltazoo.ops.autograd_modes import scanning_again  # noqa: E402
 from deltazoo.ops.call import RuleCall  # noqa: E402
-from deltazoo.ops.second_scan import scanning_again  # noqa: E402
 from deltazoo.ops.triton.delta_rule import triton_delta_rule  # noqa: E402
 from deltazoo.ops.triton.gluon import MISSING  # noqa: E402
 from deltazoo.ops.triton.plan import Card  # noqa: E402

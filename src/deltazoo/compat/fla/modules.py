@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from deltazoo.layers.norm import GATE_ACTIVATIONS, l2_normalize
 from deltazoo.layers.sequences import PackedSequences, Sequences, describe_sequences
-from deltazoo.layers.short_convolution import causal_sum, last_inputs, packing_of
+from deltazoo.layers.short_convolution import last_inputs, packing_of
 from deltazoo.names import unknown
+from deltazoo.ops import fused
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import (
     MOST_NORM_COLUMNS,
     fused_gated_rms_norm,
     fused_kernels_fit,
     fused_rms_norm,
-    fused_short_conv,
 )
 
 __all__ = [
@@ -159,10 +159,10 @@ def _convolve(
     if bias is None and x.numel() and fused_kernels_fit(x, past):
         before = None if past is None else past[:, 1:].transpose(1, 2)
         known = "identity" if activation is None else "silu"
-        return fused_short_conv(x, weight, before, activation=known, **packing_of(sequences))
+        return fused.short_convolution(x, weight, before, activation=known, **packing_of(sequences), fused=True)
     if past is None:
         past = _past(x, None, weight.shape[1], sequences)
-    total = causal_sum(x, weight[:, None], past[:, 1:], sequences)
+    total = fused.causal_sum(x, weight, past[:, 1:], **packing_of(sequences))
     if bias is not None:
         total = total + bias
     return total if activation is None else F.silu(total)

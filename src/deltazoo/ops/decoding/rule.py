@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltazoo.ops.decoding.launch_ahead import launch_options, launches_ahead, wait_for_inputs
-from deltazoo.ops.fused.kernels.softplus_decay import exponential_minus_1, softplus
+from deltazoo.ops.fused.device_math import exponential_minus_1, softplus
 from deltazoo.ops.step_size import largest_gain
 from deltazoo.ops.triton.launch import Constants, launch
 

@@ -13,4 +13,13 @@ from deltazoo.ops.fused.fused_functions import *  # noqa: F403  (until its funct
 
 __all__ = ["FUSED_ACTIVATIONS", "L2_NORM_EPS", "MOST_COLUMNS", "takes_kernel"]
 
-__getattr__ = lazy_names(__name__, {})
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "keys": ("comba_keys", "erase_gain", "q_delta_key", "qed_key", "squared_norm"),
+        "moment": ("decayed_sum", "scaled_key", "takes_decayed_sum", "weighted_squares"),
+        "short_conv": ("causal_sum", "depthwise_sum", "short_convolution", "short_convolutions"),
+        "short_conv_step": ("short_convolution_step",),
+        "gates": ("log_sigmoid_decay", "rate_and_logit", "sigmoid_gate", "softplus_log_decay"),
+    },
+)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from deltazoo.ops.autograd_modes import refuse_transforms, transforming
 from deltazoo.ops.backends import triton_interprets, triton_obstacle
 from deltazoo.ops.dtypes import KERNEL_DTYPES
-from deltazoo.ops.transforms import refuse_transforms, transforming
 
 __all__ = ["FUSED_ACTIVATIONS", "L2_NORM_EPS", "MOST_COLUMNS", "REFUSAL", "takes_kernel"]
 

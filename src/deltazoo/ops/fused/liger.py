@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from deltazoo.ops.autograd_modes import refuse_second_derivative, refuse_transforms
 from deltazoo.ops.backends import triton_interprets
 from deltazoo.ops.dtypes import KERNEL_DTYPES
 from deltazoo.ops.fused.linear_cross_entropy import IGNORED, require_label_per_row
-from deltazoo.ops.transforms import refuse_second_derivative, refuse_transforms
 
 __all__ = ["liger_add_rms_norm", "liger_linear_cross_entropy", "liger_rms_norm", "liger_swiglu"]
 

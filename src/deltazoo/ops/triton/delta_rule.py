@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
+from deltazoo.ops.autograd_modes import records_gradients, scans_again
 from deltazoo.ops.call import SCHEMA, RuleCall
 from deltazoo.ops.operator import DifferentiableOperator, Operator
-from deltazoo.ops.second_scan import scans_again
-from deltazoo.ops.transforms import records_gradients
 from deltazoo.ops.triton.backward import backward
 from deltazoo.ops.triton.forward import forward, infer
 from deltazoo.ops.triton.kept import Kept, new_kept

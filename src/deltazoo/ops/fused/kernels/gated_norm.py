@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.row_blocks import row_blocks
-from deltazoo.ops.fused.kernels.sigmoid import sigmoid
 from deltazoo.ops.operator import DifferentiableOperator, Operator
 from deltazoo.ops.triton.launch import Constants, launch
 
