@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from deltazoo.ops.triton.backward import backward  # noqa: E402
 from deltazoo.ops.triton.forward import forward  # noqa: E402
 from deltazoo.ops.triton.gluon import MISSING  # noqa: E402
 from deltazoo.ops.triton.launch import Constants, launch  # noqa: E402
-from deltazoo.ops.triton.plan import Card, Plan  # noqa: E402
+from deltazoo.ops.triton.plan import OBSTACLES, Card, Plan  # noqa: E402
 from deltazoo.ops.triton.problem import Problem  # noqa: E402
 
 DECAYS = ("none", "scalar", "channel")
@@ -137,6 +139,14 @@ def test_says_why_a_call_is_left_to_plain_triton() -> None:
         route = sizes(**changes).route
         assert route == ("triton", "stages", "stages", "triton", "chunks", "chunks", route.why)
         assert route.why == dict.fromkeys(("scans", "forward", "backward", "gradients"), reason)
+
+
+def test_the_documentation_lists_every_obstacle() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    table = text.partition("### Route")[2].partition("###")[0]
+    for _, _, reason in OBSTACLES:
+        words = re.split(r"\{.*?\}", reason)
+        assert re.search(".+?".join(map(re.escape, words)), table), reason
 
 
 def test_an_empty_batch_is_left_to_plain_triton() -> None:

@@ -141,7 +141,7 @@ def strict_L_offsets(slot, i_h, HV, C: tl.constexpr):
     """Where the rows of a chunk's L lie, in `[B, NT * C, HV, C]`.
 
     Heads are side by side, as in the states by token, so that L can lie where those of its own chunk will be
-    (`pipeline.complete`) and spares those of other heads.
+    (`forward.complete`) and spares those of other heads.
     """
     o_c = tl.arange(0, C)
     return (slot - i_h) * (C * C) + i_h * C + o_c[:, None] * (HV * C) + o_c[None, :]

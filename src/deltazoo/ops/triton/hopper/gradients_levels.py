@@ -1,6 +1,6 @@
 """The gradients of the chunks that `gradients_channel` leaves out: no one product spans the decay of a channel.
 
-As in `chunk.gradients_strong`, pairs of tokens take products of their own where they are far apart. From the largest
+As in `chunk.gradients_levels`, pairs of tokens take products of their own where they are far apart. From the largest
 blocks down: if no channel decays too far from the middle of a block to its ends, one product serves all pairs within
 such blocks. Otherwise it serves those with a token in each half, and blocks half as long come next.
 

@@ -1,6 +1,6 @@
 """The reverse scan on Hopper: the gradient of the state from the last chunk to the first.
 
-Built as `hopper_scan`: two partitions hold the gradient for 64 value channels each, and one warp copies operands. What
+Built as `scan`: two partitions hold the gradient for 64 value channels each, and one warp copies operands. What
 the store of the gradients leaves of shared memory holds three chunks of queries, keys and output gradients, but only
 two of the matrices, which are needed later in a chunk; so these have a ring of buffers of their own.
 """
