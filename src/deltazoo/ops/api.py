@@ -240,11 +240,9 @@ def _one_token(
             f"{'' if recording else 'not '}recorded"
         )
     if name == "triton" and not recording:
-        from deltazoo.ops.triton.decode import recurrent_step as triton_step
+        from deltazoo.ops.triton import step
 
-        q, k, v, beta, log_decay, scale, *_, undecayed, num_micro_steps = call
-        update = dict(erase_key=call.erase_key, undecayed=undecayed, num_micro_steps=num_micro_steps)
-        return DeltaRuleOutput(*triton_step(q, k, v, beta, log_decay, state.float(), scale, inplace=inplace, **update))
+        return DeltaRuleOutput(*step.recurrent_step(call, inplace=inplace))
     if backend == "triton":
         raise NotImplementedError("the triton step is for inference and has no gradient; use torch.no_grad()")
     decay = None if call.log_decay is None else call.log_decay[:, 0]
