@@ -11,7 +11,7 @@ from deltazoo.ops.autograd_modes import records_gradients, refuse_transforms, tr
 from deltazoo.ops.backends import resolve_backend
 from deltazoo.ops.call import RuleCall
 from deltazoo.ops.chunkwise.form import chunkwise
-from deltazoo.ops.context.context_group import ContextParallel
+from deltazoo.ops.context.group import ContextParallel
 from deltazoo.ops.dtypes import autocast_dtype, wide_dtype
 from deltazoo.ops.reference import recurrent_loop, recurrent_step
 from deltazoo.ops.validation import (
@@ -219,7 +219,7 @@ def _whole_sequences(
         return DeltaRuleOutput(*chunkwise(call))
     if not isinstance(context, ContextParallel):
         raise TypeError(f"context must be a ContextParallel, got {type(context).__name__}")
-    from deltazoo.ops.context.context_rule import rule_on_piece
+    from deltazoo.ops.context.rule import rule_on_piece
 
     check = partial(_checked, given, backend, precision, erase_reads, corrects)
     return DeltaRuleOutput(*rule_on_piece(check, given.q.shape[1], given.cu_seqlens, context))
