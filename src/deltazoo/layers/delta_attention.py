@@ -9,17 +9,16 @@ from torch import Tensor, nn
 
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal
 from deltazoo.layers.layer_options import check_convolutions, check_decay, check_sizes, check_steps, check_types
-from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, fuses_rows, l2_normalize, l2_normalize_both
+from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize, l2_normalize_both
 from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
 from deltazoo.layers.rule import RuleInputs, StepForm, effective_step, precision_for, run_rule
 from deltazoo.layers.sequences import Sequences, SharedSequences, describe_sequences, describe_shared
 from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
-from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
-from deltazoo.ops.autocast import cast_for_product
+from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay, fused
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_softplus_decay
+from deltazoo.ops.fused import fused_softplus_decay, takes_kernel
 from deltazoo.ops.linear_maps import called_as_is, is_hooked, is_plain_sequence, linear_maps
 from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.recompute import recomputable
@@ -440,7 +439,8 @@ class DeltaRuleAttention(Float32Parameters):
 
     def runs_fused(self, x: Tensor) -> bool:
         """Whether a kernel of `deltazoo.ops.fused` is to compute what is made of x, `[..., K]`."""
-        return fuses_rows(x, self.fused_kernels)
+        wanted = self.fused_kernels
+        return takes_kernel(None, x, columns=x.shape[-1]) if wanted is None else wanted
 
     def apply_rule(self, inputs: RuleInputs, past: StateAccess, sequences: Sequences) -> DeltaRuleOutput:
         """Call the operator: `[B, T, HV, V]`, and the state after the last token."""
@@ -461,11 +461,9 @@ class DeltaRuleAttention(Float32Parameters):
 
     def _project_output(self, output: Tensor, hidden_states: Tensor) -> Tensor:
         # The gated norm stays apart: a kernel for both is slower than the two that it would replace (docs/log.md).
-        takes_linear = type(self.o_norm) is RMSNorm and not is_hooked(self.o_norm) and self.o_norm.takes_linear(output)
-        if takes_linear and called_as_is(self.o_proj) and self.o_proj.weight.requires_grad:
-            (weight,) = cast_for_product(self.o_proj.weight)
-            if weight.dtype == output.dtype:
-                return self.o_norm.with_linear(output, weight)
+        norm = self.o_norm
+        if type(norm) is RMSNorm and not is_hooked(norm):
+            return fused.rms_norm_linear(output, norm.weight, self.o_proj, norm.eps, fused=norm.fused)
         return self.o_proj(self._norm_and_gate(output, hidden_states).flatten(2))
 
     def _norm_and_gate(self, output: Tensor, hidden_states: Tensor) -> Tensor:

@@ -39,10 +39,10 @@ from deltazoo.layers.sequences import WHOLE_ROWS, Sequences, SharedSequences, de
 from deltazoo.layers.short_convolution import depthwise_sum, last_inputs
 from deltazoo.layers.state import LayerState, is_decoding_step
 from deltazoo.models.forward_arguments import refuse_dropped
-from deltazoo.ops import DeltaRuleOutput
+from deltazoo.ops import DeltaRuleOutput, fused
 from deltazoo.ops.context.token_exchange import tokens_before
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv, fused_short_conv_step
+from deltazoo.ops.fused import fused_kernels_fit, fused_short_conv, fused_short_conv_step
 from deltazoo.ops.linear_maps import is_hooked
 from deltazoo.spec import get_rule
 
@@ -218,7 +218,7 @@ class AcceleratedLayer:
         activation = getattr(norm, "activation", "silu")  # older versions know no other
         if not (self.fuses(output) and activation in ("silu", "sigmoid") and _is_plain(norm, self.original)):
             return norm(output, gate)
-        return fused_gated_rms_norm(output, gate, norm.weight, norm.variance_epsilon, activation)
+        return fused.gated_rms_norm(output, gate, norm.weight, norm.variance_epsilon, activation, fused=True)
 
     def fuses(self: Any, x: Tensor, state: Tensor | None = None) -> bool:
         """Whether fused kernels compute on a tensor, after the convolution's state if there is one."""

@@ -8,9 +8,14 @@ call. So no file bears the name of a function.
 """
 
 from deltazoo._lazy import lazy_names
-from deltazoo.ops.fused.choice import FUSED_ACTIVATIONS, L2_NORM_EPS, MOST_COLUMNS, takes_kernel
+from deltazoo.ops.fused.choice import FUSED_ACTIVATIONS, GATE_ACTIVATIONS, L2_NORM_EPS, MOST_COLUMNS, takes_kernel
 from deltazoo.ops.fused.fused_functions import *  # noqa: F403  (until its functions have moved to files of their own)
 
-__all__ = ["FUSED_ACTIVATIONS", "L2_NORM_EPS", "MOST_COLUMNS", "takes_kernel"]
+__all__ = ["FUSED_ACTIVATIONS", "GATE_ACTIVATIONS", "L2_NORM_EPS", "MOST_COLUMNS", "takes_kernel"]
 
-__getattr__ = lazy_names(__name__, {})
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "norms": ("add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm", "rms_norm_linear"),
+    },
+)

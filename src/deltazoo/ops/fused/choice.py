@@ -1,16 +1,22 @@
 """The one choice of every fused function, kernel or torch, and the checks that all kernels share."""
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.ops.backends import triton_interprets, triton_obstacle
 from deltazoo.ops.dtypes import KERNEL_DTYPES
 from deltazoo.ops.transforms import refuse_transforms, transforming
 
-__all__ = ["FUSED_ACTIVATIONS", "L2_NORM_EPS", "MOST_COLUMNS", "REFUSAL", "takes_kernel"]
+__all__ = ["FUSED_ACTIVATIONS", "GATE_ACTIVATIONS", "L2_NORM_EPS", "MOST_COLUMNS", "REFUSAL", "takes_kernel"]
+
+GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+"""The activations of output gates that a spec can name."""
 
 FUSED_ACTIVATIONS = ("silu", "sigmoid")
-"""Activations of output gates that the kernels know, of the norm in training and of the rule in decoding, by name."""
+"""Those that the kernels know, of the norm in training and of the rule in decoding."""
 
 L2_NORM_EPS = 1e-6
 """Added to the squared length of a head whose L2 norm divides it; kernels of keys and of the rule hold a literal."""

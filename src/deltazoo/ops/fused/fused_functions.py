@@ -14,19 +14,13 @@ from deltazoo.ops.fused.kernels import L2_NORM_EPS, REFUSAL
 from deltazoo.ops.transforms import records_gradients, refuse_transforms, transforming
 
 __all__ = [
-    "FUSED_ACTIVATIONS",
     "L2_NORM_EPS",
     "MOST_NORM_COLUMNS",
     "MOST_SUMMED_CHANNELS",
-    "fused_add_rms_norm",
     "fused_cross_entropy_",
     "fused_decayed_sum",
     "fused_erase_gain",
-    "fused_gated_rms_norm",
     "fused_kernels_fit",
-    "fused_l2_norm",
-    "fused_rms_norm",
-    "fused_rms_norm_linear",
     "fused_rotary",
     "fused_rule_keys",
     "fused_scaled_key",
@@ -40,9 +34,6 @@ __all__ = [
     "fused_swiglu_linear",
     "fused_weighted_squares",
 ]
-
-FUSED_ACTIVATIONS = ("silu", "sigmoid")
-"""Activations of output gates that the kernels know, of the norm in training and of the rule in decoding, by name."""
 
 MOST_NORM_COLUMNS = 8192
 """The longest axis of the RMSNorm kernels: a program holds whole rows in registers."""
@@ -181,123 +172,6 @@ def fused_short_conv_step(
     q_head, k_head = head_dims
     silu = _is_silu(activation)
     return short_conv_step(inputs, weights, window, silu=silu, q_head=q_head, k_head=k_head, inplace=inplace)
-
-
-def fused_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
-    """`x / sqrt(mean x^2 + eps) * weight * activation(gate)` over the last axis.
-
-    Args:
-        x, gate: `[..., D]` float32, bfloat16 or float16.
-        weight: `[D]`.
-        eps: added to the mean square.
-        activation: one of `FUSED_ACTIVATIONS`.
-
-    Returns:
-        `[..., D]` in x's dtype, computed in float32.
-
-    Raises:
-        NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
-        ValueError: tensors on several devices, or another activation.
-    """
-    if activation not in FUSED_ACTIVATIONS:
-        raise ValueError(unknown("activation", activation, FUSED_ACTIVATIONS))
-    _require_triton(x, gate, weight)
-    from deltazoo.ops.fused.kernels.gated_norm import gated_rms_norm
-
-    return gated_rms_norm(x, gate, weight, eps, activation == "silu")
-
-
-def fused_rms_norm_linear(x: Tensor, weight: Tensor, linear: Tensor, eps: float) -> Tensor:
-    """`fused_rms_norm` of each head, times the transpose of `linear`; the backward pass keeps the arguments alone.
-
-    Args:
-        x: `[B, T, H, D]` float32, bfloat16 or float16, D at most `MOST_NORM_COLUMNS`.
-        weight: `[D]`.
-        linear: `[C, H * D]` in x's dtype.
-        eps: added to the mean square.
-
-    Returns:
-        `[B, T, C]`.
-
-    Raises:
-        NotImplementedError: as `fused_rms_norm`.
-        ValueError: tensors on several devices, or `linear` of another shape or dtype.
-    """
-    _require_triton(x, weight, linear)
-    _require_columns(x)
-    if x.ndim != 4 or linear.dtype != x.dtype or linear.shape[1:] != (x.shape[2] * x.shape[3],):
-        raise ValueError(
-            f"expected x [B, T, H, D] and linear [C, H * D] of one dtype, got {x.dtype} {tuple(x.shape)} and "
-            f"{linear.dtype} {tuple(linear.shape)}"
-        )
-    from deltazoo.ops.fused.kernels.rms_norm import rms_norm_linear
-
-    return rms_norm_linear(x, weight, linear, eps)
-
-
-def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """`x / sqrt(mean x^2 + eps) * weight` over the last axis, computed in float32.
-
-    Args:
-        x: `[..., D]` float32, bfloat16 or float16, D at most `MOST_NORM_COLUMNS`.
-        weight: `[D]`.
-        eps: added to the mean square.
-        dtype: of the result; None: x's.
-
-    Raises:
-        NotImplementedError: no Triton, another device than an NVIDIA GPU, another dtype, or a longer axis.
-        ValueError: tensors on several devices.
-    """
-    _require_triton(x, weight)
-    _require_columns(x)
-    from deltazoo.ops.fused.kernels.rms_norm import rms_norm
-
-    return rms_norm(x, weight, eps, dtype or x.dtype)
-
-
-def fused_l2_norm(x: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(sum x^2 + eps)` over the last axis, in x's dtype, computed in float32.
-
-    Args:
-        x: `[..., D]` float32, bfloat16 or float16, D at most `MOST_NORM_COLUMNS`.
-        eps: added to the sum of squares.
-
-    Raises:
-        NotImplementedError: as `fused_rms_norm`.
-    """
-    _require_triton(x)
-    _require_columns(x)
-    from deltazoo.ops.fused.kernels.rms_norm import l2_norm
-
-    return l2_norm(x, eps)
-
-
-def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """`fused_rms_norm` of `x + residual`, and that sum, in one pass.
-
-    Args:
-        x, residual: of one shape `[..., D]`, each float32, bfloat16 or float16, D at most `MOST_NORM_COLUMNS`.
-        weight: `[D]`.
-        eps: added to the mean square.
-        dtype: of the norm; None: that of the sum.
-
-    Returns:
-        The norm, and the sum in the dtype that torch gives it.
-
-    Raises:
-        NotImplementedError: see `fused_rms_norm`.
-        ValueError: tensors of two shapes or on several devices.
-    """
-    _require_triton(x, residual, weight)
-    _require_columns(x)
-    if x.shape != residual.shape:
-        raise ValueError(f"x and residual must have one shape, got {tuple(x.shape)} and {tuple(residual.shape)}")
-    _require_float(residual)
-    from deltazoo.ops.fused.kernels.rms_norm import add_rms_norm
-
-    return add_rms_norm(x, residual, weight, eps, dtype or torch.promote_types(x.dtype, residual.dtype))
 
 
 def fused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
