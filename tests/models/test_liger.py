@@ -21,7 +21,7 @@ import deltazoo.layers.mlp
 import deltazoo.layers.norm
 import deltazoo.models.loss
 from deltazoo.layers.norm import RMSNorm
-from deltazoo.ops.fused.linear_cross_entropy import linear_cross_entropy
+from deltazoo.ops.fused import linear_cross_entropy
 from deltazoo.runtime import RECOMPUTE_LEVELS as LEVELS
 
 

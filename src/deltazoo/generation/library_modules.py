@@ -20,7 +20,7 @@ from transformers.activations import SiLUActivation
 
 from deltazoo.generation.one_thread import replaced_forwards, replaced_here
 from deltazoo.ops import fused
-from deltazoo.ops.fused import fused_swiglu, takes_kernel
+from deltazoo.ops.fused import takes_kernel
 from deltazoo.ops.linear_maps import is_hooked
 
 __all__ = ["LibraryModules", "LibraryNorm", "block_parts", "is_row_norm", "is_swiglu", "joint_maps"]
@@ -108,7 +108,8 @@ def _mlp(module: Any, x: Tensor) -> Tensor | None:
     if type(module.act_fn) not in _SILU:
         return None
     gate, up = module.gate_proj(x), module.up_proj(x)
-    return module.down_proj(fused_swiglu(gate, up) if gate.dtype == up.dtype else module.act_fn(gate) * up)
+    alike = gate.dtype == up.dtype
+    return module.down_proj(fused.swiglu(gate, up, fused=True) if alike else module.act_fn(gate) * up)
 
 
 @cache

@@ -2,16 +2,12 @@
 
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.ops.autocast import cast_for_product
-from deltazoo.ops.fused import fused_kernels_fit, fused_swiglu, fused_swiglu_linear
+from deltazoo.ops import fused as fused_functions
 from deltazoo.ops.fused.liger import liger_swiglu
-from deltazoo.ops.linear_maps import called_as_is, linear_maps
+from deltazoo.ops.linear_maps import linear_maps
 from deltazoo.ops.recompute import recomputable
-from deltazoo.ops.transforms import transforming
 
 __all__ = ["SwiGLU", "default_intermediate_size"]
 
@@ -56,24 +52,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., hidden_size]` to the same shape."""
         gate, up = linear_maps(x, (self.gate_proj, self.up_proj))
-        if self._takes_linear(gate, up):
-            gate, up, weight = cast_for_product(gate, up, self.down_proj.weight)
-            if weight.dtype == gate.dtype:
-                return fused_swiglu_linear(gate, up, weight)
-        return self.down_proj(recomputable(self._product, gate, up))
-
-    def _takes_linear(self, gate: Tensor, up: Tensor) -> bool:
-        """Whether a training step's product and `down_proj` may be one function, which keeps gate and up alone."""
-        if not torch.is_grad_enabled() or transforming() or not called_as_is(self.down_proj):
-            return False
-        return self.down_proj.weight.requires_grad and self._takes_kernel(gate, up)
-
-    def _product(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.liger:
-            return liger_swiglu(gate, up)
-        return fused_swiglu(gate, up) if self._takes_kernel(gate, up) else F.silu(gate) * up
-
-    def _takes_kernel(self, gate: Tensor, up: Tensor) -> bool:
-        if self.liger:
-            return False
-        return fused_kernels_fit(gate) and gate.dtype == up.dtype if self.fused is None else self.fused
+            return self.down_proj(recomputable(liger_swiglu, gate, up))
+        return fused_functions.swiglu_linear(gate, up, self.down_proj, fused=self.fused)

@@ -112,12 +112,13 @@ class GatedRMSNorm(RMSNorm):
 
     def set_fused(self, fused: bool | None) -> None:
         """Choose between the Triton kernel and plain torch; ValueError if the kernel lacks the activation."""
-        if fused and self.activation not in FUSED_ACTIVATIONS:
+        known = self.activation in FUSED_ACTIVATIONS
+        if fused and not known:
             raise ValueError(
                 f"the fused kernel has no activation {self.activation}, only {', '.join(FUSED_ACTIVATIONS)}: leave "
                 "fused_kernels off"
             )
-        self.fused = fused
+        self.fused = fused if known else False
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """Normalise x `[..., dim]` and multiply by the activated gate of the same shape."""

@@ -16,7 +16,7 @@ from deltazoo.layers.recompute_levels import level_of, run_block
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.loss import reason_for
 from deltazoo.models.softmax_attention import SoftmaxAttention
-from deltazoo.ops.fused import fused_kernels_fit
+from deltazoo.ops.fused import takes_kernel
 from deltazoo.runtime import RuntimeOptions
 
 __all__ = ["DeltaRuleBlock", "SoftmaxInputs", "describe_blocks", "make_block_layer"]
@@ -106,12 +106,16 @@ def describe_blocks(model: Any) -> str:
     norm = next(module for module in model.modules() if isinstance(module, DeltaRuleBlock)).mlp_norm
     weight, runtime = norm.weight, model.runtime
     asked, liger = runtime.given(), bool(runtime.liger)
-    fused = fused_kernels_fit(weight) if runtime.fused_kernels is None else runtime.fused_kernels
+    wanted = runtime.fused_kernels
+
+    def fused(columns: int) -> bool:
+        return takes_kernel(None, weight, columns=columns) if wanted is None else wanted
+
     default = f"default on {weight.device}"
     reason = reason_for("liger" if liger else "fused_kernels", asked, default)
     lines = [
-        f"norms: {_kernel(liger, norm.takes_kernel(weight))} ({reason})",
-        f"MLP: {_kernel(liger, fused)} ({reason})",
+        f"norms: {_kernel(liger, fused(len(weight)))} ({reason})",
+        f"MLP: {_kernel(liger, fused(1))} ({reason})",
         f"recomputed in training: {level_of(runtime.recompute, weight.device)} "
         f"({reason_for('recompute', asked, default)})",
     ]

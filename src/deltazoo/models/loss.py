@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from deltazoo.ops.fused import IGNORED, linear_cross_entropy
 from deltazoo.ops.fused.liger import liger_linear_cross_entropy
-from deltazoo.ops.fused.linear_cross_entropy import IGNORED, linear_cross_entropy
 from deltazoo.ops.linear_maps import is_hooked
 from deltazoo.ops.transforms import transforming
 

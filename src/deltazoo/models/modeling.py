@@ -42,7 +42,7 @@ from deltazoo.models.late_logits import LateLogits, OutputWithLateLogits
 from deltazoo.models.loss import describe_loss, fuses_loss, loss_without_logits
 from deltazoo.models.saving import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
-from deltazoo.ops.fused.linear_cross_entropy import IGNORED
+from deltazoo.ops.fused import IGNORED
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 
 __all__ = ["DeltaRuleBlock", "DeltaRuleForCausalLM", "DeltaRuleModel", "DeltaRulePreTrainedModel"]

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import RMSNorm
+from deltazoo.ops.fused import linear_cross_entropy
 from deltazoo.ops.fused.liger import (
     liger_add_rms_norm,
     liger_linear_cross_entropy,
     liger_rms_norm,
     liger_swiglu,
 )
-from deltazoo.ops.fused.linear_cross_entropy import linear_cross_entropy
 
 
 class Inputs:

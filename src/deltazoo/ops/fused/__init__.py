@@ -16,6 +16,9 @@ __all__ = ["FUSED_ACTIVATIONS", "GATE_ACTIVATIONS", "L2_NORM_EPS", "MOST_COLUMNS
 __getattr__ = lazy_names(
     __name__,
     {
+        "glu": ("swiglu", "swiglu_linear"),
+        "loss": ("IGNORED", "linear_cross_entropy"),
         "norms": ("add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm", "rms_norm_linear"),
+        "rotary": ("rotate",),
     },
 )

@@ -47,9 +47,7 @@ def takes_kernel(
         ValueError: a kernel is to take tensors of several devices.
     """
     if fused is None:
-        if not x.is_cuda or columns > MOST_COLUMNS or transforming():
-            return False
-        if triton_obstacle(x.device, x.dtype, 1, 1) is not None or not all(map(_has_kernel_dtype, others)):
+        if not _run_on(x) or columns > MOST_COLUMNS or transforming() or not all(map(_has_kernel_dtype, others)):
             return False
         if trained and torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in trained):
             return False
@@ -61,6 +59,10 @@ def takes_kernel(
         if other is not None and other.device != x.device:
             raise ValueError(f"fused kernels take tensors of one device, got {x.device} and {other.device}")
     return True
+
+
+def _run_on(x: Tensor) -> bool:
+    return x.is_cuda and triton_obstacle(x.device, x.dtype, 1, 1) is None
 
 
 def _require(x: Tensor, others: tuple[Tensor | None, ...], columns: int) -> None:

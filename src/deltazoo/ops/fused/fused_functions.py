@@ -17,11 +17,9 @@ __all__ = [
     "L2_NORM_EPS",
     "MOST_NORM_COLUMNS",
     "MOST_SUMMED_CHANNELS",
-    "fused_cross_entropy_",
     "fused_decayed_sum",
     "fused_erase_gain",
     "fused_kernels_fit",
-    "fused_rotary",
     "fused_rule_keys",
     "fused_scaled_key",
     "fused_short_conv",
@@ -30,8 +28,6 @@ __all__ = [
     "fused_sigmoid_gate",
     "fused_softplus_decay",
     "fused_squared_norm",
-    "fused_swiglu",
-    "fused_swiglu_linear",
     "fused_weighted_squares",
 ]
 
@@ -172,36 +168,6 @@ def fused_short_conv_step(
     q_head, k_head = head_dims
     silu = _is_silu(activation)
     return short_conv_step(inputs, weights, window, silu=silu, q_head=q_head, k_head=k_head, inplace=inplace)
-
-
-def fused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rotary embedding (arXiv:2104.09864), the half-split form of Llama, computed in float32.
-
-    Args:
-        x: `[B, T, H, K]` float32, bfloat16 or float16.
-        cos, sin: `[B or 1, T, d]`, float32, bfloat16 or float16, d even and at most K: channels i and i + d/2 form a
-            pair, those from d on stay. Not differentiable.
-
-    Returns:
-        `[B, T, H, K]` in x's dtype.
-
-    Raises:
-        NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
-        ValueError: angles that do not fit x or need a gradient, or tensors on several devices.
-    """
-    _require_triton(x, cos, sin)
-    _require_float(cos)
-    _require_float(sin)
-    if x.ndim != 4 or cos.shape != sin.shape or cos.shape[:-1] not in (x.shape[:2], (1, x.shape[1])):
-        shapes = ", ".join(str(tuple(part.shape)) for part in (x, cos, sin))
-        raise ValueError(f"expected x [B, T, H, K] with cos and sin [B or 1, T, d], got {shapes}")
-    if cos.shape[-1] % 2 or not 0 < cos.shape[-1] <= x.shape[-1]:
-        raise ValueError(f"the angles must be of an even number of the {x.shape[-1]} channels, got {cos.shape[-1]}")
-    if records_gradients(cos, sin):
-        raise ValueError("the fused rotary embedding gives no gradient to its angles: detach them")
-    from deltazoo.ops.fused.kernels.rotary_embedding import rotary
-
-    return rotary(x, cos, sin)
 
 
 def fused_rule_keys(
@@ -372,50 +338,6 @@ def fused_erase_gain(k: Tensor, erase_key: Tensor) -> Tensor:
     return erase_gain(k.detach(), erase_key.detach())
 
 
-def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, computed in float32.
-
-    Args:
-        gate, up: alike, float32, bfloat16 or float16.
-
-    Raises:
-        NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
-        ValueError: tensors of two dtypes or shapes, or on two devices.
-    """
-    _require_triton(gate, up)
-    if gate.dtype != up.dtype or gate.shape != up.shape:
-        raise ValueError(
-            f"gate and up must be alike, got {gate.dtype} {tuple(gate.shape)} and {up.dtype} {tuple(up.shape)}"
-        )
-    from deltazoo.ops.fused.kernels.swiglu import swiglu
-
-    return swiglu(gate, up)
-
-
-def fused_swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """`(silu(gate) * up) @ weight^T`. The backward pass keeps the arguments alone.
-
-    Args:
-        gate, up: `[..., D]`, alike, float32, bfloat16 or float16.
-        weight: `[C, D]` in their dtype.
-
-    Returns:
-        `[..., C]`.
-
-    Raises:
-        NotImplementedError, ValueError: as `fused_swiglu`.
-    """
-    _require_triton(gate, up, weight)
-    if not (gate.dtype == up.dtype == weight.dtype and gate.shape == up.shape):
-        raise ValueError(
-            f"gate, up and weight must be alike, got {gate.dtype} {tuple(gate.shape)}, {up.dtype} {tuple(up.shape)} "
-            f"and {weight.dtype}"
-        )
-    from deltazoo.ops.fused.kernels.swiglu import swiglu_linear
-
-    return swiglu_linear(gate, up, weight)
-
-
 def fused_sigmoid_gate(gate: Tensor, x: Tensor, largest: float = 1.0, *, root: bool = False) -> Tensor:
     """`largest * sigmoid(gate) * x`, computed in float32.
 
@@ -465,28 +387,6 @@ def fused_softplus_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, *, saturatin
     from deltazoo.ops.fused.kernels.softplus_decay import softplus_decay
 
     return softplus_decay(a, A_log, dt_bias, saturating)
-
-
-def fused_cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Cross-entropy of each row, not differentiable. The gradient of the sum is written over the logits.
-
-    Args:
-        logits: `[N, V]` contiguous, float32, bfloat16 or float16; overwritten.
-        labels: `[N]` int64; a row labelled `ignored` has loss and gradient 0.
-        ignored: see `labels`.
-
-    Returns:
-        `[N]` float32.
-
-    Raises:
-        NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
-        RuntimeError: a label outside the vocabulary, on a GPU at the next synchronisation.
-    """
-    _require_triton(logits, labels)
-    torch._assert_async(((labels == ignored) | ((labels >= 0) & (labels < logits.shape[1]))).all())
-    from deltazoo.ops.fused.kernels.cross_entropy import cross_entropy_
-
-    return cross_entropy_(logits, labels, ignored)
 
 
 def _is_absent(result: Tensor | None) -> bool:

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from deltazoo.ops.backends import triton_interprets
 from deltazoo.ops.dtypes import KERNEL_DTYPES
-from deltazoo.ops.fused.linear_cross_entropy import IGNORED, require_label_per_row
+from deltazoo.ops.fused.loss import IGNORED, require_label_per_row
 from deltazoo.ops.transforms import refuse_second_derivative, refuse_transforms
 
 __all__ = ["liger_add_rms_norm", "liger_linear_cross_entropy", "liger_rms_norm", "liger_swiglu"]
