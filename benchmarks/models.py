@@ -65,13 +65,12 @@ AUTOCAST = "autocast"
 """The dtype of rows with float32 weights under bfloat16 autocast, as `deltazoo train` runs."""
 
 OUR_WAYS: dict[str, dict[str, Any]] = {
-    "no-options": {"liger": False, "fuse_linear_cross_entropy": False, "recompute": "none"},
-    "fast": {"liger": True, "fuse_linear_cross_entropy": True},
+    "no-options": {"fuse_linear_cross_entropy": False, "recompute": "none"},
     "recompute-elementwise": {"recompute": "elementwise"},
     "recompute-block": {"recompute": "block"},
 }
 """Ways that are runtime options of our models, beside the default, `eager`. no-options: as the default was before the
-loss was fused, elementwise results were recomputed, and SwiGLU and norms had kernels; fast: Liger's kernels."""
+loss was fused, and elementwise results were recomputed."""
 
 
 @dataclass(frozen=True)

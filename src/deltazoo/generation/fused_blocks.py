@@ -122,7 +122,7 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
     norms_known = all(type(x) is RMSNorm if own else is_row_norm(x) for x in (norm, mlp_norm))
     if not norms_known or type(layer.o_norm) not in (RMSNorm, GatedRMSNorm):
         return "a norm is of another kind"
-    if layer.fused_kernels is False or (own and any(x.liger or x.fused is False for x in (norm, mlp_norm, mlp))):
+    if layer.fused_kernels is False or (own and any(x.fused is False for x in (norm, mlp_norm, mlp))):
         return "other kernels were asked for"
     if layer.backend not in (None, "triton"):
         return f"backend={layer.backend!r} was asked for"

@@ -5,9 +5,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from deltazoo.ops import fused as fused_functions
-from deltazoo.ops.fused.liger import liger_swiglu
 from deltazoo.ops.linear_maps import linear_maps
-from deltazoo.ops.recompute import recomputable
 
 __all__ = ["SwiGLU", "default_intermediate_size"]
 
@@ -26,8 +24,7 @@ class SwiGLU(nn.Module):
     Args:
         hidden_size: of inputs and outputs.
         intermediate_size: default `default_intermediate_size`.
-        liger: Liger's kernel between the matrix products.
-        fused: our own Triton kernel between them; None: wherever it runs, and plain torch elsewhere.
+        fused: a Triton kernel between the matrix products; None: wherever it runs, and plain torch elsewhere.
     """
 
     input_projections: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
@@ -37,12 +34,10 @@ class SwiGLU(nn.Module):
         hidden_size: int,
         intermediate_size: int | None = None,
         *,
-        liger: bool = False,
         fused: bool | None = False,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
-        self.liger = liger
         self.fused = fused
         self.intermediate_size = intermediate_size or default_intermediate_size(hidden_size)
         self.gate_proj = nn.Linear(hidden_size, self.intermediate_size, bias=False)
@@ -52,6 +47,4 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., hidden_size]` to the same shape."""
         gate, up = linear_maps(x, (self.gate_proj, self.up_proj))
-        if self.liger:
-            return self.down_proj(recomputable(liger_swiglu, gate, up))
         return fused_functions.swiglu_linear(gate, up, self.down_proj, fused=self.fused)

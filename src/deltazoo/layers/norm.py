@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from deltazoo.layers.state import is_decoding_step
 from deltazoo.ops import fused as fused_functions
 from deltazoo.ops.fused import FUSED_ACTIVATIONS, GATE_ACTIVATIONS, L2_NORM_EPS
-from deltazoo.ops.fused.liger import liger_add_rms_norm, liger_rms_norm
 from deltazoo.ops.named_choices import function_of
-from deltazoo.ops.recompute import recomputable
 
 __all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "l2_normalize", "l2_normalize_both"]
 
@@ -37,7 +35,6 @@ class RMSNorm(nn.Module):
     Args:
         dim: of the last axis.
         eps: added to the mean square.
-        liger: Liger's kernels instead of plain torch.
         fused: one Triton kernel each way instead of plain torch, the addition of a residual included; None: wherever
             it runs.
         feeds_linear: only linear maps read the result. Under autocast the Triton kernel then writes it in the dtype
@@ -49,14 +46,12 @@ class RMSNorm(nn.Module):
         dim: int,
         eps: float = 1e-5,
         *,
-        liger: bool = False,
         fused: bool | None = False,
         feeds_linear: bool = False,
     ) -> None:
         super().__init__()
         self.dim = dim
         self.eps = eps
-        self.liger = liger
         self.fused = fused
         self.feeds_linear = feeds_linear
         self.weight = nn.Parameter(torch.ones(dim))
@@ -67,9 +62,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise x `[..., dim]`; with a residual, its sum with x, and return that sum as well."""
-        if self.liger:
-            function, given = (liger_rms_norm, (x,)) if residual is None else (liger_add_rms_norm, (x, residual))
-            return recomputable(function, *given, self.weight, self.eps)
         how = dict(fused=self.fused, feeds_linear=self.feeds_linear)
         if residual is None:
             return fused_functions.rms_norm(x, self.weight, self.eps, **how)

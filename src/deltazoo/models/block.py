@@ -54,10 +54,9 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         self.use_runtime(RuntimeOptions())
 
     def use_runtime(self, options: RuntimeOptions) -> None:
-        """Run with other `liger`, `fused_kernels` and `recompute`. The linear or softmax layer is told separately."""
+        """Run with other `fused_kernels` and `recompute`. The linear or softmax layer is told separately."""
         self.recompute = options.recompute
         for module in (self.attn_norm, self.mlp_norm, self.mlp):
-            module.liger = bool(options.liger)
             module.fused = options.fused_kernels
 
     @takes_cache()  # by that name gradient checkpointing keeps the cache from a block that runs twice
@@ -103,26 +102,18 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
 
 def describe_blocks(model: Any) -> str:
     """How a training step computes norms and MLPs, what it recomputes, and why; for `deltazoo.report`."""
-    norm = next(module for module in model.modules() if isinstance(module, DeltaRuleBlock)).mlp_norm
-    weight, runtime = norm.weight, model.runtime
-    asked, liger = runtime.given(), bool(runtime.liger)
-    wanted = runtime.fused_kernels
+    weight = next(module for module in model.modules() if isinstance(module, DeltaRuleBlock)).mlp_norm.weight
+    runtime, asked, default = model.runtime, model.runtime.given(), f"default on {weight.device}"
 
-    def fused(columns: int) -> bool:
-        return takes_kernel(None, weight, columns=columns) if wanted is None else wanted
+    def kernel(columns: int) -> str:
+        wanted = runtime.fused_kernels
+        ours = takes_kernel(None, weight, columns=columns) if wanted is None else wanted
+        return f"{'our Triton kernel' if ours else 'plain torch'} ({reason_for('fused_kernels', asked, default)})"
 
-    default = f"default on {weight.device}"
-    reason = reason_for("liger" if liger else "fused_kernels", asked, default)
     lines = [
-        f"norms: {_kernel(liger, fused(len(weight)))} ({reason})",
-        f"MLP: {_kernel(liger, fused(1))} ({reason})",
+        f"norms: {kernel(len(weight))}",
+        f"MLP: {kernel(1)}",
         f"recomputed in training: {level_of(runtime.recompute, weight.device)} "
         f"({reason_for('recompute', asked, default)})",
     ]
     return "\n".join(lines)
-
-
-def _kernel(liger: bool, ours: bool) -> str:
-    if liger:
-        return "Liger's kernel"
-    return "our Triton kernel" if ours else "plain torch"

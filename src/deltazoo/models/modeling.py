@@ -125,10 +125,9 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         self.set_runtime(**runtime)
 
     def use_runtime(self, options: RuntimeOptions) -> None:
-        """Record the options, and apply `liger` and `fused_kernels` to the last norm."""
+        """Record the options, and apply `fused_kernels` to the last norm."""
         super().use_runtime(options)
         self.norm.fused = options.fused_kernels
-        self.norm.liger = bool(options.liger)
 
     @takes_cache()
     @_no_cache_while_recomputing
