@@ -1,6 +1,6 @@
 """Tokens per second of transformers' delta-rule models before and after `deltazoo.accelerate`.
 
-    python -m benchmarks.accelerate --out benchmarks/results/accelerate_h200.json    # real widths, on a GPU
+    python -m benchmarks.accelerate --out benchmarks/results/accelerate.json    # real widths, on a GPU
     python -m benchmarks.accelerate --out run.json --device cpu --small              # a quick try on a CPU
 
 Four layers of each model (three of delta rule and one of softmax attention) with the widths of its configuration's

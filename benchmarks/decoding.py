@@ -1,6 +1,6 @@
 """Decoding of whole models beside peers: new tokens per second by batch, and one more token by length of the context.
 
-    python -m benchmarks.decoding --out benchmarks/results/model_h200_decoding.json
+    python -m benchmarks.decoding --out benchmarks/results/models_h200.json
     python -m benchmarks.decoding --out run.json --models kda --peers swapped qwen3-next --measure decode --batches 1 64
 
 Greedy, random weights. What was measured:

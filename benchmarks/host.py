@@ -21,9 +21,9 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -35,11 +35,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from benchmarks.common import Results, Row, Spread, options
-from benchmarks.models import SIZES, TrainingStep, candidates, clear
+from benchmarks.common import Results, Row, Spread, now, options
+from benchmarks.models import SIZES, TrainingStep, candidates
 
-PHASES = ("forward", "backward", "optimizer")
-COUNTS = ("other", "products", "ours")
 PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|splitk", re.IGNORECASE)
 """Names of the kernels of torch's matrix products."""
 
@@ -47,37 +45,30 @@ PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|splitk", re.IGNORECASE)
 class Step(TrainingStep):
     """A step in phases, the clock read between them."""
 
-    def phases(self, tokens: torch.Tensor) -> list[Callable[[], Any]]:
-        loss: list[torch.Tensor] = []
+    def phases(self, tokens: torch.Tensor) -> Iterator[str]:
+        """Each phase runs when the next name is asked for."""
+        loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        yield "forward"
+        loss.backward()
+        yield "backward"
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        yield "optimizer"
 
-        def forward() -> None:
-            loss.append(self.model(input_ids=tokens, labels=tokens, use_cache=False).loss)
-
-        def optimizer() -> None:
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-
-        return [forward, lambda: loss.pop().backward(), optimizer]
-
-    def times(self, shape: list[int], steps: int) -> list[list[float]]:
-        """Milliseconds `[steps, 4]`: of each phase until it returns, and of the step until the device is idle."""
+    def times(self, shape: list[int], steps: int) -> list[Row]:
+        """Milliseconds of each phase until it returns, and of the step until the device is idle, for every step."""
         tokens, found = torch.randint(0, self.model.config.vocab_size, shape, device=self.device), []
-        wait = torch.cuda.synchronize if self.device != "cpu" else lambda: None
         for _ in range(2 + steps):  # the first ones warm up
-            wait()
-            clock = [time.perf_counter()]
-            for phase in self.phases(tokens):
-                phase()
-                clock.append(time.perf_counter())
-            wait()
-            until_idle = time.perf_counter() - clock[0]
-            found.append([1e3 * (b - a) for a, b in zip(clock, clock[1:], strict=False)] + [1e3 * until_idle])
+            began = last = now(self.device)
+            row = {}
+            for name in self.phases(tokens):
+                row[name], last = 1e3 * (time.perf_counter() - last), time.perf_counter()
+            found.append(row | {"step": 1e3 * (now(self.device) - began)})
         return found[2:]
 
-    def launches(self, shape: list[int]) -> list[list[int]]:
-        """Numbers of launches `[2, 3]`, forward and backward: others, products of matrices, our own `launch`."""
+    def launches(self, shape: list[int]) -> dict[str, Row]:
+        """Of forward and backward: products of matrices, all others, and calls of our own `launch`."""
         self.times(shape, 0)
-        phases, ours, counts = self.phases(torch.zeros(shape, dtype=torch.long, device=self.device)), [0], []
         places = [
             (module, name, value)
             for module in list(sys.modules.values())
@@ -85,22 +76,22 @@ class Step(TrainingStep):
             for name, value in list(vars(module).items())
             if isinstance(value, FunctionType) and value.__name__ == "launch"
         ]
+        phases, ours, counts = self.phases(torch.zeros(shape, dtype=torch.long, device=self.device)), [], {}
 
         def counted(launch: Callable[..., None], *arguments: Any) -> None:
-            ours[0] += 1
+            ours.append(launch)
             launch(*arguments)
 
         for module, name, value in places:
             setattr(module, name, partial(counted, value))
-        for phase in phases[:2]:
-            ours[0] = 0
+        for _ in range(2):
+            ours.clear()
             with torch.profiler.profile(activities=[getattr(ProfilerActivity, self.device.upper())]) as profile:
-                phase()
-                if self.device != "cpu":
-                    torch.cuda.synchronize()
+                phase = next(phases)
+                now(self.device)
             kernels = [e.name for e in profile.events() if e.device_type == DeviceType.CUDA]
             products = sum(bool(PRODUCT.search(name)) for name in kernels)
-            counts.append([len(kernels) - products, products, ours[0]])
+            counts[phase] = {"products": products, "others": len(kernels) - products, "ours": len(ours)}
         for module, name, value in places:
             setattr(module, name, value)
         return counts
@@ -109,22 +100,19 @@ class Step(TrainingStep):
 def serve(device: str, rules: list[str]) -> None:
     """Answer each line of standard input: a model, a shape, and a number of steps to time or None to count launches."""
     setting = {"way": "eager", "dtype": "float32" if device == "cpu" else "bfloat16", "batch": 1, "tokens": 1}
-    known: dict[str, Step] = {}
 
     def step(name: str, **changed: int) -> Step:
         size = replace(SIZES["quickstart" if device == "cpu" else "340m"], **changed)
         return Step(next(c for c in candidates(size, rules, ["llama"]) if c.model == name), setting, device)
 
+    kept = cache(step)
     for line in sys.stdin:
         name, shape, steps = json.loads(line)
-        answer: Any
         if steps:
-            known[name] = known.get(name) or step(name)
-            answer = known[name].times(shape, steps)
+            answer = kept(name).times(shape, steps)
         else:
             few, many = (step(name, num_hidden_layers=layers).launches(shape) for layers in (2, 4))
-            answer = [[(b - a) / 2 for a, b in zip(*pair, strict=True)] for pair in zip(few, many, strict=True)]
-            clear()
+            answer = {phase: {key: (n - few[phase][key]) / 2 for key, n in row.items()} for phase, row in many.items()}
         print(f"\x00{json.dumps(answer)}", flush=True)
 
 
@@ -147,26 +135,23 @@ def main() -> int:
     if arguments.serve:
         serve(arguments.device, arguments.rules)
         return 0
-    command = [sys.executable, "-m", "benchmarks.host", "--serve", "--out", "-", "--device", arguments.device]
+    command = [sys.executable, "-m", "benchmarks.host", "--serve", *sys.argv[1:]]
     processes, root = {}, Path(__file__).resolve().parents[1]
     for source in arguments.sources:
         environment = os.environ | {"PYTHONPATH": f"{Path(source).resolve()}{os.pathsep}{root}"}
-        processes[source] = subprocess.Popen(
-            [*command, "--rules", *arguments.rules], stdin=PIPE, stdout=PIPE, text=True, env=environment
-        )
+        processes[source] = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, env=environment)
     results, models = Results(arguments), [*arguments.rules, "llama"]
     for shape, model in product(arguments.shapes, models):
-        found: dict[str, list[list[float]]] = {source: [] for source in processes}
+        found: dict[str, list[Row]] = {source: [] for source in processes}
         for _, (source, process) in product(range(arguments.rounds), processes.items()):
             found[source] += ask(process, model, [int(n) for n in shape.split("x")], arguments.steps)
         for source, steps in found.items():
-            row: Row = vars(Spread.of([sum(step[:3]) for step in steps]))
-            row |= {f"{name}_ms": median(step[i] for step in steps) for i, name in enumerate((*PHASES, "step"))}
+            row = vars(Spread.of([sum(step.values()) - step["step"] for step in steps]))
+            row |= {f"{name}_ms": median(step[name] for step in steps) for name in steps[0]}
             results.add({"source": source, "model": model, "shape": shape, "measure": "host_ms"}, row)
     for (source, process), model in product(processes.items(), models):
         counts = ask(process, model, [1, 32 if arguments.device == "cpu" else 512], None)
-        row = {"value": sum(phase[0] for phase in counts)}
-        row |= {name: dict(zip(COUNTS, phase, strict=True)) for name, phase in zip(PHASES, counts, strict=False)}
+        row = {"value": sum(phase["others"] for phase in counts.values())} | counts
         results.add({"source": source, "model": model, "measure": "launches"}, row)
     for process in processes.values():
         process.communicate()

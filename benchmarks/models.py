@@ -1,6 +1,6 @@
 """Training of whole models beside peers of the same size in the same process.
 
-    python -m benchmarks.models --out benchmarks/results/model_h200.json
+    python -m benchmarks.models --out benchmarks/results/models_h200.json
     python -m benchmarks.models --out run.json --models none --peers qwen3.5 olmo-hybrid --dtypes autocast \
         --shapes 8x2048 --ways eager packed
     python -m benchmarks.models --out run.json --device cpu --threads 2

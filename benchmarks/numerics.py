@@ -1,19 +1,16 @@
 """Errors of the operator on hard inputs, and errors and times of each precision. Needs a GPU.
 
     python -m benchmarks.numerics --out benchmarks/results/numerics_h200.json --measure cases
-    python -m benchmarks.numerics --out benchmarks/results/precision_h200.json --measure times keys
+    python -m benchmarks.numerics --out benchmarks/results/precision_h200.json --measure times
 
 Errors are relative, norm of the difference over norm of the exact values, of output, final state and every gradient,
-against the chunk form in float64 on the same rounded inputs. `plain torch` is the chunk form in torch whose products
+against the chunk form in float64 on the same rounded inputs. `torch` is the chunk form in torch whose products
 round their operands to the dtype of the inputs, as the kernels' do. Step sizes are at most 2 / |k|^2 of the rounded
-key, except where the keys say `longer`.
+key.
 
 * `cases`: `default` is the Triton backend as it runs, Gluon kernels where they serve the call, and plain Triton kernels
-  elsewhere; `plain` has the plain kernels only, and is left out where the default launched no Gluon kernel. `forward`
-  are errors of a call that records no gradients. Without a GPU, with TRITON_INTERPRET=1, `--device cpu --small` runs
-  the same on sizes that an interpreter can take.
-* `keys`: each precision on keys that repeat, by step size, and by erase gain. The gradient of the decay is a running
-  sum of `q dq - k dk`, and measured against these terms where they cancel.
+  elsewhere; `plain` has the plain kernels only, and is left out where the default launched no Gluon kernel; `fast` and
+  `strict` are the precisions, in bfloat16. `forward` are errors of a call that records no gradients.
 * `times`: medians of samples taken in turn, three calls of each precision per round, with a cold L2 cache; `over_fast`
   and `over_strict` are medians of the quotients within a round.
 
@@ -37,7 +34,6 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import Results, Row, Timer, captured, one_line, options, side_by_side
@@ -52,13 +48,11 @@ from deltazoo.ops import delta_rule
 DECAYS = ("none", "scalar", "channel")
 APART = ("packed rows", "4 value heads per key head", "few heads, long rows")
 """Cases whose kernels the others do not share."""
-SMALL: Row = dict(K=16, V=16, B=1, T=70, H=2, HV=2)
 
 
-def cases(decay: str, small: bool) -> dict[str, Case]:
+def cases(decay: str) -> dict[str, Case]:
     """The inputs by name: 8 rows of 1,000 tokens and 16 heads of 128 unless the name says otherwise."""
     base = Case(decay, 128, 128, B=8, T=1000, H=16, HV=16, initial_state=True, mean_log_decay=-0.05)
-    base = replace(base, **SMALL) if small else base
     weak, H, T = replace(base, mean_log_decay=-1e-3), base.H, base.T
     found = {
         "random": base,
@@ -71,10 +65,10 @@ def cases(decay: str, small: bool) -> dict[str, Case]:
         "two keys in turn, step sizes 1.9": replace(weak, keys="alternating", beta=1.9),
         "decay of 1": replace(base, mean_log_decay=0.0),
         "log-decay -5": replace(base, mean_log_decay=-5.0),
-        "77 tokens": replace(base, T=base.T if small else 77),
+        "77 tokens": replace(base, T=77),
         "packed rows": replace(base, B=1, T=2 * T, lengths=(T // 3, 0, 1, 2 * T - T // 3 - 1)),
         "4 value heads per key head": replace(base, H=max(H // 4, 1), HV=4 * max(H // 4, 1)),
-        "few heads, long rows": replace(base, B=1, T=T if small else 8192, H=2, HV=2),
+        "few heads, long rows": replace(base, B=1, T=8192, H=2, HV=2),
     }
     if decay == "none":
         found = {name: case for name, case in found.items() if case.mean_log_decay in (-0.05, -1e-3)}
@@ -158,12 +152,16 @@ def measure_case(name: str, case: Case, device: str) -> Iterator[Row]:
     gradients = (d_output.double(), d_state.double())
     exact = case_results(exact_inputs, *gradients, backend="chunkwise", cu_seqlens=cu_seqlens)
 
-    def triton() -> Row:
+    def triton(precision: str | None = None) -> Row:
         with recorded_launches() as kernels, torch.no_grad():
-            output, state = delta_rule(**inputs, cu_seqlens=cu_seqlens, backend="triton")  # type: ignore[arg-type]
+            output, state = delta_rule(  # type: ignore[arg-type]
+                **inputs, cu_seqlens=cu_seqlens, backend="triton", precision=precision
+            )
         forward = relative_errors({"output": output, "final_state": state}, exact, inputs)
         with recorded_launches() as more:
-            found = case_results(inputs, d_output, d_state, backend="triton", cu_seqlens=cu_seqlens)
+            found = case_results(
+                inputs, d_output, d_state, backend="triton", cu_seqlens=cu_seqlens, precision=precision
+            )
         launched = {"gluon_forward": kernels, "gluon_training": more}
         return launched | {"forward": forward, "errors": relative_errors(found, exact, inputs)}
 
@@ -172,13 +170,16 @@ def measure_case(name: str, case: Case, device: str) -> Iterator[Row]:
     if default["gluon_forward"] or default["gluon_training"]:
         with plain_kernels_only():
             yield {"implementation": "plain"} | triton()
+    if case.dtype == "bfloat16":
+        for precision in ("fast", "strict"):
+            yield {"implementation": precision} | triton(precision)
     found = plain_torch(inputs, d_output, d_state, cu_seqlens=cu_seqlens)
     yield {"implementation": "torch", "errors": relative_errors(found, exact, inputs)}
 
 
 def print_group(decay: str, dtype: str, part: str, arguments: argparse.Namespace) -> None:
     """Print all rows of a decay, a dtype and a part of the cases; a case that fails gives a row with its error."""
-    for name, case in cases(decay, arguments.small).items():
+    for name, case in cases(decay).items():
         if (name in APART) == (part == "apart"):
             case = replace(case, dtype=dtype)
             row = {"case": name, "decay": decay, "dtype": dtype, "sizes": str(case)}
@@ -191,7 +192,7 @@ def print_group(decay: str, dtype: str, part: str, arguments: argparse.Namespace
 
 def measure_cases(results: Results, arguments: argparse.Namespace) -> None:
     """All groups, each in a process of its own."""
-    groups = list(product(arguments.decays, arguments.dtypes, ("others", "apart")))
+    groups = list(product(DECAYS, DTYPES, ("others", "apart")))
     for group, (status, printed) in zip(groups, again_with("--group", groups, arguments), strict=True):
         lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
         if status:
@@ -213,93 +214,6 @@ PRECISIONS: dict[str, str | None] = {"default": None, "fast": "fast", "strict": 
 SHAPES = (TABLE["train"], TABLE["long"])
 OPS = {"delta": "none", "gdn": "medium", "kda": "medium"}
 """Operator -> strength of its gates."""
-KEYS = ("one key", "two keys in turn", "nearly parallel keys")
-BETAS = (0.5, 1.0, 1.5, 1.9, 1.98, 2.0)
-GAINS = (0.9, 0.98, 1.0, 1.002, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5)
-HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-LOG_DECAY = -1e-3
-"""Mean log-decay with keys that repeat; the weaker, the more a key adds up."""
-
-
-def hard_inputs(keys: str, tokens: int, beta: float, decay: str, dtype: torch.dtype, *, gain: bool = False) -> Inputs:
-    """16 heads of K = V = 128: 8 rows of up to 2,048 tokens, or one longer row, which is cut into segments.
-
-    Args:
-        beta: step size of all tokens; with `gain` the erase gain instead.
-    """
-    generator = torch.Generator("cuda").manual_seed(0)
-    B, H, K = 8 if tokens <= 2048 else 1, 16, 128
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device="cuda")
-
-    k = normal(B, tokens, H, K)
-    if keys.startswith("one key"):
-        k = k[:, :1].expand_as(k)
-    elif keys == "two keys in turn":
-        k = k[:, torch.arange(tokens, device="cuda") % 2]
-    elif keys == "nearly parallel keys":  # cosine 0.99 with a common direction
-        k = 0.99 * F.normalize(k[:, :1], dim=-1) + 0.02**0.5 * F.normalize(k, dim=-1)
-    k = F.normalize(k, dim=-1).to(dtype)
-    steps = torch.full((B, tokens, H), beta, device="cuda")
-    if gain:
-        steps = steps / k.double().square().sum(-1).float()
-    elif not keys.endswith("longer"):
-        steps = bounded_step(steps, k)
-    size = {"none": None, "scalar": (B, tokens, H), "channel": (B, tokens, H, K)}[decay]
-    log_decay = None if size is None else 2 * LOG_DECAY * torch.rand(size, generator=generator, device="cuda")
-    q = F.normalize(normal(B, tokens, H, K), dim=-1).to(dtype)
-    v, d_output = (normal(B, tokens, H, K).to(dtype) for _ in range(2))
-    return Inputs(q, k, v, steps, log_decay, d_output)
-
-
-def all_results(x: Inputs, dtype: torch.dtype | None = None, **options: Any) -> dict[str, Tensor]:
-    """Output, final state and all gradients, for random gradients of both; `dtype` converts the inputs first."""
-    inputs = {n: t if t is None or dtype is None else t.to(dtype) for n, t in named(x).items()}
-    output_gradient = x.d_output if dtype is None else x.d_output.to(dtype)
-    state = state_gradient(x) if dtype is None else state_gradient(x).to(dtype)
-    return case_results(inputs, output_gradient, state, cu_seqlens=None, **options)
-
-
-def named(x: Inputs) -> dict[str, Tensor]:
-    """The arguments of `delta_rule` that are present."""
-    given = {"q": x.q, "k": x.k, "v": x.v, "beta": x.beta, "log_decay": x.log_decay}
-    return {name: tensor.detach() for name, tensor in given.items() if tensor is not None}
-
-
-def state_gradient(x: Inputs) -> Tensor:
-    """A random gradient of the final state, always the same."""
-    B, _, HV, V = x.v.shape
-    return torch.randn(B, HV, x.k.shape[-1], V, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
-
-
-def measure_keys(results: Results) -> None:
-    """One row per hard case and candidate; and of the growth with the erase gain."""
-    hard: list[tuple[str, str, str, int, float]] = []
-    for dtype in HALF:
-        hard += product([dtype], ["none"], KEYS, (2048, 16384), BETAS)
-        hard += product([dtype], ["none"], ["random keys", "one key, longer"], [2048], (1.0, 2.0))
-        hard += product([dtype], ["scalar", "channel"], KEYS[::2], [2048], (1.0, 1.9, 2.0))
-    for dtype, decay, keys, tokens, beta in hard:
-        wanted = [*PRECISIONS] if (dtype, decay) == ("bfloat16", "none") else ["default"]
-        setting = {"dtype": dtype, "decay": decay, "keys": keys, "tokens": tokens, "beta": beta}
-        add_errors(results, setting, hard_inputs(keys, tokens, beta, decay, HALF[dtype]), [*wanted, "plain torch"])
-    for keys, gain in product(KEYS[:2], GAINS):
-        setting = {"dtype": "bfloat16", "decay": "none", "keys": keys, "tokens": 16384, "gain": gain}
-        x = hard_inputs(keys, 16384, gain, "none", torch.bfloat16, gain=True)
-        add_errors(results, setting, x, ["fast", "strict"])
-
-
-def add_errors(results: Results, setting: Row, x: Inputs, candidates: list[str]) -> None:
-    """Relative errors of each candidate, None if one is not finite."""
-    exact = all_results(x, torch.float64, backend="chunkwise")
-    for name in candidates:
-        if name == "plain torch":
-            found = plain_torch(named(x), x.d_output, state_gradient(x))
-        else:
-            found = all_results(x, backend="triton", precision=PRECISIONS[name])
-        row = {"errors": relative_errors(found, exact, named(x))}
-        results.add({"kind": "keys", **setting, "precision": name}, row)
 
 
 def output_of(x: Inputs, precision: str | None) -> Tensor:
@@ -346,23 +260,14 @@ def measure_times(results: Results, op: str, shape: Shape, beta: float | None, r
 def compile_kernels(op: str, precision: str, rows: str) -> None:
     """Run the measured calls on short sequences, so that their kernels are in Triton's cache."""
     shape = Shape(8, 128, 16, 128, 128) if rows == "many" else Shape(1, 16384, 16, 128, 128)
-    for dtype in HALF.values():
-        x = make_inputs(shape, op, OPS[op], device="cuda", dtype=dtype)
-        if dtype == torch.bfloat16:
-            for call in calls_of(op, x, PRECISIONS[precision]).values():
-                call()
-        if dtype == torch.bfloat16 or precision == "default":
-            all_results(x, backend="triton", precision=PRECISIONS[precision])
+    for call in calls_of(op, make_inputs(shape, op, OPS[op], device="cuda"), PRECISIONS[precision]).values():
+        call()
 
 
 def main() -> int:
     """Command line; exit status 1 if a case failed."""
     parser = options(__doc__)
-    measures = ("cases", "times", "keys")
-    parser.add_argument("--measure", nargs="+", default=list(measures), choices=measures)
-    parser.add_argument("--small", action="store_true", help="cases of sizes for the interpreter")
-    parser.add_argument("--decays", nargs="+", default=list(DECAYS), choices=DECAYS, help="of the cases")
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES, help="of the cases")
+    parser.add_argument("--measure", nargs="+", default=["cases", "times"], choices=("cases", "times"))
     parser.add_argument("--rounds", type=int, default=40, help="rounds of samples of each time")
     parser.add_argument("--jobs", type=int, default=12, help="processes at a time")
     parser.add_argument("--group", nargs=3, help=argparse.SUPPRESS)
@@ -377,13 +282,10 @@ def main() -> int:
     results = Results(arguments)
     if "cases" in arguments.measure:
         measure_cases(results, arguments)
-    if arguments.measure != ["cases"]:
-        list(again_with("--compile", list(product(OPS, PRECISIONS, ("many", "one"))), arguments))
     if "times" in arguments.measure:
+        list(again_with("--compile", list(product(OPS, PRECISIONS, ("many", "one"))), arguments))
         for op, shape, beta in product(OPS, SHAPES, (None, 1.9)):
             measure_times(results, op, shape, beta, arguments.rounds)
-    if "keys" in arguments.measure:
-        measure_keys(results)
     return results.status()
 
 

@@ -2,12 +2,11 @@
 
     python -m benchmarks.serving --out benchmarks/results/serving_http_h200.json
     python -m benchmarks.serving --out run.json --device cpu --size quickstart --clients 1 2    # a rehearsal
-    python -m benchmarks.serving --out run.json --url http://host:port --tokenizer FOLDER --model NAME --label any
 
-The first saves two models with random weights (Gated DeltaNet of about 370 M parameters, and transformers' Qwen3-Next)
+It saves two models with random weights (Gated DeltaNet of about 370 M parameters, and transformers' Qwen3-Next)
 and a tokenizer of Python's standard library, starts servers, and asks them one after the other: `deltazoo serve` on
 both, and `transformers serve`, which answers one request at a time, as its continuous batching refuses linear layers.
-Beside them `deltazoo.generate` on one batch of as many rows as there are clients. With `--url` any server will do.
+Beside them `deltazoo.generate` on one batch of as many rows as there are clients.
 
 Every client streams `--rounds` completions, one after another: a slice of the standard library as prompt, a fixed
 number of new tokens, greedy. Tokens are those that the server reports. The time to the first token runs from sending
@@ -293,17 +292,9 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1), help="that the clients run in")
     parser.add_argument("--wait", type=float, default=300.0, help="seconds that servers may take to start")
-    parser.add_argument("--url", help="ask this server alone")
-    parser.add_argument("--model", default="served", help="with --url: the name of the model in requests")
-    parser.add_argument("--tokenizer", type=Path, help="with --url: folder of the model, to make prompts with")
-    parser.add_argument("--label", default="server", help="with --url: of the rows")
     arguments = parser.parse_args()
     results = Results(arguments)
-    if arguments.url:
-        names = (arguments.label, arguments.url, arguments.model, arguments.tokenizer)
-        ask(results, *names, arguments.clients, arguments)
-    else:
-        measure_all(results, arguments)
+    measure_all(results, arguments)
     return results.status()
 
 

@@ -12,11 +12,6 @@ whole work on one GPU, which all ranks do at the same time without a word to eac
 * `model`: bfloat16 weights with float32 gates, forward, backward, clipping, AdamW. DDP and FSDP2 have 8 rows (`--rows`)
   of 4,096 tokens per GPU; tensor parallelism as many in all; context parallelism and FSDP2 x CP one row of 131,072.
 * `million`: forward and backward of one row of 1,048,576 tokens with `recompute="block"`.
-* `trace`: of a layer, or of a training step of a model: the time of all kernels, of NCCL's, how much of the latter
-  other kernels run in, and how much of the time no kernel runs, when the GPU waits for the host. Times of a traced call
-  are longer than those of others, as the tracer works on the host, too; `wall_ms` is that of calls without it.
-
-Losses on several processes beside those on one: `ranks.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -36,15 +31,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import DeviceType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import deltazoo
-from benchmarks.common import Results, Row, captured, now, options
+from benchmarks.common import Results, Row, now, options
 from benchmarks.inputs import Shape, make_inputs
 from benchmarks.models import SIZES, candidates
 from deltazoo.distributed import clip_grad_norm_, fully_shard_model, local_batch
@@ -60,7 +53,6 @@ OPERATORS = {"delta_net": ("delta", "none"), "gated_deltanet": ("gdn", "medium")
 """Rule -> operator and strength of its gates."""
 LONG_ROW = 131072 // SMALL
 Rows = Iterator[Row]
-Span = tuple[float, float]
 
 
 class Ranks:
@@ -163,35 +155,6 @@ def fla_call(rule: str, tokens: int, heads: int, backward: bool, ranks: Ranks | 
     return partial(run, compute, inputs.leaves(OPERATORS[rule][0]), inputs.d_output, backward)
 
 
-def softmax_call(rule: str, tokens: int, heads: int, backward: bool, ranks: Ranks | None) -> Callable:
-    """Causal softmax attention of torch, or under its context parallelism, which exchanges keys and values.
-
-    torch shards the buffers that it is given, and balances the ranks' work where one of them divides evenly. The
-    tensors here are pieces already, so it gets a buffer that nobody reads.
-    """
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    shape = (1, heads, tokens // (ranks.size if ranks else 1), 128)
-    q, k, v = (torch.randn(shape, device=DEVICE, dtype=DTYPE, requires_grad=backward) for _ in range(3))
-    gradient = torch.randn_like(q)
-
-    def sharing() -> AbstractContextManager[None]:
-        if ranks is None:
-            return nullcontext()
-        unread = torch.empty(2 * ranks.size, device=DEVICE)
-        return context_parallel(ranks.context, buffers=[unread], buffer_seq_dims=[0], no_restore_buffers={unread})
-
-    def attention() -> Tensor:
-        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # replaced while ranks share
-
-    def call() -> None:
-        with sharing(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            run(attention, [q, k, v], gradient, backward)
-
-    return call
-
-
 def layer_call(rule: str, tokens: int, heads: int, backward: bool, ranks: Ranks | None) -> Callable:
     torch.manual_seed(0)
     with DEVICE:
@@ -204,89 +167,19 @@ def layer_call(rule: str, tokens: int, heads: int, backward: bool, ranks: Ranks 
 
 def call_rows(
     ranks: Ranks, case: str, library: str, make: Callable[..., Callable], rule: str, tokens: int, heads: int,
-    repeats: int, graph: bool = False,
+    repeats: int,
 ) -> Rows:  # fmt: skip
     """Forward, and forward and backward, of the whole row alone and of pieces together."""
-    row = {"case": case, "what": rule, "library": library, "tokens": tokens, "heads": heads, "graph": graph}
+    row = {"case": case, "what": rule, "library": library, "tokens": tokens, "heads": heads}
     for backward in (False, True):
         measure = "forward_backward_ms" if backward else "forward_ms"
         for way, sharing in (("alone", None), ("context parallel", ranks)):
             call = make(rule, tokens, heads, backward, sharing)
-            if graph:
-                call = captured(call).replay
             found = spread(ranks.milliseconds(call, repeats))
             peak = ranks.peak_gib(call) if backward else None
             yield {**row, "way": way, "measure": measure, **found, "peak_gib": peak}
             del call
             clear()
-
-
-# Traces.
-
-
-def traced(ranks: Ranks, call: Callable[[], object], row: Row, calls: int = 5) -> Rows:
-    """What kernels do in a call, each number from the rank where it is worst."""
-    wall = spread(ranks.milliseconds(call, calls))
-    # Without the host's side, which would slow the host down.
-    with profile(activities=[ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU]) as recorded:
-        ranks.wait()
-        for _ in range(calls):
-            call()
-        if ON_GPU:
-            torch.cuda.synchronize()
-    kernels = kernels_after_first_exchange(recorded)
-    exchange = union([span for name, span in kernels if "nccl" in name.lower()])
-    other = union([span for name, span in kernels if "nccl" not in name.lower()])
-    busy = union([span for _, span in kernels])
-    whole = busy[-1][1] - busy[0][0] if busy else 0.0
-    hidden = length_of(exchange) + length_of(other) - length_of(busy)
-    found = {
-        "traced_ms": ranks.most(whole / calls / 1e3),
-        "kernels_ms": ranks.most(length_of([span for _, span in kernels]) / calls / 1e3),
-        "exchange_ms": ranks.most(length_of(exchange) / calls / 1e3),
-        "idle_share": ranks.most(1 - length_of(busy) / whole if busy else 0.0),
-    }
-    if row["way"] != "alone":
-        found["hidden_share"] = -ranks.most(-(hidden / length_of(exchange) if exchange else 0.0))
-    yield {**row, "case": "trace", "measure": "wall_ms", **wall}
-    for measure, value in found.items():
-        yield {**row, "case": "trace", "measure": measure, "value": value, "samples": calls}
-
-
-def kernels_after_first_exchange(recorded: profile) -> list[tuple[str, Span]]:
-    """Kernels and copies by their begin, in microseconds, after the barrier, which is NCCL's first kernel."""
-    events = [
-        event
-        for event in recorded.events() or ()
-        # Marks of FSDP2 and of torch.distributed lie on the GPU's time line, too.
-        if event.device_type == DeviceType.CUDA
-        and not event.is_user_annotation
-        and not event.name.startswith(("nccl:", "FSDP::"))
-    ]
-    events.sort(key=lambda event: event.time_range.start)
-    barrier = next((number for number, event in enumerate(events) if "nccl" in event.name.lower()), -1)
-    return [(event.name, (event.time_range.start, event.time_range.end)) for event in events[barrier + 1 :]]
-
-
-def union(spans: list[Span]) -> list[Span]:
-    """Spans that do not overlap and cover the same time."""
-    joined: list[Span] = []
-    for start, end in sorted(spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def length_of(spans: list[Span]) -> float:
-    return sum(end - start for start, end in spans)
-
-
-def trace_layer_rows(ranks: Ranks, rule: str, tokens: int, heads: int) -> Rows:
-    """Forward and backward of a layer."""
-    row = {"what": rule, "library": "deltazoo", "tokens": tokens, "heads": heads, "way": "context parallel"}
-    yield from traced(ranks, layer_call(rule, tokens, heads, True, ranks), row)
 
 
 # Whole models.
@@ -357,11 +250,6 @@ def model_step(ranks: Ranks, size: str, what: str, way: str, rows: int) -> tuple
     return TrainingStep(model, batch), {**row, "library": "transformers" if what == "llama" else "deltazoo"}
 
 
-def trace_model_rows(ranks: Ranks, size: str, what: str, way: str, rows: int) -> Rows:
-    """A training step."""
-    yield from traced(ranks, *model_step(ranks, size, what, way, rows))
-
-
 def model_rows(ranks: Ranks, size: str, what: str, way: str, rows: int, repeats: int = 4) -> Rows:
     step, row = model_step(ranks, size, what, way, rows)
     samples = ranks.milliseconds(step, repeats)
@@ -412,9 +300,6 @@ def cases(ranks: Ranks, rows: int) -> dict[str, Callable[[], Rows]]:
             found[f"model-{what}-{size}-{name}"] = partial(model_rows, ranks, size, what, way, rows)
 
     found[f"layer-{gdn}"] = partial(layer, gdn, row, heads)
-    found[f"trace-{gdn}"] = partial(trace_layer_rows, ranks, gdn, row, heads)
-    for way in ("alone", "FSDP2", "TP"):
-        found[f"trace-model-{gdn}-340m-{way}"] = partial(trace_model_rows, ranks, "340m", gdn, way, rows)
     for way in ("CP", "alone"):
         found[f"million-{gdn}-{way}"] = partial(million_rows, ranks, gdn, way)
     for what, size in ((gdn, "1.3b"), (gdn, "340m"), ("llama", "340m"), ("llama", "1.3b")):
@@ -430,12 +315,6 @@ def cases(ranks: Ranks, rows: int) -> dict[str, Callable[[], Rows]]:
         found[f"layer-{rule}"] = partial(layer, rule, row, heads)
         for size in ("340m", "1.3b"):
             add_models(rule, size, "alone", "FSDP2", "DDP", "TP", "long, alone", "CP", "FSDP2 x CP")
-    if ON_GPU:  # torch's context parallelism has no kernels for CPUs
-        found["softmax"] = partial(
-            call_rows, ranks, "operator", "torch", softmax_call, "softmax attention", row, heads, repeats=3
-        )
-        found[f"graph-{gdn}"] = partial(layer, gdn, row, heads, graph=True)
-        found[f"graph-wide-{gdn}"] = partial(layer, gdn, wide, many, graph=True)
     return found
 
 

@@ -1,6 +1,6 @@
 """Markdown tables of result files, on standard output.
 
-    python -m benchmarks.tables benchmarks/results/ops_h200_peers_f526015.json --only measure=forward_graph_ms
+    python -m benchmarks.tables benchmarks/results/operators_h200.json --only measure=forward_graph_ms
     python -m benchmarks.tables FILE --only batch=1 library=deltazoo --columns model way decode_tok_s
 
 Rows with a measure and a value become one row per setting and one column per measure. What is the same in all rows

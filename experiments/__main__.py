@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="experiments", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("suite", choices=("mini", "full", "family", "causes", "text", "conversions"))
+    parser.add_argument("suite", choices=("mini", "full", "family", "text", "conversions"))
     parser.add_argument("--list", action="store_true", help="name the jobs that are missing, judge, and stop")
     parser.add_argument("--only", default="", help="parts of ids of jobs, comma separated: 'parity', 'kda+neg'")
     parser.add_argument("--seconds", type=float, help="abandon what is not done after so long")

@@ -161,23 +161,6 @@ def lead(
     return gate
 
 
-def ahead_of_noise(better: tuple[str, str, float], worse: tuple[str, str, float], condition: Condition) -> Gate:
-    """An (experiment, configuration, learning rate) ahead of another by more than two standard errors over seeds.
-
-    The rule for calling a difference was fixed before the first run.
-    """
-
-    def gate(scores: Scores) -> list[Check]:
-        ours, theirs = (scores.all(experiment, name, condition, rate) for experiment, name, rate in (better, worse))
-        ahead = statistics.fmean(ours) - statistics.fmean(theirs)
-        ahead = -ahead if scores.in_bits(*better[:2]) else ahead
-        error = math.sqrt(sum(statistics.variance(values) / len(values) for values in (ours, theirs)))
-        verdict = "pass" if ahead > 2 * error else "warn"
-        return [Check(verdict, f"{better} ahead of {worse} at {condition} by {ahead:+.3f} +- {error:.3f}")]
-
-    return gate
-
-
 @dataclass(frozen=True)
 class Lab:
     """A suite of claims on small models."""

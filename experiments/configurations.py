@@ -31,8 +31,6 @@ class Configuration:
 OPTIONS: dict[str, dict[str, Any]] = {
     "neg": {"allow_neg_eigval": True},
     "erase": {"allow_neg_eigval": True, "neg_eigval": "erase"},
-    "bounded-decay": {"decay_lower_bound": -5.0},
-    "normal-conv": {"conv_initializer_range": 0.02},
     "x2": {"num_micro_steps": 2},
     "x3": {"num_micro_steps": 3},
     "x4": {"num_micro_steps": 4},

@@ -33,10 +33,10 @@ TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "ops" / "triton"), str(TESTS / "ops" / "fused")]
 
 import test_compile as chunks  # noqa: E402
-import test_decode_compile as decoding  # noqa: E402
 import test_fused_compile as fused  # noqa: E402
 import test_hopper as hopper  # noqa: E402
 import test_hopper_forward as inference  # noqa: E402
+import test_step_compile as decoding  # noqa: E402
 from ops.triton import gluon_compile  # noqa: E402
 
 from deltazoo.ops.triton.transition_product import transition_product  # noqa: E402

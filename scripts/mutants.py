@@ -48,8 +48,8 @@ MUTANTS = {
         "generation/test_cache.py",
     ),
     "step gate in the model's dtype": Mutant(
-        'return torch.sigmoid(at_least_float32(self.project("b_proj", hidden_states)))',
-        'return torch.sigmoid(self.project("b_proj", hidden_states))',
+        'return torch.sigmoid(at_least_float32(x.project("b_proj")))',
+        'return torch.sigmoid(x.project("b_proj"))',
         "layers/test_delta_attention.py",
     ),
     "decay that grows": Mutant("return -rate * F.softplus(x)", "return rate * F.softplus(x)", "ops/test_decay.py"),

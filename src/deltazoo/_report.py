@@ -157,7 +157,7 @@ def replaced_methods(layer: nn.Module) -> list[str]:
     """Names of a layer's methods on the way to the operator that are not deltazoo's: it may not run as described."""
     replaced = {"apply_rule"} & {*vars(layer)}
     if isinstance(layer, DeltaRuleAttention):  # layers of other libraries describe themselves
-        methods = {name: getattr(type(layer), name) for name in ("forward", "_mix", "apply_rule")}
+        methods = {name: getattr(type(layer), name) for name in ("forward", "apply_rule")}
         replaced |= {name for name, method in methods.items() if method.__module__.partition(".")[0] != "deltazoo"}
     return sorted(replaced)
 

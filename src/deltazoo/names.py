@@ -1,10 +1,13 @@
 """Messages for a name that is not among the known ones, with the nearest of them; and the names of swapped models."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from typing import TypeVar
 
-__all__ = ["SWAPPED_PREFIX", "did_you_mean", "nearest", "one_slip_away", "unknown"]
+__all__ = ["SWAPPED_PREFIX", "did_you_mean", "function_of", "nearest", "one_slip_away", "unknown"]
+
+Function = TypeVar("Function", bound=Callable[..., object])
 
 SWAPPED_PREFIX = "deltazoo_"
 """The beginning of the model type of a model with swapped attention; the original model type follows."""
@@ -24,6 +27,19 @@ def unknown(kind: str, value: object, known: Iterable[str], *, within: str = "")
     hint = did_you_mean(value, known)
     quoted = repr(f"{within}{value}" if within else value)
     return f"unknown {kind} {quoted}{hint}{'' if hint else ';'} known: {', '.join(known)}"
+
+
+def function_of(kind: str, choice: str | Function, known: Mapping[str, Function]) -> Function:
+    """The function of that name, or `choice` itself if it is a function.
+
+    Raises:
+        ValueError: an unknown name; the message lists them and names the nearest.
+    """
+    if not isinstance(choice, str):
+        return choice
+    if choice not in known:
+        raise ValueError(f"{unknown(kind, choice, known)}, or a function")
+    return known[choice]
 
 
 def did_you_mean(value: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:

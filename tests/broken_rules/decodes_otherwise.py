@@ -7,6 +7,6 @@ from deltazoo import DeltaRuleAttention, RuleSpec, register_rule
     RuleSpec(name="decodes_otherwise", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
 )
 class DecodesOtherwise(DeltaRuleAttention):
-    def step_gate(self, hidden_states):
-        b = super().step_gate(hidden_states)
-        return b / 2 if hidden_states.shape[1] == 1 else b
+    def step_gate(self, x):
+        b = super().step_gate(x)
+        return b / 2 if x.hidden_states.shape[1] == 1 else b

@@ -14,6 +14,6 @@ from deltazoo import DeltaRuleAttention, RuleSpec, register_rule
     )
 )
 class ExpandsTheState(DeltaRuleAttention):
-    def rule_inputs(self, hidden_states, q, k, v):
-        inputs = super().rule_inputs(hidden_states, q, k, v)
-        return inputs._replace(beta=self.step_gate(hidden_states))
+    def rule_inputs(self, x, q, k, v):
+        inputs = super().rule_inputs(x, q, k, v)
+        return inputs._replace(beta=self.step_gate(x))

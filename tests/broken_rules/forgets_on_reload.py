@@ -12,5 +12,5 @@ class ForgetsOnReload(DeltaRuleAttention):
     def make_parameters(self):
         self.factor = torch.rand((), device="cpu").item()
 
-    def step_gate(self, hidden_states):
-        return self.factor * super().step_gate(hidden_states)
+    def step_gate(self, x):
+        return self.factor * super().step_gate(x)

@@ -9,7 +9,7 @@ Nicolson took it. The eigenvalue along the key is (1 - b l / 2) / (1 + b l / 2),
 import torch
 from torch import Tensor, nn
 
-from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.ops.step_size import gate_and_squared_norm
 from deltazoo.spec import RuleSpec, register_rule
 
@@ -49,7 +49,7 @@ class TrapezoidAttention(DeltaRuleAttention):
         own = {"log_clock": nn.init.zeros_, "log_time": nn.init.ones_, "time_proj.weight": nn.init.zeros_}
         return {**super().initializers(initializer_range), **own}
 
-    def step_gate(self, hidden_states: Tensor) -> Tensor:
-        b = super().step_gate(hidden_states)
-        log_time = self.log_clock + self.log_time + torch.tanh(self.time_proj(hidden_states))
+    def step_gate(self, x: LayerInput) -> Tensor:
+        b = super().step_gate(x)
+        log_time = self.log_clock + self.log_time + torch.tanh(self.time_proj(x.hidden_states))
         return log_time.to(b.dtype).exp() * b

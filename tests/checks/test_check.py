@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltazoo.checks import CHECKS, check_rule
 from deltazoo.cli.options import load_rule_file
-from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.spec import RuleSpec, list_rules, register_rule
 
 # File -> the checks that must fail, and words from the message of the first.
@@ -57,8 +57,8 @@ def test_a_rule_that_draws_random_numbers_is_called_so_and_not_checked_further()
 
 def test_an_exception_is_shown_once_with_its_place_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
     path = RULES / "raises.py"
-    line = 1 + path.read_text().splitlines().index("        return super().step_gate(hidden_states) * torch.ones(3)")
-    where = f"{path}, line {line}, in step_gate(hidden_states: [2, 70, 24] torch.float64)"
+    line = 1 + path.read_text().splitlines().index("        return super().step_gate(x) * torch.ones(3)")
+    where = f"{path}, line {line}, in step_gate(x.hidden_states: [2, 70, 24] torch.float64)"
     with forget_rules():
         load_rule_file(path)
         first, *others = check_rule("raises")
@@ -77,8 +77,8 @@ def test_an_input_that_the_operator_refuses_names_the_rule() -> None:
     with forget_rules():
 
         class ShortGate(DeltaRuleAttention):
-            def step_gate(self, hidden_states: Tensor) -> Tensor:
-                return super().step_gate(hidden_states)[:, :-1]
+            def step_gate(self, x: LayerInput) -> Tensor:
+                return super().step_gate(x)[:, :-1]
 
         register_rule(
             RuleSpec(name="short_gate", paper="", summary="", equation="", step_size="euler"), layer=ShortGate

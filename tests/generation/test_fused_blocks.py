@@ -27,7 +27,7 @@ from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.fused_blocks import FusedBlocks, why_not_fused
 from deltazoo.generation.merged_projections import MergedProjections
 from deltazoo.generation.static_cache import fixed_cache
-from deltazoo.layers import layer_class
+from deltazoo.layers import LayerInput, layer_class
 from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.spec import get_rule, register_rule
@@ -54,7 +54,7 @@ import test_fused_blocks as tests
 from unittest import mock
 # The ordinary step runs in plain torch, which is faster than the interpreter.
 no_kernels = mock.patch("deltazoo.ops.backends.triton_obstacle", lambda *args: "interpreted")
-with mock.patch.object(tests.fused_blocks, "fused_kernels_fit", lambda x, past=None: True), no_kernels:
+with mock.patch.object(tests.fused_blocks, "takes_kernel", lambda *_, **__: True), no_kernels:
     for case in sys.argv[3:]:
         both = case in ("gated_deltanet", "hybrid")
         tests.check_tokens(case, "cpu", fused=True, new_tokens=3, batch_sizes=(3,), captured=both)
@@ -272,7 +272,7 @@ def on_any_device(monkeypatch):
     def refuse(self, *arguments):
         raise AssertionError("fused")
 
-    monkeypatch.setattr(fused_blocks, "fused_kernels_fit", lambda x, past=None: True)
+    monkeypatch.setattr(fused_blocks, "takes_kernel", lambda *_, **__: True)
     monkeypatch.setattr(fused_blocks._FusedBlock, "_step", refuse)
 
 
@@ -399,7 +399,7 @@ def test_a_class_does_not_inherit_its_form(on_any_device):
 def test_a_fixed_decay_is_that_of_the_layers_heads(on_any_device):
     model = tiny_model("lightning_attention")
     mixers = [block.attn for block in model.model.layers]
-    of_all_heads = [mixer.log_decay(torch.zeros(1, 1, 1))[0, 0] for mixer in mixers]
+    of_all_heads = [mixer.log_decay(LayerInput(torch.zeros(1, 1, 1), mixer))[0, 0] for mixer in mixers]
     for mixer in mixers:
         mixer.num_heads = mixer.num_v_heads = 1
         mixer.head_share = (1, 2)

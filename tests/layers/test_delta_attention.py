@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deltazoo import _report, layers
 from deltazoo.layers import (
     DeltaRuleAttention,
+    LayerInput,
     LayerState,
     LayerStates,
     RuleInputs,
@@ -82,7 +83,7 @@ def test_gates_are_marked_and_stay_marked_when_they_leave_the_meta_device() -> N
 def test_a_bfloat16_layer_computes_its_gates_in_float32(rule: str) -> None:
     layer = make(rule).bfloat16()
     q = torch.randn(2, 9, HEADS, HEAD_DIM, dtype=torch.bfloat16)
-    inputs = layer.rule_inputs(tokens().bfloat16(), q, q, q.repeat(1, 1, 1, 2))
+    inputs = layer.rule_inputs(LayerInput(tokens().bfloat16(), layer), q, q, q.repeat(1, 1, 1, 2))
     assert inputs.log_decay is not None and inputs.log_decay.dtype == torch.float32
     assert (inputs.log_decay.bfloat16() != inputs.log_decay).any()
     if inputs.beta is not None:
@@ -173,7 +174,7 @@ def test_bounded_gate_stays_above_its_bound_and_starts_as_a_plain_sigmoid() -> N
     assert torch.equal(layer.A_log, torch.zeros(HEADS))
     nn.init.constant_(layer.dt_bias, 30.0)
     q = torch.zeros(2, 9, HEADS, HEAD_DIM)
-    log_decay = layer.rule_inputs(tokens(), q, q, q).log_decay
+    log_decay = layer.rule_inputs(LayerInput(tokens(), layer), q, q, q).log_decay
     assert log_decay is not None
     torch.testing.assert_close(log_decay, torch.full_like(log_decay, -5.0))
 
@@ -217,8 +218,8 @@ def test_heads_share_the_width_unless_told_otherwise() -> None:
 
 def test_a_subclass_needs_to_override_rule_inputs_alone() -> None:
     class Forgetful(DeltaRuleAttention):
-        def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
-            inputs = super().rule_inputs(hidden_states, q, k, v)
+        def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
+            inputs = super().rule_inputs(x, q, k, v)
             assert inputs.beta is not None
             return inputs._replace(log_decay=torch.full_like(inputs.beta, float("-inf")))
 
@@ -227,6 +228,17 @@ def test_a_subclass_needs_to_override_rule_inputs_alone() -> None:
     whole = layer(x)
     alone = torch.cat([layer(x[:, t : t + 1]) for t in range(x.shape[1])], dim=1)
     torch.testing.assert_close(whole, alone)
+
+
+def test_a_method_written_for_hidden_states_is_told_the_new_line() -> None:
+    line = re.escape("`def rule_inputs(self, x, q, k, v)`, with x.hidden_states for the tensor")
+    with pytest.raises(
+        TypeError, match=rf"^Old\.rule_inputs gets a LayerInput in place of hidden_states now: write {line}"
+    ):
+
+        class Old(DeltaRuleAttention):
+            def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
+                return super().rule_inputs(hidden_states, q, k, v)
 
 
 def test_linear_maps_are_called_as_modules() -> None:
@@ -289,7 +301,7 @@ def test_efla_on_unit_keys_is_delta_net_with_a_saturating_gate() -> None:
     efla = DeltaRuleAttention(unit, HIDDEN, HEADS, HEAD_DIM).double()
     x = tokens(dtype=torch.float64)
     k = layers.l2_normalize(torch.randn(2, 9, HEADS, HEAD_DIM, dtype=torch.float64), eps=0)
-    beta = efla.rule_inputs(x, k, k, k).beta
+    beta = efla.rule_inputs(LayerInput(x, efla), k, k, k).beta
     torch.testing.assert_close(beta, -torch.expm1(-torch.sigmoid(efla.b_proj(x))))
 
 

@@ -7,7 +7,7 @@ import torch
 from few_rules import FEW_RULES
 
 import deltazoo  # noqa: F401  # registers the rules
-from deltazoo.layers import DeltaRuleAttention, LayerStates, layer_class
+from deltazoo.layers import DeltaRuleAttention, LayerInput, LayerStates, layer_class
 from deltazoo.layers.rule import RuleInputs
 from deltazoo.spec import get_rule
 
@@ -59,7 +59,9 @@ def test_the_equation_written_out(rule: str, steps: int, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(layer, "rule_inputs", record)
     x = torch.randn(2, 7, 24, dtype=torch.float64)
-    expected = layer.o_proj(layer._norm_and_gate(by_hand((layer(x), seen[0])[1], steps), x).flatten(2))
+    expected = layer.o_proj(
+        layer._norm_and_gate(by_hand((layer(x), seen[0])[1], steps), LayerInput(x, layer)).flatten(2)
+    )
     torch.testing.assert_close(layer(x), expected, rtol=1e-9, atol=1e-11)
 
 

@@ -14,6 +14,7 @@ from deltazoo.layers import (
     DeltaRuleAttention,
     GatedDeltaNet,
     KimiDeltaAttention,
+    LayerInput,
     LayerStates,
     Longhorn,
     NegativeEigenvalueDeltaNet,
@@ -181,8 +182,8 @@ def test_doubling_acts_on_erase_and_write_or_on_erase_alone(neg_eigval: str) -> 
         l2_normalize(torch.randn(1, 2, 2, 8).double()),
         torch.randn(1, 2, 2, 8).double(),
     )
-    b = plain.rule_inputs(x, q, k, v).beta
-    _, _, written, beta, *_ = doubled.rule_inputs(x, q, k, v)
+    b = plain.rule_inputs(LayerInput(x, plain), q, k, v).beta
+    _, _, written, beta, *_ = doubled.rule_inputs(LayerInput(x, doubled), q, k, v)
     assert b is not None and beta is not None
     torch.testing.assert_close(beta, 2 * b)
     torch.testing.assert_close(beta[..., None] * written, (2 if neg_eigval == "both" else 1) * b[..., None] * v)
@@ -270,7 +271,7 @@ def test_step_sizes_gates_and_activations_are_functions_given_to_the_spec() -> N
     spec = replace(named, name="own", step_size=half, decay_gate=steady, gate_activation=torch.tanh)
     layer = DeltaRuleAttention(spec, 16, 2, 8, num_v_heads=4, expand_v=1, initializer_range=0.5).double()
     x, k = torch.randn(1, 5, 16, dtype=torch.float64), l2_normalize(torch.randn(1, 5, 2, 8, dtype=torch.float64))
-    _, _, _, beta, log_decay, _ = layer.rule_inputs(x, k, k, torch.randn(1, 5, 4, 8).double())
+    _, _, _, beta, log_decay, _ = layer.rule_inputs(LayerInput(x, layer), k, k, torch.randn(1, 5, 4, 8).double())
     torch.testing.assert_close(beta, torch.sigmoid(layer.b_proj(x)) / 2)
     torch.testing.assert_close(log_decay, -torch.sigmoid(layer.a_proj(x)) * layer.A_log.exp())
     values, gate = torch.randn(2, 8).double(), torch.randn(2, 8).double()

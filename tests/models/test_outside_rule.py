@@ -18,6 +18,7 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 import deltazoo
 from deltazoo.layers import (
     DeltaRuleAttention,
+    LayerInput,
     LayerStates,
     layer_class,
     make_layer,
@@ -62,7 +63,7 @@ def test_the_layer_computes_the_rule_as_written() -> None:
     q, k = torch.randn(2, 30, 2, 8, dtype=torch.float64), 2 * torch.randn(2, 30, 2, 8, dtype=torch.float64)
     v = torch.randn(2, 30, 4, 8, dtype=torch.float64)
     torch.nn.init.normal_(layer.time_proj.weight)
-    inputs = layer.rule_inputs(x, q, k, v)
+    inputs = layer.rule_inputs(LayerInput(x, layer), q, k, v)
     b = (layer.log_time + torch.tanh(layer.time_proj(x))).exp() * torch.sigmoid(layer.b_proj(x))
     squared_norm = k.square().sum(-1).repeat_interleave(2, dim=2)
     assert inputs.beta is not None
@@ -194,8 +195,8 @@ def test_a_rule_that_is_in_no_file_of_its_own_is_not_copied_beside_a_model(tmp_p
 
 
 class ByHand(DeltaRuleAttention):
-    def step_gate(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().step_gate(hidden_states) / 2
+    def step_gate(self, x: LayerInput) -> torch.Tensor:
+        return super().step_gate(x) / 2
 
 
 def test_saving_layers_that_the_configuration_does_not_describe_raises(tmp_path: Path) -> None:

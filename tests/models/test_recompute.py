@@ -16,12 +16,11 @@ from torch.func import functional_call, grad, jvp
 from torch.profiler import ProfilerActivity, profile
 
 import deltazoo.layers.rule
-import deltazoo.layers.short_convolution
 from deltazoo.layers import recompute_levels
 from deltazoo.models import block
 from deltazoo.ops import DeltaRuleOutput
-from deltazoo.ops.fused import glu, norms
-from deltazoo.ops.second_scan import scans_again
+from deltazoo.ops.autograd_modes import scans_again
+from deltazoo.ops.fused import glu, norms, short_conv
 from deltazoo.runtime import RECOMPUTE_LEVELS as LEVELS
 
 CASES = [
@@ -69,8 +68,9 @@ def test_which_levels_scan_again():
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """Make the CPU recompute by default, as a GPU does."""
+    """Make the CPU recompute by default, as a GPU does, small batches too."""
     monkeypatch.setattr(recompute_levels, "_recomputes_by_default", lambda device: True)
+    monkeypatch.setattr(recompute_levels, "SMALL_BATCH", 0)
 
 
 def levels_run(monkeypatch):
@@ -88,6 +88,20 @@ def test_by_default_a_gpu_recomputes_states_and_a_cpu_nothing():
         assert recompute_levels.level_of(None, torch.device("cuda")) == "none"
     with torch.autograd.graph.save_on_cpu():  # and other hooks, such as those of others' activation checkpointing
         assert recompute_levels.level_of(None, torch.device("cuda")) == "none"
+
+
+def test_small_batches_are_kept_whole_by_default(monkeypatch):
+    cuda, limit = torch.device("cuda"), recompute_levels.SMALL_BATCH
+    assert [recompute_levels.level_of(None, cuda, n) for n in (1, limit, limit + 1)] == ["none", "none", "states"]
+    assert recompute_levels.level_of("elementwise", cuda, 1) == "elementwise"
+    monkeypatch.setattr(recompute_levels, "_recomputes_by_default", lambda device: True)
+    monkeypatch.setattr(recompute_levels, "SMALL_BATCH", 40 * tiny_model("hybrid").config.hidden_size)
+    model, seen = tiny_model("hybrid").train(), levels_run(monkeypatch)
+    for rows in (2, 3):
+        assert model(tokens(rows, 20)).past_key_values is None
+    assert seen == ["none"] * 2 + ["states"] * 2
+    most = limit // model.config.hidden_size
+    assert f"states, none in batches of up to {most:,} tokens (default on" in model.model.describe_training()
 
 
 def test_the_default_on_a_gpu(on_a_gpu, monkeypatch):
@@ -257,11 +271,10 @@ def test_what_is_kept_around_kernels(monkeypatch):
     monkeypatch.setattr(norms, "_rms_linear_operator", lambda x, *others: like_first(x, *others[:-1]).flatten(2))
     monkeypatch.setattr(glu, "_swiglu_operator", like_first)
     monkeypatch.setattr(glu, "takes_weight", lambda linear: False)  # as of an adapted map, so that a product is kept
-    monkeypatch.setattr(layers.short_convolution, "fused_short_conv", lambda x, weight, *_, **__: like_first(x, weight))
 
     like_three = saving_its_inputs([0, 1, 2])
-    three = lambda inputs, weights, **_: like_three(*inputs, *weights)  # noqa: E731
-    monkeypatch.setattr(layers.short_convolution, "fused_short_convs", three)
+    monkeypatch.setattr(short_conv, "_short_convs", lambda *arguments: like_three(*arguments[:6]))
+    monkeypatch.setattr(short_conv, "takes_kernel", lambda fused, *_, **__: fused)
 
     def rule(q, k, v, beta, *_, **__):
         return DeltaRuleOutput(like_third(q, k, v, beta), None)

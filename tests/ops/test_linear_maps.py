@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo import layers, list_rules
-from deltazoo.layers import DeltaRuleAttention, SwiGLU, make_layer
+from deltazoo.layers import DeltaRuleAttention, LayerInput, SwiGLU, make_layer
 from deltazoo.ops.linear_maps import linear_maps
 from deltazoo.ops.recompute import recomputing
 
@@ -118,7 +118,7 @@ def test_results_may_be_changed_in_place() -> None:
 def test_a_layer_saves_its_input_once(rule: str) -> None:
     layer = DeltaRuleAttention(rule, 16, 2, backend="chunkwise").double()
     x = torch.randn(1, 5, 16, dtype=torch.float64, requires_grad=True)
-    function = layer._project(x, shared=False)[0].grad_fn
+    function = LayerInput(x, layer).project("q_proj").grad_fn
     assert function is not None and function.name() == "_LinearMapsBackward"
     gates = {"delta_net": 1, "gated_deltanet": 3, "kda": 3}[rule]
     assert len(function.saved_tensors) == 1 + 3 + gates
@@ -139,10 +139,9 @@ def test_no_map_of_a_layers_input_is_computed_by_itself(rule: str, monkeypatch) 
     monkeypatch.setattr(nn.Linear, "forward", watched)
     y = layer(x)
     assert all(linear.bias is not None for linear in apart)
-    assert not hasattr(layer, "_projected")
     y.sum().backward()
     assert all(p.grad is not None for p in layer.parameters())
-    joint = layer._project(x, shared=False)[0].grad_fn
+    joint = LayerInput(x, layer).project("q_proj").grad_fn
     maps = [module for name in layer.input_projections if (module := getattr(layer, name, None)) is not None]
     assert len(joint.saved_tensors) == 1 + len(maps) - len(apart)
 

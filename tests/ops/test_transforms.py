@@ -48,14 +48,18 @@ def function_of(inputs: DeltaRuleInputs, **options: Any) -> Callable[[dict[str, 
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_tangents_and_gradients_are_those_of_the_token_loop(case: DeltaRuleCase) -> None:
+def test_tangents_and_gradients_are_those_of_plain_calls(case: DeltaRuleCase) -> None:
+    """And tangents, contracted with the cotangents, are the gradients contracted with the direction."""
     inputs = case.make()
     leaves, tangents, cotangents = inputs.leaves(), along(inputs), (inputs.d_output, inputs.d_final_state)
-    loop, chunks = (function_of(inputs, backend=backend) for backend in ("reference", "chunkwise"))
-    torch.testing.assert_close(jvp(chunks, (leaves,), (tangents,)), jvp(loop, (leaves,), (tangents,)))
-    torch.testing.assert_close(vjp(chunks, leaves)[1](cotangents), vjp(loop, leaves)[1](cotangents))
-    plain = delta_rule(**inputs.arguments(), backend="chunkwise")
-    torch.testing.assert_close(chunks(leaves), tuple(plain))
+    function = function_of(inputs, backend="chunkwise")
+    values, found = jvp(function, (leaves,), (tangents,))
+    (gradients,) = vjp(function, leaves)[1](cotangents)
+    plain = function({name: x.requires_grad_() for name, x in leaves.items()})
+    torch.testing.assert_close(values, plain)
+    torch.testing.assert_close(tuple(gradients.values()), torch.autograd.grad(plain, leaves.values(), cotangents))
+    contracted = sum((x * d).sum() for x, d in zip(found, cotangents, strict=True))
+    torch.testing.assert_close(contracted, sum((gradients[name] * x).sum() for name, x in tangents.items()))
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunkwise", None])
@@ -214,13 +218,13 @@ import pytest, torch
 from torch.func import grad, jvp
 from torch.utils.flop_counter import FlopCounterMode
 from deltazoo.ops import delta_rule, delta_rule_step
-from deltazoo.ops.fused import fused_short_conv, gated_rms_norm
+from deltazoo.ops.fused import gated_rms_norm, short_convolution
 
 x, beta, state = torch.randn(1, 4, 1, 16) / 4, torch.rand(1, 4, 1), torch.zeros(1, 1, 16, 16)
 sequences = lambda x, backend="triton": delta_rule(x, x, x, beta, backend=backend).output.sin().sum()
 step = lambda s, backend="triton": delta_rule_step(*[x[:, :1]] * 3, beta[:, :1], state=s, backend=backend).output.sum()
 norm = lambda x: gated_rms_norm(x, x, torch.ones(16), 1e-6, "silu", fused=True).sum()
-convolution = lambda x: fused_short_conv(x.flatten(2), torch.ones(16, 4)).sum()
+convolution = lambda x: short_convolution(x.flatten(2), torch.ones(16, 4), fused=True).sum()
 for function, argument in [(sequences, x), (step, state), (norm, x), (convolution, x)]:
     for transform in (lambda f, x: jvp(f, (x,), (x,)), lambda f, x: grad(f)(x)):
         with pytest.raises(NotImplementedError, match="no forward mode and no torch.func transforms"):

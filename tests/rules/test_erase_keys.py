@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltazoo.layers import DeltaRuleAttention, LayerStates, RuleInputs, make_layer
+from deltazoo.layers import DeltaRuleAttention, LayerInput, LayerStates, RuleInputs, make_layer
 from deltazoo.layers.rule import run_rule
+from deltazoo.ops import fused
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.rules import comba_layer, preconditioned_layer, q_delta_layer, qed_layer
+from deltazoo.ops.fused import moment
 from deltazoo.spec import RuleSpec, get_rule, list_rules
 
 HIDDEN, HEADS, K = 12, 2, 8
@@ -72,7 +73,7 @@ def test_comba_that_erases_what_the_decay_leaves_is_gated_deltanet() -> None:
     layer, simpler = pair("comba", "gated_deltanet", use_short_conv=False)
     for either in (layer, simpler):
         torch.nn.init.zeros_(either.a_proj.weight)  # the same decay for all tokens, which the feedback can equal
-    log_decay = layer.log_decay(tokens(1))
+    log_decay = layer.log_decay(LayerInput(tokens(1), layer))
     assert log_decay is not None
     layer.get_parameter("decay").data = torch.logit(log_decay[0, 0].exp()).detach()
     torch.nn.init.zeros_(layer.get_parameter("D"))
@@ -89,14 +90,14 @@ def test_comba_that_erases_what_the_decay_leaves_is_gated_deltanet() -> None:
 def test_without_a_squash_the_preconditioned_rules_are_their_parents(
     rule: str, parent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preconditioned_layer, "SQUASH", 1.0)
+    monkeypatch.setattr(moment, "SQUASH", 1.0)
     like_parent = replace(get_rule(parent), output_gate=get_rule(rule).output_gate)
     assert_equal_layers(*pair(rule, like_parent), tokens())
 
 
 def inputs(layer: DeltaRuleAttention, x: Tensor) -> RuleInputs:
     q, k, v = layer._split_heads(layer.q_proj(x), layer.k_proj(x), layer.v_proj(x))
-    return layer.rule_inputs(x, *layer._normalize(q, k), v)
+    return layer.rule_inputs(LayerInput(x, layer), *layer._normalize(q, k), v)
 
 
 @pytest.mark.parametrize("gates", [-1e4, 1e4], ids=["gates shut", "gates open"])
@@ -137,18 +138,18 @@ def numbers(*shape: int) -> Tensor:
 
 
 MADE_KEYS: dict[str, tuple[Callable, list[Tensor]]] = {
-    "gated_deltanet2": (make_layer("gated_deltanet2", HIDDEN, HEADS, K).gated, [numbers(K), numbers(K)]),
+    "gated_deltanet2": (fused.sigmoid_gate, [numbers(K), numbers(K)]),
     "qed": (
-        partial(qed_layer._erase_key, theta=torch.zeros(HEADS), largest=1.0),
+        partial(fused.qed_key, theta=torch.zeros(HEADS), largest=1.0),
         [numbers(K), numbers(K), numbers(K)],
     ),
-    "q_delta": (q_delta_layer._erase_key, [numbers(), numbers(K), numbers(K)]),
+    "q_delta": (fused.q_delta_key, [numbers(), numbers(K), numbers(K)]),
     "comba": (
-        partial(comba_layer._corrected, decay=torch.ones(HEADS), D=torch.ones(HEADS)),
+        partial(fused.comba_keys, decay=torch.ones(HEADS), D=torch.ones(HEADS)),
         [numbers(K), numbers(K)],
     ),
     "pgdn": (
-        lambda k: preconditioned_layer._scaled_key(at_least_float32(k).square(), TWO, k),
+        lambda k: fused.scaled_key(at_least_float32(k).square(), TWO, k),
         [numbers(K)],
     ),
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltazoo.layers import DeltaRuleAttention, LayerStates, RuleInputs, make_layer
+from deltazoo.layers import DeltaRuleAttention, LayerInput, LayerStates, RuleInputs, make_layer
 from deltazoo.layers.norm import l2_normalize_both
 from deltazoo.layers.rule import run_rule
 from deltazoo.layers.sequences import WHOLE_ROWS
@@ -41,7 +41,7 @@ def heads(layer: DeltaRuleAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 def inputs(layer: DeltaRuleAttention, x: Tensor) -> RuleInputs:
     q, k, v = layer._split_heads(layer.q_proj(x), layer.k_proj(x), layer.v_proj(x))
-    return layer.rule_inputs(x, *layer._normalize(q, k), v)
+    return layer.rule_inputs(LayerInput(x, layer), *layer._normalize(q, k), v)
 
 
 def assert_equal_runs(left: RuleInputs, right: RuleInputs, left_steps: int = 1, right_steps: int = 1) -> None:
@@ -59,7 +59,7 @@ def test_kaczmarz_is_gated_deltanet_on_unit_keys_with_values_divided_by_the_keys
         found._replace(
             k=found.k / length,
             v=found.v / length.repeat_interleave(VALUE_HEADS // HEADS, dim=2),
-            beta=layer.step_gate(x),
+            beta=layer.step_gate(LayerInput(x, layer)),
         ),
     )
 
@@ -128,7 +128,7 @@ def test_fg2_gdn_with_equal_channels_is_kda() -> None:
         torch.nn.init.constant_(layer.b_proj.bias, math.log(step / (1 - step)))
     torch.nn.init.zeros_(fg2.w_proj.weight)  # w = 1/2
     kda.load_state_dict({name: p for name, p in fg2.state_dict().items() if "b_proj" not in name}, strict=False)
-    found, expected = fg2.rule_inputs(x, *heads(kda, x)), kda.rule_inputs(x, *heads(kda, x))
+    found, expected = (layer.rule_inputs(LayerInput(x, layer), *heads(kda, x)) for layer in (fg2, kda))
     assert_equal_runs(found, expected._replace(v=expected.v * math.sqrt(0.5 / step)))
 
 
@@ -139,7 +139,7 @@ def test_doubled_gates_of_fg2_gdn_write_as_those_of_kda_do(neg_eigval: str) -> N
     for projection in (layer.b_proj, layer.w_proj):
         torch.nn.init.zeros_(projection.weight)
     q, k, v = heads(layer, x)
-    found = layer.rule_inputs(x, q, k, v)
+    found = layer.rule_inputs(LayerInput(x, layer), q, k, v)
     torch.testing.assert_close(found.k, k, **EXACT)
     torch.testing.assert_close(found.v, v if neg_eigval == "both" else v / 2, **EXACT)
 
@@ -168,10 +168,8 @@ def test_gated_linear_attention_without_convolutions_has_no_activation() -> None
 
 
 def test_lightning_attention_decays_by_head_and_layer_alone() -> None:
-    decays = [
-        make("lightning_attention", num_v_heads=None, num_layers=3, layer_idx=layer).log_decay(tokens())
-        for layer in range(3)
-    ]
+    made = [make("lightning_attention", num_v_heads=None, num_layers=3, layer_idx=layer) for layer in range(3)]
+    decays = [layer.log_decay(LayerInput(tokens(), layer)) for layer in made]
     expected = -torch.tensor([2.0**-4, 2.0**-8], dtype=torch.float64)
     for found, factor in zip(decays, (1, 0.5, 0), strict=True):
         assert found is not None
@@ -182,10 +180,10 @@ def test_heads_of_lightning_attention_beyond_a_power_of_two_have_the_rates_of_al
     """Four heads at 2^-2 to 2^-8, and the first and third of eight; the earlier revision spreads six evenly."""
     layer = make_layer("lightning_attention", HIDDEN, 6, K)
     rates = 0.5 ** torch.tensor([2, 4, 6, 8, 1, 3], dtype=torch.float64)
-    torch.testing.assert_close(-layer.log_decay(tokens())[0, 0], rates * (1 + 1e-5), **EXACT)
+    torch.testing.assert_close(-layer.log_decay(LayerInput(tokens(), layer))[0, 0], rates * (1 + 1e-5), **EXACT)
     earlier = make_layer(get_rule("lightning_attention", revision=1), HIDDEN, 6, K)
     rates = 0.5 ** (torch.arange(1, 7, dtype=torch.float64) * 8 / 6)
-    torch.testing.assert_close(-earlier.log_decay(tokens())[0, 0], rates * (1 + 1e-5), **EXACT)
+    torch.testing.assert_close(-earlier.log_decay(LayerInput(tokens(), earlier))[0, 0], rates * (1 + 1e-5), **EXACT)
 
 
 def test_lightning_attention_does_not_scale_queries() -> None:

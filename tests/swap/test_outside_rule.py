@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 import deltazoo
-from deltazoo.layers import DeltaRuleAttention, layer_class, parameters_without_decay
+from deltazoo.layers import DeltaRuleAttention, LayerInput, layer_class, parameters_without_decay
 from deltazoo.spec import RuleSpec, get_rule, register_rule
 from deltazoo.swap import swapped_layers
 from deltazoo.training.config import TokenizerConfig
@@ -106,7 +106,7 @@ def test_the_start_solves_for_any_step_size_and_decay_gate() -> None:
     with torch.no_grad():
         keys = delta.k_proj(norm(torch.randn(4000, 32))).unflatten(-1, (-1, 8))
         squared_length = keys.square().mean() * 8
-        b = delta.step_gate(torch.zeros(1, 1, 32)).mean()
+        b = delta.step_gate(LayerInput(torch.zeros(1, 1, 32), delta)).mean()
     # The step size of the rule: b / (1 + b |k|^2 / 2).
     assert_close(b * squared_length / (1 + b * squared_length / 2), torch.tensor(0.5), rtol=0.05, atol=0)
 

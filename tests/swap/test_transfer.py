@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tiny_families import OWN, tiny_original, tokens
 
 import deltazoo
-from deltazoo.layers import norm
+from deltazoo.layers import LayerInput, norm
 from deltazoo.ops.fused import rotate
 from deltazoo.swap import FAMILIES, swapped_layers
 from deltazoo.swap.families import decoder_layers_of
@@ -124,7 +124,7 @@ def test_gates_start_as_documented(rule):
             assert torch.equal(convolved, projected)
         q, k, v = delta._split_heads(q, k, v)
         q, k = delta._normalize(q, k)
-        inputs = delta.rule_inputs(x, q, k, v)
+        inputs = delta.rule_inputs(LayerInput(x, delta), q, k, v)
         if delta.spec.corrects:
             erase_key = inputs.k if inputs.erase_key is None else inputs.erase_key
             gain = inputs.beta * (inputs.k * erase_key).sum(-1)
@@ -137,7 +137,7 @@ def test_gates_start_as_documented(rule):
         if delta.spec.output_gate != "none":
             normed = torch.randn(2, 50, 4, 16, dtype=torch.float64)
             bare = torch.nn.functional.rms_norm(normed, (16,), eps=delta.o_norm.eps)
-            gated = delta._norm_and_gate(normed, x)
+            gated = delta._norm_and_gate(normed, LayerInput(x, delta))
             ratio = (gated / bare).flatten()
             # Constant except for rows of length 1e-4, as is the decay: see test_dora.
             torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-3, atol=0)

@@ -94,26 +94,6 @@ def test_the_warm_up_is_a_share_of_the_steps(minimal: Path) -> None:
         )
 
 
-def test_a_file_of_an_earlier_version_counts_the_warm_up_in_steps(minimal: Path) -> None:
-    minimal.write_text(minimal.read_text().replace("steps: 10,", "steps: 28610, warmup_steps: 954,"))
-    assert load_config(minimal).training.warmup_steps == 954
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ("warmup_steps: x", r"minimal.yaml: training.warmup_steps must be a number of the 10 steps, got 'x'"),
-        ("warmup_steps: null", "must be a number of the 10 steps, got None"),
-        ("warmup_steps: 11", "must be a number of the 10 steps, got 11"),
-        ("warmup_steps: 5, warmup: 0.1", "an older key, says the same as .*training.warmup: give one"),
-    ],
-)
-def test_a_warm_up_in_steps_that_cannot_be_is_refused(minimal: Path, keys: str, message: str) -> None:
-    minimal.write_text(minimal.read_text().replace("steps: 10,", f"steps: 10, {keys},"))
-    with pytest.raises(ValueError, match=message):
-        load_config(minimal)
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [

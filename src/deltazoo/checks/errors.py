@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from deltazoo.ops.call import RuleCall
+from deltazoo.ops.chunkwise import form
 
 __all__ = ["RoundedProducts", "plain_torch", "relative_error"]
 
@@ -48,16 +50,14 @@ def plain_torch(
         `output`, `final_state`, and `d_<name>` of every input.
     """
     # Called below the registered operators, inside which a function mode has no effect.
-    forward, backward = (getattr(sys.modules["deltazoo.ops.chunkwise"], n) for n in ("_forward", "_backward"))
-    q, k, v, beta = (inputs[name] for name in ("q", "k", "v", "beta"))
-    log_decay, initial_state = inputs.get("log_decay"), inputs.get("initial_state")
-    assert q is not None and k is not None
-    update = inputs.get("erase_key"), erase_reads == "undecayed", num_micro_steps
-    arguments = (q, k, v, beta, log_decay, q.shape[-1] ** -0.5, initial_state, cu_seqlens, *update)
-    with torch.no_grad(), RoundedProducts(dtype or k.dtype):
-        output, state, *kept = forward(*arguments)
-        gradients = backward(*arguments, *kept, d_output.to(output.dtype), d_state)
     every = ("q", "k", "v", "beta", "log_decay", "initial_state", "erase_key")
+    q, k, *others = (inputs.get(name) for name in every)
+    assert q is not None and k is not None
+    options = q.shape[-1] ** -0.5, None, erase_reads == "undecayed", num_micro_steps
+    call = RuleCall.of((q, k, *others), cu_seqlens, options)
+    with torch.no_grad(), RoundedProducts(dtype or k.dtype):
+        output, state, *kept = form.forward.launch(*call)
+        gradients = form.backward.launch(*call, *kept, d_output.to(output.dtype), d_state)
     names = [f"d_{name}" for name in every if inputs.get(name) is not None]
     return {"output": output, "final_state": state, **dict(zip(names, gradients, strict=True))}
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.checks import layer_checks, model_checks
+from deltazoo.layers import LayerInput
 from deltazoo.spec import get_rule, registering_module
 
 __all__ = ["CHECKS", "Finding", "check_rule"]
@@ -97,5 +98,6 @@ def _place(frame: FrameType, line: int) -> str:
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     given = {name: frame.f_locals.get(name) for name in names}
+    given |= {f"{name}.hidden_states": x.hidden_states for name, x in given.items() if isinstance(x, LayerInput)}
     shapes = [f"{name}: {[*x.shape]} {x.dtype}" for name, x in given.items() if isinstance(x, Tensor)]
     return f"{code.co_filename}, line {line}, in {code.co_name}({', '.join(shapes)})"

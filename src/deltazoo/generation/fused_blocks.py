@@ -29,14 +29,14 @@ from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.library_modules import LibraryNorm, block_parts, is_row_norm, is_swiglu
 from deltazoo.generation.merged_projections import JointProduct, MergedProjections, is_plain
 from deltazoo.generation.one_thread import replaced_forwards, replaced_here
-from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm
 from deltazoo.layers.rotary import Rotary
 from deltazoo.layers.rule import FUSED_STEP_SIZES, STEP_KEYS
 from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import LayerState, is_decoding_step
-from deltazoo.ops.fused import FUSED_ACTIVATIONS, MOST_NORM_COLUMNS, fused_kernels_fit
+from deltazoo.ops.fused import FUSED_ACTIVATIONS, MOST_COLUMNS, takes_kernel
 from deltazoo.ops.linear_maps import is_hooked, is_plain_sequence
 
 __all__ = ["FusedBlocks", "why_not_fused"]
@@ -134,10 +134,10 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
             return "the maps of one input could not be merged"
     if not all(_is_plain_linear(x) and x.bias is None for x in (layer.o_proj, mlp.down_proj)):
         return "a linear map is not a plain one"
-    if layer.head_k_dim > 256 or layer.head_v_dim > 512 or layer.hidden_size > MOST_NORM_COLUMNS:
+    if layer.head_k_dim > 256 or layer.head_v_dim > 512 or layer.hidden_size > MOST_COLUMNS:
         return "it is wider than the kernels"
     weights = [linear.weight for linear in (layer.q_proj, layer.o_proj, mlp.gate_proj, mlp.down_proj)]
-    if len({(x.dtype, x.device) for x in weights}) > 1 or not fused_kernels_fit(weights[0]):
+    if len({(x.dtype, x.device) for x in weights}) > 1 or not takes_kernel(None, weights[0]):
         return f"its weights are in {', '.join(sorted({f'{x.dtype} on {x.device}' for x in weights}))}"
     if not all(x.is_contiguous() and x.device == weights[0].device for x in block.parameters()):
         return "its parameters are not contiguous on one device"
@@ -221,8 +221,8 @@ class _FusedBlock:
         """Where in the product of the layer's maps the result of each begins."""
         self._fixed_decay: Tensor | None = None
         if self._layer.step_form().decay == "fixed":  # made once, not for every token
-            weight = self._layer.q_proj.weight
-            self._fixed_decay = self._layer.log_decay(weight.new_empty(1, 1, self._layer.hidden_size)).flatten()
+            x = self._layer.q_proj.weight.new_empty(1, 1, self._layer.hidden_size)
+            self._fixed_decay = self._layer.log_decay(LayerInput(x, self._layer)).flatten()
         self.following: _FusedBlock | None = None
         self.ready: tuple[Tensor, Tensor] | None = None
         """An input and its norm, made together with the output of the block before."""
@@ -278,7 +278,7 @@ class _FusedBlock:
         """Whether a call is one token per row without gradients, with tensors that the kernels take."""
         if not is_decoding_step(x) or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
             return False
-        if not len(x) or not fused_kernels_fit(x) or x.dtype != self._into_layer.weight.dtype:
+        if not len(x) or not takes_kernel(None, x) or x.dtype != self._into_layer.weight.dtype:
             return False
         if state.conv is None or state.conv.dtype != x.dtype:
             return False

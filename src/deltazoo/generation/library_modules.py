@@ -20,7 +20,7 @@ from transformers.activations import SiLUActivation
 
 from deltazoo.generation.one_thread import replaced_forwards, replaced_here
 from deltazoo.ops import fused
-from deltazoo.ops.fused import takes_kernel
+from deltazoo.ops.fused import MOST_COLUMNS, takes_kernel
 from deltazoo.ops.linear_maps import is_hooked
 
 __all__ = ["LibraryModules", "LibraryNorm", "block_parts", "is_row_norm", "is_swiglu", "joint_maps"]
@@ -89,19 +89,20 @@ _Kernel = Callable[[Any, Tensor], Tensor | None]
 
 
 def _run(module: nn.Module, kernel: _Kernel, x: Tensor) -> Tensor:
-    serves = replaced_here() and not torch.is_grad_enabled() and takes_kernel(None, x, columns=x.shape[-1])
+    serves = replaced_here() and not torch.is_grad_enabled() and takes_kernel(None, x)
     output = kernel(module, x) if serves else None
     return type(module).forward(module, x) if output is None else output
 
 
 def _norm(module: Any, x: Tensor) -> Tensor | None:
-    fits = x.dtype == module.weight.dtype
+    fits = x.dtype == module.weight.dtype and x.shape[-1] <= MOST_COLUMNS
     return fused.rms_norm(x, module.weight, module.variance_epsilon, fused=True) if fits else None
 
 
-def _norm_around_one(module: Any, x: Tensor) -> Tensor:
+def _norm_around_one(module: Any, x: Tensor) -> Tensor | None:
     """With a weight that is kept as its difference from one."""
-    return fused.rms_norm(x, 1 + module.weight.float(), module.eps, fused=True)
+    fits = x.shape[-1] <= MOST_COLUMNS
+    return fused.rms_norm(x, 1 + module.weight.float(), module.eps, fused=True) if fits else None
 
 
 def _mlp(module: Any, x: Tensor) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from deltazoo._lazy import lazy_names
 from deltazoo.layers.delta_attention import DeltaRuleAttention, layer_class, make_layer
+from deltazoo.layers.layer_input import LayerInput
+from deltazoo.layers.layer_options import LayerOptions
 from deltazoo.layers.mlp import SwiGLU, default_intermediate_size
 from deltazoo.layers.named_layers import (
     EFLA,
@@ -34,6 +36,8 @@ __all__ = [
     "GatedDeltaNet",
     "GatedRMSNorm",
     "KimiDeltaAttention",
+    "LayerInput",
+    "LayerOptions",
     "LayerState",
     "LayerStates",
     "LinearAttention",

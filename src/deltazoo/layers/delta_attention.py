@@ -1,26 +1,27 @@
 """The layer that all rules share: project, convolve, normalise, gates, rule, norm and output gate, project."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
+from inspect import signature
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal
-from deltazoo.layers.layer_options import check_convolutions, check_decay, check_sizes, check_steps, check_types
+from deltazoo.layers.layer_input import LayerInput
+from deltazoo.layers.layer_options import LayerOptions, check_decay, check_sizes, check_steps
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize, l2_normalize_both
 from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
 from deltazoo.layers.rule import RuleInputs, StepForm, effective_step, precision_for, run_rule
-from deltazoo.layers.sequences import Sequences, SharedSequences, describe_sequences, describe_shared
+from deltazoo.layers.sequences import Sequences, describe_sequences, describe_shared
 from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
+from deltazoo.names import function_of
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay, fused
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_softplus_decay, takes_kernel
-from deltazoo.ops.linear_maps import called_as_is, is_hooked, is_plain_sequence, linear_maps
-from deltazoo.ops.named_choices import function_of
+from deltazoo.ops.linear_maps import is_hooked
 from deltazoo.ops.recompute import recomputable
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import RuleSpec, get_rule, registered_layer
@@ -67,28 +68,7 @@ class DeltaRuleAttention(Float32Parameters):
         hidden_size: width of the input and output.
         num_heads: query and key heads.
         head_dim: channels per query and key head; `hidden_size / num_heads` unless given.
-        num_v_heads: value heads, a multiple of `num_heads`, sharing key heads in groups; `num_heads` unless given.
-        expand_v: channels per value head over `head_dim`; the rule's own unless given.
-        use_short_conv: short convolutions on q, k and v; without them the activation alone.
-        conv_size: taps of the short convolutions.
-        conv_initializer_range: standard deviation of their initial taps; unless given, they are uniform within
-            1 / sqrt(conv_size).
-        activation: of q, k and v, after the convolution: "silu" as in the papers, or "identity".
-        allow_neg_eigval: double the step size (arXiv:2411.12537); the rule's own unless given.
-        neg_eigval: with `allow_neg_eigval`, what is doubled. "both": erase and write, as the paper's code and the Hub
-            checkpoints do. "erase": the erase term alone, as the paper's equations read.
-        decay_lower_bound: replace the softplus gate by `lower_bound * sigmoid(...)`; the rule's own unless given.
-        beta_bias: a bias on `b_proj`, as in NVlabs' Gated DeltaNet.
-        num_micro_steps: Householder steps per token, each with a key, a value and a step size of its own
-            (DeltaProduct, arXiv:2502.10297). The state decays before the first and is read after the last; the
-            rule's own unless given.
-        norm_eps: epsilon of the output norm.
-        initializer_range: standard deviation of the linear weights.
-        layer_idx: the layer's number in `past_key_values`.
-        num_layers: of the model, for rules that depend on the depth of the layer (`lightning_attention`).
-        backend: of the operator: None, "triton", "chunkwise" or "reference".
-        fused_kernels: Triton kernels around the operator (`deltazoo.ops.fused`): for convolutions, norms, gates, step
-            sizes, the keys of some rules and the rotary embedding. None: Triton where it runs, plain torch elsewhere.
+        options: further ones, by keyword: the fields of `LayerOptions`.
 
     Raises:
         ValueError: options of the wrong type or that are not finite, sizes that do not fit together, options the
@@ -105,8 +85,8 @@ class DeltaRuleAttention(Float32Parameters):
         "a_proj",
         "b_proj",
     )
-    """Linear maps that read the layer's input, by `project`. Training may compute them as one function, decoding as one
-    product; short ones last, for alignment."""
+    """Linear maps that read the layer's input, by `LayerInput.project`. Training may compute them as one function,
+    decoding as one product; short ones last, for alignment."""
     tensor_parallel: ClassVar[Mapping[str, Literal["heads", "whole", "low_rank"]]] = {}
     """For tensor parallelism: parameters and linear maps that a subclass adds, by name. "heads": its rows belong to
     heads, in their order. "whole": all heads share it. "low_rank": two maps made by `low_rank`, whose output belongs to
@@ -128,26 +108,9 @@ class DeltaRuleAttention(Float32Parameters):
         hidden_size: int,
         num_heads: int,
         head_dim: int | None = None,
-        *,
-        num_v_heads: int | None = None,
-        expand_v: float | None = None,
-        use_short_conv: bool = True,
-        conv_size: int = 4,
-        conv_initializer_range: float | None = None,
-        activation: str = "silu",
-        allow_neg_eigval: bool | None = None,
-        neg_eigval: str = "both",
-        decay_lower_bound: float | None = None,
-        beta_bias: bool = False,
-        num_micro_steps: int | None = None,
-        norm_eps: float = 1e-5,
-        initializer_range: float = 0.02,
-        layer_idx: int | None = None,
-        num_layers: int | None = None,
-        backend: str | None = None,
-        fused_kernels: bool | None = None,
+        **options: Any,
     ) -> None:
-        check_types(locals())
+        given = LayerOptions(hidden_size, num_heads, head_dim, **options)
         super().__init__()
         self.spec = get_rule(rule) if isinstance(rule, str) else rule
         expected = layer_class(self.spec)
@@ -158,30 +121,29 @@ class DeltaRuleAttention(Float32Parameters):
             )
         self.hidden_size = hidden_size
         self.num_heads = num_heads
-        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        self.num_v_heads = num_heads if given.num_v_heads is None else given.num_v_heads
         self.head_k_dim = self._default_head_dim() if head_dim is None else head_dim
-        self.expand_v = self.spec.expand_v if expand_v is None else expand_v
+        self.expand_v: float = given.of(self.spec, "expand_v")
         self.head_v_dim = round(self.head_k_dim * self.expand_v)
-        self.conv_size = conv_size if use_short_conv else 0
-        self.conv_initializer_range = conv_initializer_range
-        self.activation = activation
-        self._activate = activation_function(activation)
-        self.allow_neg_eigval = self.spec.allow_neg_eigval if allow_neg_eigval is None else allow_neg_eigval
-        self.neg_eigval = neg_eigval
+        self.conv_size = given.conv_size if given.use_short_conv else 0
+        self.conv_initializer_range = given.conv_initializer_range
+        self.activation = given.activation
+        self._activate = activation_function(given.activation)
+        self.allow_neg_eigval: bool = given.of(self.spec, "allow_neg_eigval")
+        self.neg_eigval = given.neg_eigval
         self._states_its_gain = vars(type(self)).get("gain_at_most_one", False)  # compiled code cannot look there
-        self.decay_lower_bound = self.spec.decay_lower_bound if decay_lower_bound is None else decay_lower_bound
-        self.num_micro_steps = self.spec.num_micro_steps if num_micro_steps is None else num_micro_steps
+        self.decay_lower_bound: float | None = given.of(self.spec, "decay_lower_bound")
+        self.num_micro_steps: int = given.of(self.spec, "num_micro_steps")
         self.projected_steps = self.num_micro_steps if self.projects_micro_steps else 1
-        self.initializer_range = initializer_range
-        self.layer_idx = layer_idx
-        self.num_layers = num_layers
+        self.initializer_range = given.initializer_range
+        self.layer_idx = given.layer_idx
+        self.num_layers = given.num_layers
         self.head_share = (0, 1)
         """Which of how many equal shares of the model's heads this layer has: tensor parallelism divides them."""
-        self.backend = backend
-        self.fused_kernels = fused_kernels
+        self.backend = given.backend
+        self.fused_kernels = given.fused_kernels
         check_sizes(self)
-        check_convolutions(use_short_conv, conv_size, conv_initializer_range)
-        check_steps(self, beta_bias)
+        check_steps(self, given.beta_bias)
         check_decay(self, of_its_own=type(self).make_decay_gate is not DeltaRuleAttention.make_decay_gate)
 
         query_dim, value_dim = self.num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
@@ -190,25 +152,33 @@ class DeltaRuleAttention(Float32Parameters):
         self.q_proj = linear(hidden_size, query_dim)
         self.k_proj = linear(hidden_size, key_dim)
         self.v_proj = linear(hidden_size, written_dim)
-        if use_short_conv:
+        if self.conv_size:
             self.q_conv1d = self.short_convolution(query_dim, unit_heads=self._unit_heads(self.spec.normalize_q))
             self.k_conv1d = self.short_convolution(key_dim, unit_heads=self._unit_heads(self.spec.normalize_k))
             self.v_conv1d = self.short_convolution(written_dim)
         if self.spec.corrects:
-            self.b_proj = nn.Linear(hidden_size, self.projected_steps * self.num_v_heads, bias=beta_bias)
+            self.b_proj = nn.Linear(hidden_size, self.projected_steps * self.num_v_heads, bias=given.beta_bias)
         self.make_decay_gate()
-        self._make_output_gate(norm_eps)
+        self._make_output_gate(given.norm_eps)
         self.o_proj = linear(value_dim, hidden_size)
         self.make_parameters()
         self.init_parameters()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse a class with another `apply_rule`: what is told of its layers would be of an operator that never ran.
+        """Refuse a class with another `apply_rule`, and methods written for `hidden_states` in place of `LayerInput`.
 
         Raises:
             TypeError: it has one.
         """
         super().__init_subclass__(**options)
+        for name in ("step_gate", "log_decay", "rule_inputs", "with_auxiliary_state"):
+            parameters = list(signature(vars(cls)[name]).parameters) if name in vars(cls) else []
+            if "hidden_states" in parameters:
+                line = ", ".join("x" if parameter == "hidden_states" else parameter for parameter in parameters)
+                raise TypeError(
+                    f"{cls.__name__}.{name} gets a LayerInput in place of hidden_states now: write `def {name}({line})`"
+                    ", with x.hidden_states for the tensor, and x.project(name) for self.project(name, hidden_states)"
+                )
         if cls.apply_rule is not DeltaRuleAttention.apply_rule:
             raise TypeError(
                 f"{cls.__name__} overrides apply_rule, the call of the operator, and checks, reports and diagnoses "
@@ -251,11 +221,18 @@ class DeltaRuleAttention(Float32Parameters):
         """
         past = StateAccess(past_key_values, self.layer_idx)
         sequences = self._describe(hidden_states, attention_mask, cu_seqlens, sequences, past)
-        try:
-            return self._mix(sequences.arrange(hidden_states), past, sequences, rotary)
-        finally:
-            for name in ("_projected", "_output_gate"):
-                vars(self).pop(name, None)
+        x = LayerInput(sequences.arrange(hidden_states), self, apart=sequences.computed_meanwhile)
+        q, k, v = x.project("q_proj"), x.project("k_proj"), x.project("v_proj")
+        q, k, v, conv_state = self._convolve(q, k, v, past, sequences)
+        q, k, v = self._split_heads(q, k, v)
+        q, k = rotate_queries_and_keys(q, k, rotary, sequences, fused=self.fused_kernels)
+        q, k = self._normalize(q, k)
+        inputs = self.rule_inputs(x, q, k, v).mask_padding(sequences)
+        inputs, auxiliary = self.with_auxiliary_state(x, inputs, past, sequences)
+        output, state = self.apply_rule(inputs, past, sequences.meanwhile(x.project_ahead))
+        y = self._project_output(output, x)
+        past.keep(conv_state, state, auxiliary, num_new_tokens=sequences.row_length(x.hidden_states))
+        return sequences.restore(y)
 
     def _describe(
         self,
@@ -279,62 +256,6 @@ class DeltaRuleAttention(Float32Parameters):
                 "sequences already says where sequences begin: pass no attention_mask or cu_seqlens beside it"
             )
         return sequences
-
-    def _mix(self, x: Tensor, past: StateAccess, sequences: Sequences, rotary: Rotary | None) -> Tensor:
-        q, k, v = self._project(x, isinstance(sequences, SharedSequences))
-        q, k, v, conv_state = self._convolve(q, k, v, past, sequences)
-        q, k, v = self._split_heads(q, k, v)
-        q, k = rotate_queries_and_keys(q, k, rotary, sequences, fused_kernels=self.fused_kernels)
-        q, k = self._normalize(q, k)
-        inputs = self.rule_inputs(x, q, k, v).mask_padding(sequences)
-        inputs, auxiliary = self.with_auxiliary_state(x, inputs, past, sequences)
-        if isinstance(sequences, SharedSequences) and self.spec.output_gate != "none":
-            sequences = sequences.meanwhile(partial(self._compute_output_gate, x))
-        output, state = self.apply_rule(inputs, past, sequences)
-        output = self._project_output(output, x)
-
-        num_tokens = sequences.num_tokens_of_all if isinstance(sequences, SharedSequences) else x.shape[1]
-        past.keep(conv_state, state, auxiliary, num_new_tokens=num_tokens)
-        return sequences.restore(output)
-
-    def _project(self, x: Tensor, shared: bool) -> Sequence[Tensor]:
-        """Queries, keys and values; where gradients are recorded, with the other maps of x, for `project`."""
-        first = (self.q_proj, self.k_proj, self.v_proj)
-        others = self._other_projections() if torch.is_grad_enabled() and x.requires_grad else {}
-        if shared:  # it is computed while ranks exchange states
-            others.pop("g_proj", None)
-        results = linear_maps(x, (*first, *others.values()))
-        if others:
-            vars(self)["_projected"] = x, dict(zip(others, results[3:], strict=True))
-        return results[:3]
-
-    def _other_projections(self) -> dict[str, nn.Module]:
-        """The plain ones besides those of queries, keys and values; of a low-rank one, the map that reads the input."""
-        others: dict[str, nn.Module] = {}
-        for name in self.input_projections:
-            projection = getattr(self, name, None)
-            if isinstance(projection, nn.Sequential) and is_plain_sequence(projection):
-                projection = projection[0]
-            if name not in ("q_proj", "k_proj", "v_proj") and projection is not None and called_as_is(projection):
-                others[name] = projection
-        return others
-
-    def project(self, name: str, hidden_states: Tensor) -> Tensor:
-        """`self.name(hidden_states)` for one of `input_projections`: in training they are computed as one function.
-
-        Args:
-            name: of the linear map, or of what `low_rank` made.
-            hidden_states: what the method that a subclass overrides was called with.
-        """
-        module = getattr(self, name)
-        source, results = vars(self).get("_projected", (None, {}))
-        result = results.pop(name, None) if source is hidden_states else None
-        if result is None:
-            return module(hidden_states)
-        if isinstance(module, nn.Sequential):
-            for following in list(module)[1:]:
-                result = following(result)
-        return result
 
     def _convolve(
         self, q: Tensor, k: Tensor, v: Tensor, past: StateAccess, sequences: Sequences
@@ -362,14 +283,14 @@ class DeltaRuleAttention(Float32Parameters):
         normalize = partial(l2_normalize, fused=self.fused_kernels)
         return normalize(q) if normalize_q else q, normalize(k) if normalize_k else k
 
-    def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
+    def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """The operator's inputs for the current tokens. A subclass may override it.
 
         A token's results must come from that token alone: what depends on others would differ between training,
         decoding, padded and packed batches. `deltazoo check` finds such rules.
 
         Args:
-            hidden_states: `[B, T, hidden_size]`.
+            x: the layer's input, and its linear maps: `x.hidden_states`, `x.project(name)`.
             q, k, v: per head, convolved and normalised, in the dtype the operator will see. With n micro-steps the
                 heads of k and v are those of the first step, then those of the second, and so on.
         """
@@ -377,18 +298,18 @@ class DeltaRuleAttention(Float32Parameters):
         if self.spec.corrects:
             beta = effective_step(
                 self.spec,
-                self.step_gate(hidden_states),
+                self.step_gate(x),
                 k,
                 allow_neg_eigval=self.allow_neg_eigval,
-                fused=self.runs_fused(k),
+                fused=self.fused_kernels,
             )
             if self.neg_eigval == "erase":
                 # The write is beta * v: halved values undo the doubling there, exactly.
                 v = recomputable(partial(torch.mul, other=0.5), v)
-        return RuleInputs(q, k, v, beta, self.log_decay(hidden_states))
+        return RuleInputs(q, k, v, beta, self.log_decay(x))
 
     def with_auxiliary_state(
-        self, hidden_states: Tensor, inputs: RuleInputs, past: StateAccess, sequences: Sequences
+        self, x: LayerInput, inputs: RuleInputs, past: StateAccess, sequences: Sequences
     ) -> tuple[RuleInputs, Tensor | None]:
         """The operator's inputs, changed by a further state of the rule's own, and that state after these tokens.
 
@@ -396,51 +317,41 @@ class DeltaRuleAttention(Float32Parameters):
         it on with `run_rule`, which knows where sequences begin.
 
         Args:
-            hidden_states: `[B, T, hidden_size]`.
+            x: the layer's input.
             inputs: of `rule_inputs`, with padding masked.
             past: the states before these tokens.
             sequences: of the batch.
         """
         return inputs, None
 
-    def step_gate(self, hidden_states: Tensor) -> Tensor:
+    def step_gate(self, x: LayerInput) -> Tensor:
         """The gate b that the spec's step size turns into the effective one: a sigmoid. A subclass may override it.
 
         Args:
-            hidden_states: `[B, T, hidden_size]`.
+            x: the layer's input.
 
         Returns:
             `[B, T, HV]` float32 (float64 stays), not negative; with n micro-steps n * HV, those of the first step
             first.
         """
-        return torch.sigmoid(at_least_float32(self.project("b_proj", hidden_states)))
+        return torch.sigmoid(at_least_float32(x.project("b_proj")))
 
-    def log_decay(self, hidden_states: Tensor) -> Tensor | None:
+    def log_decay(self, x: LayerInput) -> Tensor | None:
         """The log-decay of the current tokens, None for a rule without decay. A subclass may override it.
 
         Args:
-            hidden_states: `[B, T, hidden_size]`.
+            x: the layer's input.
 
         Returns:
             `[B, T, HV]` or, per key channel, `[B, T, HV, K]`, float32 (float64 stays), natural log, not positive.
         """
         if self.spec.decay == "none":
             return None
-        if self.spec.decay == "scalar":  # too small to be worth recomputing
-            return self._decay(self.project("a_proj", hidden_states), self.A_log, self.dt_bias)
-        a = _per_head(self.project("f_proj", hidden_states), self.head_k_dim)
-        return recomputable(self._decay, a, self.A_log, self.dt_bias)
-
-    def _decay(self, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-        saturating = self.decay_gate is decay.saturating_decay
-        if (saturating or self.decay_gate is decay.softplus_decay) and self.runs_fused(a):
-            return fused_softplus_decay(a, A_log, dt_bias, saturating=saturating)
-        return self.decay_gate(a, A_log, dt_bias)
-
-    def runs_fused(self, x: Tensor) -> bool:
-        """Whether a kernel of `deltazoo.ops.fused` is to compute what is made of x, `[..., K]`."""
-        wanted = self.fused_kernels
-        return takes_kernel(None, x, columns=x.shape[-1]) if wanted is None else wanted
+        if self.spec.decay == "scalar":
+            a = x.project("a_proj")
+        else:
+            a = _per_head(x.project("f_proj"), self.head_k_dim)
+        return decay.log_decay(self.decay_gate, a, self.A_log, self.dt_bias, fused=self.fused_kernels)
 
     def apply_rule(self, inputs: RuleInputs, past: StateAccess, sequences: Sequences) -> DeltaRuleOutput:
         """Call the operator: `[B, T, HV, V]`, and the state after the last token."""
@@ -459,23 +370,17 @@ class DeltaRuleAttention(Float32Parameters):
     def _precision(self) -> str | None:
         return precision_for(self.spec, allow_neg_eigval=self.allow_neg_eigval) if self._states_its_gain else None
 
-    def _project_output(self, output: Tensor, hidden_states: Tensor) -> Tensor:
+    def _project_output(self, output: Tensor, x: LayerInput) -> Tensor:
         # The gated norm stays apart: a kernel for both is slower than the two that it would replace (docs/log.md).
         norm = self.o_norm
         if type(norm) is RMSNorm and not is_hooked(norm):
             return fused.rms_norm_linear(output, norm.weight, self.o_proj, norm.eps, fused=norm.fused)
-        return self.o_proj(self._norm_and_gate(output, hidden_states).flatten(2))
+        return self.o_proj(self._norm_and_gate(output, x).flatten(2))
 
-    def _norm_and_gate(self, output: Tensor, hidden_states: Tensor) -> Tensor:
+    def _norm_and_gate(self, output: Tensor, x: LayerInput) -> Tensor:
         if self.spec.output_gate == "none":
             return self.o_norm(output)
-        gate = vars(self).pop("_output_gate", None)
-        if gate is None:
-            gate = self.project("g_proj", hidden_states)
-        return self.o_norm(output, _per_head(gate, self.head_v_dim))
-
-    def _compute_output_gate(self, hidden_states: Tensor) -> None:
-        vars(self)["_output_gate"] = self.project("g_proj", hidden_states)
+        return self.o_norm(output, _per_head(x.project("g_proj"), self.head_v_dim))
 
     def _default_head_dim(self) -> int:
         if self.num_heads < 1:

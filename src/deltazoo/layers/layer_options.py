@@ -1,65 +1,114 @@
-"""Which options of a layer fit together; all functions raise ValueError for those that do not."""
+"""Sizes and options of a layer: their types, defaults, meaning and checks."""
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, dataclass, fields
+from types import NoneType
+from typing import Any, get_args
 
-from deltazoo.names import unknown
-from deltazoo.ops.named_choices import function_of
+from deltazoo.names import function_of, unknown
 from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.runtime import BACKENDS
-from deltazoo.spec import choice_name
+from deltazoo.spec import RuleSpec, choice_name
 
-if TYPE_CHECKING:
-    from deltazoo.layers.delta_attention import DeltaRuleAttention
+__all__ = ["LayerOptions", "check_decay", "check_sizes", "check_steps"]
 
-__all__ = ["check_convolutions", "check_decay", "check_sizes", "check_steps", "check_types"]
-
-_WHOLE_NUMBERS = {
-    **dict.fromkeys(("hidden_size", "num_heads", "conv_size"), int),
-    **dict.fromkeys(("head_dim", "num_v_heads", "num_micro_steps", "layer_idx", "num_layers"), int | None),
-}
-_NUMBERS = {
-    **dict.fromkeys(("norm_eps", "initializer_range"), int | float),
-    **dict.fromkeys(("expand_v", "decay_lower_bound", "conv_initializer_range"), int | float | None),
-}
-_SWITCHES = {
-    **dict.fromkeys(("use_short_conv", "beta_bias"), bool),
-    **dict.fromkeys(("allow_neg_eigval", "fused_kernels"), bool | None),
-}
+_EXPECTED = {int: "a whole number", float: "a number", bool: "True or False"}
 
 
-def check_types(options: Mapping[str, Any]) -> None:
-    """Types of the options as given, which all others are computed from; numbers must be finite."""
-    for kinds, expected in ((_WHOLE_NUMBERS, "a whole number"), (_NUMBERS, "a number"), (_SWITCHES, "True or False")):
-        for name, kind in kinds.items():
-            value = options[name]
-            is_switch = isinstance(value, bool) and kinds is not _SWITCHES  # Python takes True for 1
-            if is_switch or not isinstance(value, kind):
-                raise ValueError(f"{name} must be {expected}, got {value!r}")
-    if not 0 < options["norm_eps"] < math.inf:  # with 0 the norm of a zero vector, as padding gives, has no gradient
-        raise ValueError(f"norm_eps must be finite and positive, got {options['norm_eps']}")
-    for name in ("initializer_range", "conv_initializer_range"):
-        if options[name] is not None and not 0 <= options[name] < math.inf:
-            raise ValueError(f"{name} must be finite and at least 0, got {options[name]}")
-    for name in ("expand_v", "decay_lower_bound"):
-        if options[name] is not None and not math.isfinite(options[name]):
-            raise ValueError(f"{name} must be finite, got {options[name]}")
-    if options["backend"] not in (None, *BACKENDS):
-        raise ValueError(unknown("backend", options["backend"], BACKENDS))
+@dataclass(frozen=True)
+class LayerOptions:
+    """The arguments of `DeltaRuleAttention` behind the rule; those from `num_v_heads` on by keyword.
+
+    Raises:
+        ValueError: options of the wrong type or that are not finite, an unknown backend, options of short convolutions
+            that do not fit together.
+    """
+
+    hidden_size: int
+    """Width of the input and output."""
+    num_heads: int
+    """Query and key heads."""
+    head_dim: int | None = None
+    """Channels per query and key head; `hidden_size / num_heads` unless given."""
+    _: KW_ONLY
+    num_v_heads: int | None = None
+    """Value heads, a multiple of `num_heads`, sharing key heads in groups; `num_heads` unless given."""
+    expand_v: float | None = None
+    """Channels per value head over `head_dim`; the rule's own unless given."""
+    use_short_conv: bool = True
+    """Short convolutions on q, k and v; without them the activation alone."""
+    conv_size: int = 4
+    """Taps of the short convolutions."""
+    conv_initializer_range: float | None = None
+    """Standard deviation of their initial taps; unless given, they are uniform within 1 / sqrt(conv_size)."""
+    activation: str = "silu"
+    """Of q, k and v, after the convolution: "silu" as in the papers, or "identity"."""
+    allow_neg_eigval: bool | None = None
+    """Double the step size (arXiv:2411.12537); the rule's own unless given."""
+    neg_eigval: str = "both"
+    """With `allow_neg_eigval`, what is doubled. "both": erase and write, as the paper's code and the Hub checkpoints
+    do. "erase": the erase term alone, as the paper's equations read."""
+    decay_lower_bound: float | None = None
+    """Replace the softplus gate by `lower_bound * sigmoid(...)`; the rule's own unless given."""
+    beta_bias: bool = False
+    """A bias on `b_proj`, as in NVlabs' Gated DeltaNet."""
+    num_micro_steps: int | None = None
+    """Householder steps per token, each with a key, a value and a step size of its own (DeltaProduct,
+    arXiv:2502.10297). The state decays before the first and is read after the last; the rule's own unless given."""
+    norm_eps: float = 1e-5
+    """Epsilon of the output norm."""
+    initializer_range: float = 0.02
+    """Standard deviation of the linear weights."""
+    layer_idx: int | None = None
+    """The layer's number in `past_key_values`."""
+    num_layers: int | None = None
+    """Layers of the model, for rules that depend on the depth of the layer (`lightning_attention`)."""
+    backend: str | None = None
+    """Of the operator: None, "triton", "chunkwise" or "reference"."""
+    fused_kernels: bool | None = None
+    """Triton kernels around the operator (`deltazoo.ops.fused`): for convolutions, norms, gates, step sizes, the keys
+    of some rules and the rotary embedding. None: Triton where it runs, plain torch elsewhere."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            kinds = get_args(field.type) or (field.type,)
+            value, kind = getattr(self, field.name), kinds[0]
+            if kind not in _EXPECTED or (value is None and NoneType in kinds):
+                continue
+            fits = isinstance(value, int | float if kind is float else kind)
+            if not fits or isinstance(value, bool) != (kind is bool):  # Python takes True for 1
+                raise ValueError(f"{field.name} must be {_EXPECTED[kind]}, got {value!r}")
+        if not 0 < self.norm_eps < math.inf:  # with 0 the norm of a zero vector, as padding gives, has no gradient
+            raise ValueError(f"norm_eps must be finite and positive, got {self.norm_eps}")
+        for name in ("initializer_range", "conv_initializer_range"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and at least 0, got {value}")
+        for name in ("expand_v", "decay_lower_bound"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
+        if self.backend not in (None, *BACKENDS):
+            raise ValueError(unknown("backend", self.backend, BACKENDS))
+        if self.use_short_conv and self.conv_size < 1:
+            raise ValueError(
+                f"conv_size must be at least 1, got {self.conv_size}: use_short_conv=False leaves convolutions out"
+            )
+        if not self.use_short_conv and self.conv_size != 4:
+            raise ValueError(f"conv_size={self.conv_size} acts only with use_short_conv=True")
+        if not self.use_short_conv and self.conv_initializer_range is not None:
+            raise ValueError(f"conv_initializer_range={self.conv_initializer_range} acts only with use_short_conv=True")
+
+    def of(self, spec: RuleSpec, name: str) -> Any:
+        """An option, or the rule's own choice where it is not given."""
+        value = getattr(self, name)
+        return getattr(spec, name) if value is None else value
 
 
-def check_convolutions(use_short_conv: bool, conv_size: int, initializer_range: float | None) -> None:
-    """The taps of the short convolutions and their start; 4 taps, the default, may be given to a layer without any."""
-    if use_short_conv and conv_size < 1:
-        raise ValueError(f"conv_size must be at least 1, got {conv_size}: use_short_conv=False leaves convolutions out")
-    if not use_short_conv and conv_size != 4:
-        raise ValueError(f"conv_size={conv_size} acts only with use_short_conv=True")
-    if not use_short_conv and initializer_range is not None:
-        raise ValueError(f"conv_initializer_range={initializer_range} acts only with use_short_conv=True")
+LayerOptions.__init__.__qualname__ = "DeltaRuleAttention.__init__"  # in Python's message about an unknown argument
 
 
-def check_sizes(layer: "DeltaRuleAttention") -> None:
+def check_sizes(layer: Any) -> None:
     """Heads and channels; the layer's number in its model."""
     for option in ("hidden_size", "num_heads", "head_k_dim", "num_v_heads", "num_micro_steps"):
         if getattr(layer, option) < 1:
@@ -76,7 +125,7 @@ def check_sizes(layer: "DeltaRuleAttention") -> None:
         )
 
 
-def check_steps(layer: "DeltaRuleAttention", beta_bias: bool) -> None:
+def check_steps(layer: Any, beta_bias: bool) -> None:
     """The step size, negative eigenvalues, micro-steps."""
     spec, name = layer.spec, layer.spec.name
     if spec.corrects:
@@ -98,7 +147,7 @@ def check_steps(layer: "DeltaRuleAttention", beta_bias: bool) -> None:
         raise ValueError(f"rule {name!r} has no step size, so beta_bias=True cannot act")
 
 
-def check_decay(layer: "DeltaRuleAttention", *, of_its_own: bool) -> None:
+def check_decay(layer: Any, *, of_its_own: bool) -> None:
     """The lower bound of the decay; `of_its_own`: the layer's class makes its decay gate itself."""
     spec, bound = layer.spec, layer.decay_lower_bound
     if bound is None:

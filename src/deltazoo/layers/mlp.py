@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from deltazoo.ops import fused as fused_functions
+from deltazoo.ops import fused as fused_ops
 from deltazoo.ops.linear_maps import linear_maps
 
 __all__ = ["SwiGLU", "default_intermediate_size"]
@@ -47,4 +47,4 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., hidden_size]` to the same shape."""
         gate, up = linear_maps(x, (self.gate_proj, self.up_proj))
-        return fused_functions.swiglu_linear(gate, up, self.down_proj, fused=self.fused)
+        return fused_ops.swiglu_linear(gate, up, self.down_proj, fused=self.fused)

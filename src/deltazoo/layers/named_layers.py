@@ -1,6 +1,6 @@
 """The rules' layers under their own names: `GatedDeltaNet(hidden_size, num_heads)`."""
 
-from typing import ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar
 
 from deltazoo.layers.delta_attention import DeltaRuleAttention
 
@@ -15,34 +15,10 @@ __all__ = [
 ]
 
 
-class LayerOptions(TypedDict, total=False):
-    """Keyword arguments of `DeltaRuleAttention`, which says what each means."""
-
-    num_v_heads: int | None
-    expand_v: float | None
-    use_short_conv: bool
-    conv_size: int
-    conv_initializer_range: float | None
-    activation: str
-    allow_neg_eigval: bool | None
-    neg_eigval: str
-    decay_lower_bound: float | None
-    beta_bias: bool
-    num_micro_steps: int | None
-    norm_eps: float
-    initializer_range: float
-    layer_idx: int | None
-    num_layers: int | None
-    backend: str | None
-    fused_kernels: bool | None
-
-
 class _NamedLayer(DeltaRuleAttention):
     rule: ClassVar[str]
 
-    def __init__(
-        self, hidden_size: int, num_heads: int, head_dim: int | None = None, **options: Unpack[LayerOptions]
-    ) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int | None = None, **options: Any) -> None:
         super().__init__(self.rule, hidden_size, num_heads, head_dim, **options)
 
     __init__.__qualname__ = "DeltaRuleAttention.__init__"  # in Python's message about a missing argument

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.layers.state import is_decoding_step
-from deltazoo.ops import fused as fused_functions
+from deltazoo.names import function_of
+from deltazoo.ops import fused as fused_ops
 from deltazoo.ops.fused import FUSED_ACTIVATIONS, GATE_ACTIVATIONS, L2_NORM_EPS
-from deltazoo.ops.named_choices import function_of
 
 __all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "l2_normalize", "l2_normalize_both"]
 
@@ -18,7 +18,7 @@ def l2_normalize(x: Tensor, eps: float = L2_NORM_EPS, *, fused: bool | None = Fa
 
     With `fused` a Triton kernel computes it; None: wherever it runs.
     """
-    return fused_functions.l2_norm(x, eps, fused=fused)
+    return fused_ops.l2_norm(x, eps, fused=fused)
 
 
 def l2_normalize_both(q: Tensor, k: Tensor, *, fused: bool | None = False) -> tuple[Tensor, Tensor]:
@@ -64,8 +64,8 @@ class RMSNorm(nn.Module):
         """Normalise x `[..., dim]`; with a residual, its sum with x, and return that sum as well."""
         how = dict(fused=self.fused, feeds_linear=self.feeds_linear)
         if residual is None:
-            return fused_functions.rms_norm(x, self.weight, self.eps, **how)
-        return fused_functions.add_rms_norm(x, residual, self.weight, self.eps, **how)
+            return fused_ops.rms_norm(x, self.weight, self.eps, **how)
+        return fused_ops.add_rms_norm(x, residual, self.weight, self.eps, **how)
 
     def extra_repr(self) -> str:
         """Size and epsilon, for printing."""
@@ -114,7 +114,7 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """Normalise x `[..., dim]` and multiply by the activated gate of the same shape."""
-        return fused_functions.gated_rms_norm(x, gate, self.weight, self.eps, self.activation, fused=self.fused)
+        return fused_ops.gated_rms_norm(x, gate, self.weight, self.eps, self.activation, fused=self.fused)
 
     def extra_repr(self) -> str:
         """Size, epsilon and activation, for printing."""

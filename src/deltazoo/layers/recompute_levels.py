@@ -15,6 +15,7 @@ sees single operators, so `torch.compile` decides by their names, and keeps the 
 channels and 16 bits, are they kept at all, so elsewhere `states` is `elementwise`.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -24,11 +25,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from deltazoo.ops.autograd_modes import scanning_again, transforming
 from deltazoo.ops.recompute import recomputing
-from deltazoo.ops.second_scan import scanning_again
-from deltazoo.ops.transforms import transforming
 
-__all__ = ["level_of", "run_block"]
+__all__ = ["SMALL_BATCH", "level_of", "run_block"]
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product", "scaled_dot_product")
 """Beginnings of the names of torch's operators whose results `elementwise` and `states` keep under `torch.compile`."""
@@ -36,19 +36,31 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product", "
 _OWN_PRODUCTS = ("triton_delta_rule", "segment_", "transition_product", "rms_norm_linear", "add_rms_norm")
 """The same for the project's own: the rule, a norm with its linear map, and a norm that adds to the residual stream."""
 
+SMALL_BATCH = 2**23
+"""Elements of hidden states up to which training keeps everything by default: 8,192 tokens of width 1,024. A block
+keeps some ten times as many numbers, so 24 blocks keep 4 GiB at most."""
+
 _COLLECTIVES = "_c10d_functional"
 """The library of torch's functional collectives."""
 
 
-def level_of(chosen: str | None, device: torch.device) -> str:
+def level_of(chosen: str | None, device: torch.device, num_elements: float = math.inf) -> str:
     """The level of a training step on a device.
 
-    By default it is `states` on a GPU, where memory is scarce, and `none` on a CPU. It is also `none` where hooks
-    on saved tensors are active (offloading, other checkpointing), since both cannot act.
+    By default it is `states` for large batches on a GPU, where memory is scarce, else `none`: small ones leave memory,
+    and the GPU would wait for the host to run things twice. It is also `none` where hooks on saved tensors are active
+    (offloading, other checkpointing), since both cannot act.
+
+    Args:
+        chosen: the level asked for; None: the default.
+        device: of the weights.
+        num_elements: of the hidden states, tokens times width; a large batch unless given.
     """
     if chosen is not None:
         return chosen
     if not (_recomputes_by_default(device) and torch.is_grad_enabled()):
+        return "none"
+    if num_elements <= SMALL_BATCH and not torch.compiler.is_compiling():  # compiled code waits for no host
         return "none"
     if not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "none"

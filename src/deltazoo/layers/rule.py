@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, RightPaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.state import is_decoding_step
+from deltazoo.names import function_of
 from deltazoo.ops import (
     DeltaRuleOutput,
     delta_rule,
@@ -16,9 +17,7 @@ from deltazoo.ops import (
     linear_attention_step,
     step_size,
 )
-from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_erase_gain, fused_squared_norm
-from deltazoo.ops.named_choices import function_of
+from deltazoo.ops import fused as fused_ops
 from deltazoo.ops.recompute import recomputable
 from deltazoo.spec import RuleSpec
 
@@ -89,7 +88,7 @@ class RuleInputs(NamedTuple):
         )
 
     def bounded(
-        self, largest_gain: float | None = None, *, by_rounding: bool = False, fused: bool = False
+        self, largest_gain: float | None = None, *, by_rounding: bool = False, fused: bool | None = False
     ) -> "RuleInputs":
         """With step sizes that keep the erase gain `beta e . k` at `largest_gain` or below (`bounded_step`).
 
@@ -169,7 +168,9 @@ def run_rule(
     return delta_rule(q, k, v, beta, log_decay, **correction, **rows, precision=precision)
 
 
-def effective_step(spec: RuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigval: bool, fused: bool = False) -> Tensor:
+def effective_step(
+    spec: RuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigval: bool, fused: bool | None = False
+) -> Tensor:
     """Step size of a rule from its gate b in (0, 1).
 
     Args:
@@ -177,7 +178,7 @@ def effective_step(spec: RuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigval: bo
         b: `[B, T, HV]` float32.
         k: `[B, T, H, K]` as the operator will see it, rounding included.
         allow_neg_eigval: double the step, so that the eigenvalue along k reaches down to -1 (arXiv:2411.12537).
-        fused: kernels compute what is made of keys.
+        fused: whether kernels compute what is made of keys, see `deltazoo.ops.fused.takes_kernel`.
 
     Returns:
         `[B, T, HV]` float32, such that no transition expands the state.
@@ -186,18 +187,11 @@ def effective_step(spec: RuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigval: bo
         ValueError: a step size of another shape.
     """
     function = function_of("step_size", spec.step_size, step_size.STEP_SIZES)
-    if function is step_size.euler:
-        beta = step_size.euler(b)
-    elif fused and function in step_size.OF_SQUARED_NORM:
-        lengths = step_size.of_value_heads(fused_squared_norm(k), b.shape[2])
-        beta = recomputable(step_size.OF_SQUARED_NORM[function], b, lengths)
-    else:
-        beta = recomputable(function, b, k)
-        if beta.shape != b.shape:
-            raise ValueError(
-                f"the step size of {spec.name!r} must be [B, T, HV] as its gate, {tuple(b.shape)}, got "
-                f"{tuple(beta.shape)}"
-            )
+    beta = step_size.effective(function, b, k, fused=fused)
+    if beta.shape != b.shape:
+        raise ValueError(
+            f"the step size of {spec.name!r} must be [B, T, HV] as its gate, {tuple(b.shape)}, got {tuple(beta.shape)}"
+        )
     if allow_neg_eigval:
         beta = 2 * beta
     expands = step_size.may_expand(function, unit_keys=spec.normalize_k)
@@ -227,7 +221,7 @@ def bounded_step(
     *,
     largest_gain: float = 2.0,
     by_rounding: bool = False,
-    fused: bool = False,
+    fused: bool | None = False,
 ) -> Tensor:
     """`min(beta, 2 / (e . k))`: keeps the eigenvalue `1 - beta e . k` of the transition at -1 or above.
 
@@ -246,7 +240,7 @@ def bounded_step(
             `deltazoo.ops.step_size.largest_gain`.
         by_rounding: only a saturated gate and the rounding of keys bring beta above the bound, which is a constant for
             gradients then. Else they go through it to the keys.
-        fused: a kernel computes `e . k` for a constant bound.
+        fused: whether a kernel computes `e . k` for a constant bound, see `deltazoo.ops.fused.takes_kernel`.
 
     Returns:
         `[B, T, HV]`, in beta's dtype.
@@ -254,10 +248,7 @@ def bounded_step(
     e = k if erase_key is None else erase_key
     if by_rounding:
         k, e = k.detach(), e.detach()
-    if fused and by_rounding:
-        gain = fused_erase_gain(k, e)
-    else:
-        gain = (at_least_float32(k) * at_least_float32(e)).sum(-1)
+    gain = fused_ops.erase_gain(k, e, fused=fused if by_rounding else False)
     bound = largest_gain / gain.clamp_min(1e-15)  # its square, in the gradient, is a number of float32
     return clip_step(beta, step_size.of_value_heads(bound, beta.shape[2]).to(beta.dtype))
 

@@ -6,15 +6,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from deltazoo.ops import ContextParallel
+from deltazoo.ops.autograd_modes import transforming
 from deltazoo.ops.context.context_rule import agreed_piece
 from deltazoo.ops.recompute import recomputable
-from deltazoo.ops.transforms import transforming
 from deltazoo.ops.validation import check_boundaries, check_tensor, check_tensor_values
 
 __all__ = [
@@ -38,6 +39,8 @@ class Sequences:
 
     whole_rows: ClassVar[bool] = True
     """Whether every row is one whole sequence."""
+    computed_meanwhile: ClassVar[tuple[str, ...]] = ()
+    """Names of linear maps of a layer's input that are computed while the operator waits."""
 
     def arrange(self, x: Tensor) -> Tensor:
         """`[B or 1, T, D]` as a layer computes on it."""
@@ -51,6 +54,14 @@ class Sequences:
     def positions(self) -> Tensor | None:
         """`[B, T]` int64: position of each token in its packed document, from 0; None unless packed."""
         return None
+
+    def row_length(self, x: Tensor) -> int:
+        """Tokens of a whole row of x, arranged."""
+        return x.shape[1]
+
+    def meanwhile(self, work: Callable[..., None]) -> "Sequences":
+        """The description for an operator that calls `work(*computed_meanwhile)` while it waits for other ranks."""
+        return self
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
         """The same description on another device."""
@@ -190,6 +201,7 @@ class SharedSequences(Sequences):
     """A piece of every row, whose other tokens are on other ranks (context parallelism)."""
 
     whole_rows = False
+    computed_meanwhile = ("g_proj",)
     context: ContextParallel
     """With lengths."""
     cu_seqlens: Tensor | None = None
@@ -205,8 +217,7 @@ class SharedSequences(Sequences):
         """T, of the piece."""
         return self.context.known_lengths[self.context.rank]
 
-    @property
-    def num_tokens_of_all(self) -> int:
+    def row_length(self, x: Tensor) -> int:
         """Tokens of the whole row."""
         return sum(self.context.known_lengths)
 
@@ -218,9 +229,9 @@ class SharedSequences(Sequences):
         tokens = torch.arange(self.begin, self.begin + self.num_tokens, device=self.cu_seqlens.device)
         return (tokens - self.cu_seqlens[torch.searchsorted(self.cu_seqlens, tokens, right=True) - 1])[None]
 
-    def meanwhile(self, work: Callable[[], None]) -> "SharedSequences":
-        """The same, for an operator that calls `work` while the ranks exchange states."""
-        return replace(self, context=replace(self.context, meanwhile=work))
+    def meanwhile(self, work: Callable[..., None]) -> "SharedSequences":
+        """As of `Sequences`."""
+        return replace(self, context=replace(self.context, meanwhile=partial(work, *self.computed_meanwhile)))
 
     def with_tokens_before(self, width: int) -> Sequences:
         """The description of the piece's tokens and the `width` tokens before them, as if there were no others."""

@@ -12,7 +12,7 @@ from deltazoo.generation.cache_argument import takes_cache
 from deltazoo.layers import make_layer
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import RMSNorm
-from deltazoo.layers.recompute_levels import level_of, run_block
+from deltazoo.layers.recompute_levels import SMALL_BATCH, level_of, run_block
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.loss import reason_for
 from deltazoo.models.softmax_attention import SoftmaxAttention
@@ -77,7 +77,7 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         """
         # Gradient checkpointing keeps less than any level. A cache must not be written to twice.
         keeps_all = not self.training or self.gradient_checkpointing or cache is not None
-        level = "none" if keeps_all else level_of(self.recompute, hidden_states.device)
+        level = "none" if keeps_all else level_of(self.recompute, hidden_states.device, hidden_states.numel())
         return run_block(level, self._run, hidden_states, batch, softmax, cache, exchanges=batch.shared)
 
     def _run(
@@ -113,7 +113,13 @@ def describe_blocks(model: Any) -> str:
     lines = [
         f"norms: {kernel(len(weight))}",
         f"MLP: {kernel(1)}",
-        f"recomputed in training: {level_of(runtime.recompute, weight.device)} "
-        f"({reason_for('recompute', asked, default)})",
+        f"recomputed in training: {_recomputed(runtime.recompute, weight)} ({reason_for('recompute', asked, default)})",
     ]
     return "\n".join(lines)
+
+
+def _recomputed(chosen: str | None, weight: Tensor) -> str:
+    level = level_of(chosen, weight.device)
+    if level == level_of(chosen, weight.device, 0):
+        return level
+    return f"{level}, none in batches of up to {SMALL_BATCH // len(weight):,} tokens"

@@ -20,7 +20,7 @@ from transformers.generation import GenerationConfig
 from deltazoo.distributed.plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
 from deltazoo.generation.batch import LAYER_TYPES
 from deltazoo.generation.cache_argument import CACHE
-from deltazoo.layers import make_layer
+from deltazoo.layers import LayerOptions, make_layer
 from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.config_keys import SharedConfig, not_a_key, without_runtime_options
 from deltazoo.models.fla_keys import translate_fla_config
@@ -239,24 +239,10 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
     @property
     def layer_options(self) -> dict[str, Any]:
         """The arguments of `deltazoo.layers.DeltaRuleAttention`, without the layer index."""
-        return {
-            "rule": self.spec,
-            "hidden_size": self.hidden_size,
-            "num_heads": self.num_heads,
-            "head_dim": self.head_dim,
-            "num_v_heads": self.num_v_heads,
-            "expand_v": self.expand_v,
-            "use_short_conv": self.use_short_conv,
-            "conv_size": self.conv_size if self.use_short_conv else type(self).conv_size,  # a layer refuses idle ones
-            "conv_initializer_range": self.conv_initializer_range if self.use_short_conv else None,
-            "allow_neg_eigval": self.allow_neg_eigval,
-            "neg_eigval": self.neg_eigval,
-            "decay_lower_bound": self.decay_lower_bound,
-            "beta_bias": self.beta_bias,
-            "num_micro_steps": self.num_micro_steps,
-            "norm_eps": self.norm_eps,
-            "initializer_range": self.initializer_range,
-        }
+        options = {field.name: getattr(self, field.name) for field in fields(LayerOptions) if field.name in _OWN_KEYS}
+        if not self.use_short_conv:  # a layer refuses idle ones
+            options |= {"conv_size": LayerOptions.conv_size, "conv_initializer_range": None}
+        return {"rule": self.spec, **options}
 
     def validate_architecture(self) -> None:
         """Raise ValueError unless names are known and sizes fit together."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from deltazoo.ops.autocast import autocast_dtype
+from deltazoo.ops.dtypes import autocast_dtype
 
 __all__ = ["LateLogits", "OutputWithLateLogits"]
 

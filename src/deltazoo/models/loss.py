@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from deltazoo.ops.autograd_modes import transforming
 from deltazoo.ops.fused import IGNORED, linear_cross_entropy
 from deltazoo.ops.linear_maps import is_hooked
-from deltazoo.ops.transforms import transforming
 
 __all__ = ["describe_loss", "fuses_loss", "loss_without_logits", "reason_for"]
 

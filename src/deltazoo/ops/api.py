@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from deltazoo.names import unknown
-from deltazoo.ops.autocast import autocast_dtype
+from deltazoo.ops.autograd_modes import records_gradients, refuse_transforms, transforming
 from deltazoo.ops.backends import resolve_backend
 from deltazoo.ops.call import RuleCall
-from deltazoo.ops.chunkwise import chunkwise
+from deltazoo.ops.chunkwise.form import chunkwise
 from deltazoo.ops.context.context_group import ContextParallel
-from deltazoo.ops.dtypes import wide_dtype
+from deltazoo.ops.dtypes import autocast_dtype, wide_dtype
 from deltazoo.ops.reference import recurrent_loop, recurrent_step
-from deltazoo.ops.transforms import records_gradients, refuse_transforms, transforming
 from deltazoo.ops.validation import (
     check_scale,
     check_shapes,
@@ -116,9 +115,9 @@ def delta_rule(
         NotImplementedError: a named backend that cannot run the call.
 
     Forward-mode differentiation, the transforms of torch.func (grad, vjp, jvp, vmap, ...) and second derivatives are
-    right on the torch backends; chunkwise then runs in operations that torch can differentiate in every mode, which
-    takes more time and memory. The triton backend has none of these: asked for by name it raises, otherwise a call
-    under a transform runs chunkwise.
+    right on the torch backends; chunkwise then runs the loop of the reference, which torch can differentiate in every
+    mode and which takes more time and memory. The triton backend has none of these: asked for by name it raises,
+    otherwise a call under a transform runs the reference.
 
     Source: arXiv:2406.06484 (delta rule), arXiv:2412.06464 (scalar decay), arXiv:2510.26692 (decay per channel),
     arXiv:2605.22791 (erase key), arXiv:2506.02475 (undecayed read), arXiv:2502.10297 (micro-steps).
@@ -241,11 +240,9 @@ def _one_token(
             f"{'' if recording else 'not '}recorded"
         )
     if name == "triton" and not recording:
-        from deltazoo.ops.triton.decode import recurrent_step as triton_step
+        from deltazoo.ops.triton import step
 
-        q, k, v, beta, log_decay, scale, *_, undecayed, num_micro_steps = call
-        update = dict(erase_key=call.erase_key, undecayed=undecayed, num_micro_steps=num_micro_steps)
-        return DeltaRuleOutput(*triton_step(q, k, v, beta, log_decay, state.float(), scale, inplace=inplace, **update))
+        return DeltaRuleOutput(*step.recurrent_step(call, inplace=inplace))
     if backend == "triton":
         raise NotImplementedError("the triton step is for inference and has no gradient; use torch.no_grad()")
     decay = None if call.log_decay is None else call.log_decay[:, 0]
@@ -293,10 +290,10 @@ def _checked(
     K, V = k.shape[-1], v.shape[-1]
     scale = float(K) ** -0.5 if scale is None else float(scale)
     name, _ = resolve_backend(backend, device=v.device, dtype=v.dtype, head_k_dim=K, head_v_dim=V)
-    if name == "triton" and transforming():
+    if transforming():
         if backend == "triton":
             refuse_transforms("the triton backend", "use backend='chunkwise'")
-        name = "chunkwise"
+        name = "reference"
     strict = PRECISIONS[precision]
     call = RuleCall(
         q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps

@@ -4,15 +4,15 @@ A spec names one of them (`DECAY_GATES`) or brings a function of its own, `f(a, 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
-from deltazoo.ops.dtypes import wide_dtype
+from deltazoo.ops import fused as fused_ops
+from deltazoo.ops.recompute import recomputable
 
-__all__ = ["DECAY_GATES", "DecayGate", "bounded_decay", "saturating_decay", "softplus_decay"]
+__all__ = ["DECAY_GATES", "DecayGate", "bounded_decay", "log_decay", "saturating_decay", "softplus_decay"]
 
 DecayGate = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From `a` `[B, T, HV]` or `[B, T, HV, K]`, `A_log` `[HV]` and `dt_bias` `[HV]` or `[HV * K]` to log-decay, as `a`."""
@@ -29,8 +29,7 @@ def softplus_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     Returns:
         log-decay in a's shape, float32 (float64 stays), <= 0.
     """
-    rate, x = _rate_and_logit(a, A_log, dt_bias)
-    return -rate * F.softplus(x)
+    return fused_ops.softplus_log_decay(a, A_log, dt_bias, fused=False)
 
 
 def bounded_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float = -5.0) -> Tensor:
@@ -48,7 +47,7 @@ def bounded_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float 
     """
     if not lower_bound < 0:
         raise ValueError(f"lower_bound is a log-decay and must be negative, got {lower_bound}")
-    rate, x = _rate_and_logit(a, A_log, dt_bias)
+    rate, x = fused_ops.rate_and_logit(a, A_log, dt_bias)
     return lower_bound * torch.sigmoid(rate * x)
 
 
@@ -63,23 +62,21 @@ def saturating_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     Returns:
         log-decay in a's shape, float32 (float64 stays), in [-5, 0]; weak decays are those of `softplus_decay`.
     """
-    return 5 * torch.expm1(softplus_decay(a, A_log, dt_bias) / 5)
+    return fused_ops.softplus_log_decay(a, A_log, dt_bias, saturating=True, fused=False)
 
 
 DECAY_GATES: dict[str, DecayGate] = {"softplus": softplus_decay, "saturating": saturating_decay}
 """The decay gates that a spec can name; `decay_lower_bound` chooses `bounded_decay`."""
 
 
-def _rate_and_logit(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    heads = a.shape[2] if a.ndim in (3, 4) else None
-    per_head = 1 if a.ndim == 3 else a.shape[-1]
-    if heads is None or A_log.shape != (heads,) or dt_bias.shape != (heads * per_head,):
-        raise ValueError(
-            "expected a [B, T, HV] with A_log [HV] and dt_bias [HV], or a [B, T, HV, K] with A_log [HV] and "
-            f"dt_bias [HV*K], got {tuple(a.shape)}, {tuple(A_log.shape)}, {tuple(dt_bias.shape)}"
-        )
-    dtype = wide_dtype(a)
-    rate, bias = A_log.to(dtype).exp(), dt_bias.to(dtype)
-    if a.ndim == 4:
-        rate, bias = rearrange(rate, "h -> h 1"), rearrange(bias, "(h k) -> h k", h=heads)
-    return rate, a + bias  # in the wider dtype, the bias's
+def log_decay(gate: DecayGate, a: Tensor, A_log: Tensor, dt_bias: Tensor, *, fused: bool | None = None) -> Tensor:
+    """The log-decay that a gate gives; the backward pass keeps `a` alone, unless it is as small as `[B, T, HV]`.
+
+    Args:
+        gate, a, A_log, dt_bias: see `DecayGate`.
+        fused: whether a kernel computes `softplus_decay` and `saturating_decay`, see `deltazoo.ops.fused.takes_kernel`.
+    """
+    saturating = gate is saturating_decay
+    if saturating or gate is softplus_decay:
+        gate = partial(fused_ops.softplus_log_decay, saturating=saturating, fused=fused)
+    return gate(a, A_log, dt_bias) if a.ndim == 3 else recomputable(gate, a, A_log, dt_bias)

@@ -1,9 +1,9 @@
-"""Dtypes: those that kernels take, and those that are computed in."""
+"""Dtypes: those that kernels take, those that are computed in, and the one in which autocast multiplies."""
 
 import torch
 from torch import Tensor
 
-__all__ = ["KERNEL_DTYPES", "at_least_float32", "wide_dtype"]
+__all__ = ["KERNEL_DTYPES", "at_least_float32", "autocast_dtype", "cast_for_product", "wide_dtype"]
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What Triton kernels take for their inputs; they compute in float32."""
@@ -17,3 +17,18 @@ def wide_dtype(*tensors: Tensor) -> torch.dtype:
 def at_least_float32(x: Tensor) -> Tensor:
     """`x` in float32; float64 stays."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype in which autocast has matrix products of this device computed; None if it is off."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # "meta" has no autocast to ask
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def cast_for_product(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype in which autocast, if it is on, would multiply them; float64 stays, with the others."""
+    dtype = autocast_dtype(tensors[0].device)
+    if dtype is None or any(x.dtype == torch.float64 for x in tensors):
+        return tensors
+    return tuple([x.to(dtype) for x in tensors])

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from deltazoo.ops.autocast import cast_for_product
-from deltazoo.ops.transforms import transforming
+from deltazoo.ops.autograd_modes import transforming
+from deltazoo.ops.dtypes import cast_for_product
 
 __all__ = ["PLAIN_WEIGHTS", "called_as_is", "is_hooked", "is_plain_sequence", "linear_maps", "takes_weight"]
 

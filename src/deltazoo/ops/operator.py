@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from deltazoo.ops.transforms import refuse_second_derivative
+from deltazoo.ops.autograd_modes import refuse_second_derivative
 
 __all__ = ["DifferentiableOperator", "Operator"]
 

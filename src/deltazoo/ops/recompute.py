@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from deltazoo.ops.autocast import autocast_dtype
+from deltazoo.ops.dtypes import autocast_dtype
 
 __all__ = ["declare_recomputable", "recomputable", "recomputing"]
 

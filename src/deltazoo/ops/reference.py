@@ -15,7 +15,7 @@ from torch import Tensor
 from deltazoo.ops.call import RuleCall
 from deltazoo.ops.dtypes import wide_dtype
 
-__all__ = ["recurrent_loop", "recurrent_step"]
+__all__ = ["gradients_of_loop", "recurrent_loop", "recurrent_step"]
 
 
 def recurrent_step(
@@ -96,3 +96,23 @@ def recurrent_loop(call: RuleCall) -> tuple[Tensor, Tensor]:
         nothing = sum(x.sum() for x in (q, k, v, beta, log_decay, erase_key) if x is not None)
         return v + nothing, state + nothing
     return torch.stack(outputs, dim=1).to(v.dtype), state
+
+
+def gradients_of_loop(
+    call: RuleCall, d_output: Tensor, d_final: Tensor, *, create_graph: bool = False
+) -> list[Tensor | None]:
+    """Gradients of `call.differentiable` by autograd through the loop; None for what needs no gradient.
+
+    With `create_graph` they have a graph of their own, for second derivatives.
+    """
+    with torch.enable_grad():
+        # Views, since two arguments may be one tensor.
+        given = [None if x is None else x.view_as(x) for x in call.differentiable]
+        results = recurrent_loop(RuleCall.of(given, call.cu_seqlens, call.options))
+    wanted = [x for x in given if x is not None and x.requires_grad]
+    # The final state does not depend on q.
+    recorded = [(y, d) for y, d in zip(results, (d_output, d_final), strict=True) if y.requires_grad]
+    outputs, gradients = zip(*recorded, strict=True)
+    options = dict(create_graph=create_graph, materialize_grads=True)
+    found = iter(torch.autograd.grad(outputs, wanted, gradients, **options))
+    return [next(found) if x is not None and x.requires_grad else None for x in given]

@@ -13,12 +13,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from deltazoo.ops import fused as fused_ops
 from deltazoo.ops.dtypes import at_least_float32, wide_dtype
+from deltazoo.ops.recompute import recomputable
 
 __all__ = [
     "OF_SQUARED_NORM",
     "STEP_SIZES",
     "StepSize",
+    "effective",
     "euler",
     "exact",
     "gate_and_squared_norm",
@@ -121,6 +124,21 @@ OF_SQUARED_NORM: dict[StepSize, Callable[[Tensor, Tensor], Tensor]] = {
 none of them does `beta * lam` exceed 1."""
 
 
+def effective(function: StepSize, b: Tensor, k: Tensor, *, fused: bool | None = None) -> Tensor:
+    """The effective step size that `function` gives; the backward pass keeps b and k alone.
+
+    Args:
+        function, b, k: see `StepSize`.
+        fused: whether a kernel computes the squared lengths of keys, see `deltazoo.ops.fused.takes_kernel`.
+    """
+    if function is euler:
+        return euler(b)
+    if function not in OF_SQUARED_NORM or not fused_ops.takes_kernel(fused, k, columns=k.shape[-1]):
+        return recomputable(function, b, k)
+    lengths = of_value_heads(fused_ops.squared_norm(k, fused=True), b.shape[2])
+    return recomputable(OF_SQUARED_NORM[function], b, lengths)
+
+
 def may_expand(step_size: StepSize, *, unit_keys: bool) -> bool:
     """Whether `beta * lam` can exceed 2 for a gate in [0, 1], so that the transition expands the state along the key.
 
@@ -157,9 +175,7 @@ def gate_and_squared_norm(b: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
             f"expected b [B, T, HV] and k [B, T, H, K], HV a multiple of H, got {tuple(b.shape)} and {tuple(k.shape)}"
         )
     dtype = wide_dtype(b, k)
-    # The square of a key of absurd size overflows float32; cut at 1e15 before squaring, b*lam and every gradient stay
-    # finite, and beta is below 1e-30 there anyway.
-    lam = k.to(dtype).clamp(-1e15, 1e15).square().sum(-1)
+    lam = fused_ops.squared_norm(k.to(dtype), fused=False)  # beta is below 1e-30 for keys beyond its bound
     return b.to(dtype), of_value_heads(lam, b.shape[2])
 
 

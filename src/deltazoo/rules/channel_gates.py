@@ -1,18 +1,13 @@
 """What the layers with a gate per channel of keys and of values share."""
 
-import math
-from functools import partial
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.layers import DeltaRuleAttention, bounded_step
+from deltazoo.layers import DeltaRuleAttention, LayerInput, bounded_step
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
-from deltazoo.ops.dtypes import at_least_float32, wide_dtype
-from deltazoo.ops.fused import fused_sigmoid_gate
-from deltazoo.ops.recompute import recomputable
+from deltazoo.ops.dtypes import wide_dtype
 from deltazoo.ops.step_size import largest_gain
 from deltazoo.spec import choice_name
 
@@ -41,22 +36,10 @@ class ChannelGates(DeltaRuleAttention):
         """The gate of values starts at 1/2, as that of keys does: KDA with a step size of 1/2."""
         return {"w_proj.weight": nearly_zero_rows_}
 
-    def channel_gates(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    def channel_gates(self, x: LayerInput) -> tuple[Tensor, Tensor]:
         """Both gates before their sigmoids, `[B, T, H, K]` and `[B, T, HV, V]`."""
-        keys, values = (self.project(name, hidden_states) for name in ("b_proj", "w_proj"))
+        keys, values = (x.project(name) for name in ("b_proj", "w_proj"))
         return keys.unflatten(-1, (-1, self.head_k_dim)), values.unflatten(-1, (-1, self.head_v_dim))
-
-    def gated(self, gate: Tensor, x: Tensor, largest: float = 1.0, *, root: bool = False) -> Tensor:
-        """`largest * sigmoid(gate) * x`, or by the root of that factor; float32 inside, rounded once to x's dtype."""
-        return recomputable(partial(self._gated, largest=largest, root=root), gate, x)
-
-    def _gated(self, gate: Tensor, x: Tensor, largest: float, root: bool) -> Tensor:
-        if self.runs_fused(x):
-            return fused_sigmoid_gate(gate, x, largest, root=root)
-        gate = at_least_float32(gate)
-        if root:  # the root of a sigmoid that underflows would have an infinite gradient; half its logarithm has none
-            return (math.sqrt(largest) * torch.exp(F.logsigmoid(gate) / 2) * x).to(x.dtype)
-        return (largest * torch.sigmoid(gate) * x).to(x.dtype)
 
     @property
     def largest_key_gate(self) -> float:
@@ -69,4 +52,4 @@ class ChannelGates(DeltaRuleAttention):
         if not self.allow_neg_eigval:
             return step
         gain, units = largest_gain(decays=True), self.spec.normalize_k
-        return bounded_step(step, k, erase_key, largest_gain=gain, by_rounding=units, fused=self.runs_fused(k))
+        return bounded_step(step, k, erase_key, largest_gain=gain, by_rounding=units, fused=self.fused_kernels)

@@ -6,13 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltazoo.layers import DeltaRuleAttention, RuleInputs
+from deltazoo.layers import DeltaRuleAttention, LayerInput, RuleInputs
 from deltazoo.layers.initialization import Initializer
-from deltazoo.layers.norm import l2_normalize
 from deltazoo.layers.rule import StepForm
-from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_rule_keys
-from deltazoo.ops.recompute import recomputable
+from deltazoo.ops import fused
 
 __all__ = ["Comba", "CombaUnitErase"]
 
@@ -24,6 +21,8 @@ class Comba(DeltaRuleAttention):
     tensor_parallel: ClassVar = {"decay": "heads", "D": "heads"}
     projects_micro_steps = False
     gain_at_most_one = True
+    unit_keys: ClassVar[bool] = False
+    """Whether queries and keys are normalised last."""
 
     def make_parameters(self) -> None:
         """Both numbers per head."""
@@ -43,66 +42,31 @@ class Comba(DeltaRuleAttention):
         """Feedback of nearly one, no correction of the query: close to Gated DeltaNet where the decay is weak."""
         return {"decay": partial(nn.init.constant_, val=4.0), "D": nn.init.zeros_}
 
-    def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
+    def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """As Gated DeltaNet, with query and erase key from both numbers."""
-        q, k, erase_key = self.query_and_keys(q, k)
-        inputs = super().rule_inputs(hidden_states, q, k, v)._replace(erase_key=erase_key)
-        return inputs.bounded(1.0, by_rounding=self.spec.normalize_k, fused=self.runs_fused(k))
+        q, k, erase_key = fused.comba_keys(q, k, self.decay, self.D, unit=self.unit_keys, fused=self.fused_kernels)
+        inputs = super().rule_inputs(x, q, k, v)._replace(erase_key=erase_key)
+        return inputs.bounded(1.0, by_rounding=self.spec.normalize_k, fused=self.fused_kernels)
 
     def step_form(self) -> StepForm | None:
-        """As `query_and_keys`."""
+        """As `rule_inputs`."""
         form = super().step_form()
         return form and form._replace(keys="feedback", key_parameters=("decay", "D"))
-
-    def query_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`q - d k`, `k` and the erase key `c k`."""
-        q, erase_key = recomputable(self._corrected, q, k, self.decay, self.D)
-        return q, k, erase_key
-
-    def _corrected(self, q: Tensor, k: Tensor, decay: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
-        if self.runs_fused(k):
-            q, _, erase_key = fused_rule_keys(q, k, "feedback", parameters=(decay, D))
-            return q, erase_key
-        return _corrected(q, k, decay, D)
 
 
 class CombaUnitErase(Comba):
     """Normalises last: `l2(q - d c k)`, `l2(k)`, erase key `l2(c k)`, of q and k as the convolutions give them."""
 
     gain_at_most_one = True
+    unit_keys = True
 
     def step_form(self) -> StepForm | None:
-        """As `query_and_keys`."""
+        """As the class's description."""
         form = super().step_form()
         return form and form._replace(keys="unit_feedback")
-
-    def query_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As in the class's description."""
-        return recomputable(self._corrected_and_normalized, q, k, self.decay, self.D)
-
-    def _corrected_and_normalized(
-        self, q: Tensor, k: Tensor, decay: Tensor, D: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.runs_fused(k):
-            return fused_rule_keys(q, k, "unit_feedback", parameters=(decay, D))
-        return _corrected_and_normalized(q, k, decay, D)
 
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
 
     def _unit_heads(self, normalize: bool) -> int:
         return 0
-
-
-def _corrected(q: Tensor, k: Tensor, decay: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
-    """`q - d k` and `c k`, computed in float32 and rounded once."""
-    key = at_least_float32(k)
-    c, d = torch.sigmoid(decay.to(key.dtype))[:, None], D.to(key.dtype)[:, None]
-    return (q - d * key).to(q.dtype), (c * key).to(k.dtype)
-
-
-def _corrected_and_normalized(q: Tensor, k: Tensor, decay: Tensor, D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`l2(q - d c k)`, `l2(k)` and `l2(c k)`, computed in float32 and rounded once."""
-    key = at_least_float32(k)
-    c, d = torch.sigmoid(decay.to(key.dtype))[:, None], D.to(key.dtype)[:, None]
-    return l2_normalize(q - d * c * key).to(q.dtype), l2_normalize(k), l2_normalize(c * key).to(k.dtype)

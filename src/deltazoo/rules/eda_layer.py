@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltazoo.layers import DeltaRuleAttention, RuleInputs
+from deltazoo.layers import DeltaRuleAttention, LayerInput, RuleInputs
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
 from deltazoo.layers.norm import l2_normalize
 from deltazoo.layers.rule import StepForm
@@ -40,12 +40,12 @@ class EraseThenDeltaAttention(DeltaRuleAttention):
             "erase_b_proj.bias": partial(nn.init.constant_, val=-4.0),
         }
 
-    def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
+    def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """Two micro-steps: erase under the address, write nothing; then KDA's."""
-        inputs = super().rule_inputs(hidden_states, q, k, v)
-        address = self.project("erase_proj", hidden_states).unflatten(-1, (-1, self.head_k_dim))
+        inputs = super().rule_inputs(x, q, k, v)
+        address = x.project("erase_proj").unflatten(-1, (-1, self.head_k_dim))
         address = l2_normalize(address, fused=self.fused_kernels)
-        erase_gate = torch.sigmoid(at_least_float32(self.project("erase_b_proj", hidden_states)))
+        erase_gate = torch.sigmoid(at_least_float32(x.project("erase_b_proj")))
         assert inputs.beta is not None
         return inputs._replace(
             k=recomputable(_side_by_side, address, k),

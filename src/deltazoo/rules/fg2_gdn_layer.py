@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from deltazoo.layers import RuleInputs
+from deltazoo.layers import LayerInput, RuleInputs
 from deltazoo.layers.rule import StepForm
+from deltazoo.ops import fused
 from deltazoo.rules.channel_gates import ChannelGates
 
 __all__ = ["FG2GatedDeltaNet"]
@@ -14,15 +15,15 @@ class FG2GatedDeltaNet(ChannelGates):
 
     gain_at_most_one = True
 
-    def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
+    def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """Gated keys and values, with a step size of one."""
-        key_gate, value_gate = self.channel_gates(hidden_states)
+        key_gate, value_gate = self.channel_gates(x)
         largest = self.largest_key_gate
         # The write is the product of both roots: halved values undo the doubling there.
         largest_write = largest if self.neg_eigval == "both" else 1 / largest
-        k = self.gated(key_gate, k, largest, root=True)
-        v = self.gated(value_gate, v, largest_write, root=True)
-        return RuleInputs(q, k, v, self.whole_step(k, v), self.log_decay(hidden_states))
+        k = fused.sigmoid_gate(key_gate, k, largest, root=True, fused=self.fused_kernels)
+        v = fused.sigmoid_gate(value_gate, v, largest_write, root=True, fused=self.fused_kernels)
+        return RuleInputs(q, k, v, self.whole_step(k, v), self.log_decay(x))
 
     def step_form(self) -> StepForm | None:
         """As `rule_inputs`."""

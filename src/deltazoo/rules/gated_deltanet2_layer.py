@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from deltazoo.layers import RuleInputs
+from deltazoo.layers import LayerInput, RuleInputs
 from deltazoo.layers.rule import StepForm
+from deltazoo.ops import fused
 from deltazoo.rules.channel_gates import ChannelGates
 
 __all__ = ["GatedDeltaNet2"]
@@ -23,12 +24,13 @@ class GatedDeltaNet2(ChannelGates):
             )
         super().make_parameters()
 
-    def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
+    def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """Erase under the gated key, write the gated value, with a step size of one."""
-        erase_gate, write_gate = self.channel_gates(hidden_states)
+        erase_gate, write_gate = self.channel_gates(x)
         erase_key = self.erase_key(erase_gate, q, k)
         beta = self.whole_step(k, v, erase_key)
-        return RuleInputs(q, k, self.gated(write_gate, v), beta, self.log_decay(hidden_states), erase_key)
+        v = fused.sigmoid_gate(write_gate, v, fused=self.fused_kernels)
+        return RuleInputs(q, k, v, beta, self.log_decay(x), erase_key)
 
     def step_form(self) -> StepForm | None:
         """As `rule_inputs`."""
@@ -37,4 +39,4 @@ class GatedDeltaNet2(ChannelGates):
 
     def erase_key(self, erase_gate: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """The erase key `b * k`, from the gate before its sigmoid; both `[B, T, H, K]`, the key's dtype."""
-        return self.gated(erase_gate, k, self.largest_key_gate)
+        return fused.sigmoid_gate(erase_gate, k, self.largest_key_gate, fused=self.fused_kernels)

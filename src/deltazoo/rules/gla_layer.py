@@ -1,19 +1,15 @@
 """The layer of gated linear attention."""
 
-import math
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_, spaced_decay_rates
 from deltazoo.layers.rule import StepForm
 from deltazoo.layers.short_convolution import activation_function
-from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_softplus_decay
-from deltazoo.ops.recompute import recomputable
+from deltazoo.ops import fused
 
 __all__ = ["GatedLinearAttention"]
 
@@ -42,17 +38,10 @@ class GatedLinearAttention(DeltaRuleAttention):
         """Slow decays, the same for all tokens, spaced over the channels of each head."""
         return {"gk_proj.1.weight": nearly_zero_rows_, "gk_proj.1.bias": self._start_bias}
 
-    def log_decay(self, hidden_states: Tensor) -> Tensor:
+    def log_decay(self, x: LayerInput) -> Tensor:
         """`logsigmoid(gk_proj(x)) / 16`."""
-        return recomputable(
-            self._log_decay, self.project("gk_proj", hidden_states).unflatten(-1, (-1, self.head_k_dim))
-        )
-
-    def _log_decay(self, a: Tensor) -> Tensor:
-        if self.runs_fused(a):  # logsigmoid(a) = -softplus(-a)
-            A_log = a.new_full(a.shape[2:3], -math.log(_SLOWER), dtype=torch.float32)
-            return fused_softplus_decay(-a, A_log, A_log.new_zeros(a.shape[2:].numel()))
-        return F.logsigmoid(at_least_float32(a)) / _SLOWER
+        a = x.project("gk_proj").unflatten(-1, (-1, self.head_k_dim))
+        return fused.log_sigmoid_decay(a, _SLOWER, fused=self.fused_kernels)
 
     def step_form(self) -> StepForm:
         """As `log_decay`."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.layers.rule import StepForm
 from deltazoo.ops.dtypes import wide_dtype
 
@@ -16,16 +16,16 @@ class LightningAttention(DeltaRuleAttention):
     def make_decay_gate(self) -> None:
         """Nothing to make."""
 
-    def log_decay(self, hidden_states: Tensor) -> Tensor:
+    def log_decay(self, x: LayerInput) -> Tensor:
         """The same for every token, `[B, T, HV]`; heads beyond a power of two lie between the first ones."""
         share, shares = self.head_share
         number = shares * self.num_v_heads
         evenly = number if self.spec.revision == 1 else 2 ** (number.bit_length() - 1)
-        heads = torch.arange(1, self.num_v_heads + 1, device=hidden_states.device) + share * self.num_v_heads
-        heads = heads.to(wide_dtype(hidden_states))
+        heads = torch.arange(1, self.num_v_heads + 1, device=x.hidden_states.device) + share * self.num_v_heads
+        heads = heads.to(wide_dtype(x.hidden_states))
         heads = torch.where(heads <= evenly, heads, heads - evenly - 0.5)
         rates = torch.exp2(heads * (-8 / evenly))
-        return (-self._depth_factor() * rates).expand(*hidden_states.shape[:2], -1)
+        return (-self._depth_factor() * rates).expand(*x.hidden_states.shape[:2], -1)
 
     def step_form(self) -> StepForm:
         """As `log_decay`."""

@@ -1,25 +1,19 @@
 """The layer of PGDN and PKDA: write keys scaled by a running second moment of the keys."""
 
-import math
 from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from deltazoo.layers import DeltaRuleAttention, RuleInputs, Sequences
+from deltazoo.layers import DeltaRuleAttention, LayerInput, RuleInputs, Sequences
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, nearly_zero_rows_
 from deltazoo.layers.rule import StepForm, run_rule
 from deltazoo.layers.state import StateAccess
+from deltazoo.ops import fused
 from deltazoo.ops.decay import softplus_decay
-from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import MOST_SUMMED_CHANNELS, fused_decayed_sum, fused_scaled_key, fused_weighted_squares
-from deltazoo.ops.recompute import recomputable
 
 __all__ = ["Preconditioned"]
-
-SQUASH = 1.5
-"""The most that a channel of the write key is scaled by; the least is its inverse."""
 
 
 class Preconditioned(DeltaRuleAttention):
@@ -87,16 +81,16 @@ class Preconditioned(DeltaRuleAttention):
         return super().num_state_elements + self.num_heads * self.head_k_dim
 
     def with_auxiliary_state(
-        self, hidden_states: Tensor, inputs: RuleInputs, past: StateAccess, sequences: Sequences
+        self, x: LayerInput, inputs: RuleInputs, past: StateAccess, sequences: Sequences
     ) -> tuple[RuleInputs, Tensor | None]:
         """Write under the scaled key, erase under the key; and the moment, which is linear attention with K = 1."""
         k = inputs.k
-        gate, step = (self.project(name, hidden_states) for name in (self.moment_decay, "b_atk_proj"))
-        squares = recomputable(self._weighted_squares, step, k)
+        gate, step = (x.project(name) for name in (self.moment_decay, "b_atk_proj"))
+        squares = fused.weighted_squares(step, k, fused=self.fused_kernels)
         log_decay = softplus_decay(gate, self.A_log_atk, self.dt_bias_atk)
         state = None
         if self._sums_fused(squares, past, sequences):
-            moment = recomputable(fused_decayed_sum, squares, log_decay)
+            moment = fused.decayed_sum(squares, log_decay)
         else:
             ones = torch.ones_like(squares[..., :1])
             moment, state = run_rule(
@@ -106,26 +100,15 @@ class Preconditioned(DeltaRuleAttention):
                 in_place=past.in_place,
                 backend=self.backend,
             )
-        write_key = recomputable(self._scaled_key, moment, self.log_atk_scale, k)
+        write_key = fused.scaled_key(moment, self.log_atk_scale, k, fused=self.fused_kernels)
         inputs = inputs._replace(k=write_key, erase_key=k)
         may_expand = self.allow_neg_eigval or not self.spec.normalize_k
-        return (inputs.bounded(fused=self.runs_fused(k)) if may_expand else inputs), state
+        return (inputs.bounded() if may_expand else inputs), state
 
     def _sums_fused(self, squares: Tensor, past: StateAccess, sequences: Sequences) -> bool:
-        """Whether one kernel sums up the moment: in whole rows, without states before and after.
-
-        Few long rows are left to the operator, which works on their chunks side by side.
-        """
-        B, T, H, K = squares.shape
-        fits = K <= MOST_SUMMED_CHANNELS and T <= 256 * B * H and squares.dtype == torch.float32
-        whole = sequences.whole_rows and not past.wanted
-        return whole and fits and self.backend in (None, "triton") and self.runs_fused(squares)
-
-    def _weighted_squares(self, step: Tensor, k: Tensor) -> Tensor:
-        return (fused_weighted_squares if self.runs_fused(k) else _weighted_squares)(step, k)
-
-    def _scaled_key(self, moment: Tensor, log_scale: Tensor, k: Tensor) -> Tensor:
-        return (fused_scaled_key if self.runs_fused(k) else _scaled_key)(moment, log_scale, k)
+        """Whether one kernel sums up the moment: in whole rows, without states before and after."""
+        whole = sequences.whole_rows and not past.wanted and self.backend in (None, "triton")
+        return whole and fused.takes_decayed_sum(self.fused_kernels, squares)
 
     def step_form(self) -> StepForm | None:
         """As `with_auxiliary_state`."""
@@ -135,14 +118,3 @@ class Preconditioned(DeltaRuleAttention):
             key_maps=(self.moment_decay, "b_atk_proj"),
             key_parameters=("A_log_atk", "dt_bias_atk", "log_atk_scale"),
         )
-
-
-def _weighted_squares(step: Tensor, k: Tensor) -> Tensor:
-    """`sigmoid(step) k^2`, float32."""
-    return torch.sigmoid(at_least_float32(step))[..., None] * at_least_float32(k).square()
-
-
-def _scaled_key(moment: Tensor, log_scale: Tensor, k: Tensor) -> Tensor:
-    """`M * k`, computed in float32 and rounded once to the key's dtype."""
-    r = torch.log(moment + 1e-6) - log_scale.to(moment.dtype)[:, None]
-    return (torch.exp(-math.log(SQUASH) * r / (1 + r.abs())) * k).to(k.dtype)

@@ -2,15 +2,12 @@
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from deltazoo.layers import DeltaRuleAttention, RuleInputs
+from deltazoo.layers import DeltaRuleAttention, LayerInput, RuleInputs
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
 from deltazoo.layers.rule import StepForm
-from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_rule_keys
-from deltazoo.ops.recompute import recomputable
+from deltazoo.ops import fused
 
 __all__ = ["QDelta"]
 
@@ -35,25 +32,14 @@ class QDelta(DeltaRuleAttention):
         """Lambda starts the same for all tokens, at 0.29."""
         return {"lamb_proj.weight": nearly_zero_rows_}
 
-    def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
+    def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """As Gated DeltaNet, with the erase key `k + lambda q`."""
-        inputs = super().rule_inputs(hidden_states, q, k, v)
-        erase_key = recomputable(self._erase_key, self.project("lamb_proj", hidden_states), q, k)
+        inputs = super().rule_inputs(x, q, k, v)
+        erase_key = fused.q_delta_key(x.project("lamb_proj"), q, k, fused=self.fused_kernels)
         units = self.spec.normalize_q and self.spec.normalize_k
-        return inputs._replace(erase_key=erase_key).bounded(by_rounding=units, fused=self.runs_fused(k))
-
-    def _erase_key(self, logit: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        if self.runs_fused(k):
-            return fused_rule_keys(q, k, "query_share", gate=logit)[2]
-        return _erase_key(logit, q, k)
+        return inputs._replace(erase_key=erase_key).bounded(by_rounding=units, fused=self.fused_kernels)
 
     def step_form(self) -> StepForm | None:
         """As `rule_inputs`."""
         form = super().step_form()
         return form and form._replace(keys="query_share", key_maps=("lamb_proj",))
-
-
-def _erase_key(logit: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """`k + sigmoid(logit - 0.9) q`, computed in float32 and rounded once to the key's dtype."""
-    share = torch.sigmoid(at_least_float32(logit) - 0.9)[..., None]
-    return (at_least_float32(k) + share * q).to(k.dtype)

@@ -8,9 +8,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers.initialization import Initializer
 from deltazoo.layers.rule import StepForm
-from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_rule_keys
-from deltazoo.ops.recompute import recomputable
+from deltazoo.ops import fused
 from deltazoo.rules.gated_deltanet2_layer import GatedDeltaNet2
 
 __all__ = ["QED"]
@@ -38,18 +36,4 @@ class QED(GatedDeltaNet2):
 
     def erase_key(self, erase_gate: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """`b * k + lambda (I - k k^T) (b * q)`, computed in float32 and rounded once to the key's dtype."""
-        return recomputable(self._erase_key, erase_gate, q, k, self.theta)
-
-    def _erase_key(self, gate: Tensor, q: Tensor, k: Tensor, theta: Tensor) -> Tensor:
-        largest = self.largest_key_gate
-        if self.runs_fused(k):
-            return fused_rule_keys(q, k, "gated_query", gate=gate, parameters=(theta,), largest=largest)[2]
-        return _erase_key(gate, q, k, theta, largest)
-
-
-def _erase_key(gate: Tensor, q: Tensor, k: Tensor, theta: Tensor, largest: float) -> Tensor:
-    b = largest * torch.sigmoid(at_least_float32(gate))
-    share = 0.25 * torch.sigmoid(theta.to(b.dtype))[:, None]
-    key, gated_query = k.to(b.dtype), b * q
-    along_key = (key * gated_query).sum(-1, keepdim=True)
-    return (b * key + share * (gated_query - along_key * key)).to(k.dtype)
+        return fused.qed_key(erase_gate, q, k, self.theta, self.largest_key_gate, fused=self.fused_kernels)

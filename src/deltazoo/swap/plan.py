@@ -4,13 +4,13 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from deltazoo.layers import layer_class
+from deltazoo.layers import LayerOptions, layer_class
 from deltazoo.names import unknown
 from deltazoo.spec import get_rule
 from deltazoo.swap.families import ModelFamily, decoder_layers_of, family_of
@@ -160,6 +160,7 @@ def check_layer_options(options: Mapping[str, Any], init: str, rule: str, argume
     """
     constructors = (vars(kind).get("__init__") for kind in layer_class(rule).__mro__ if kind is not object)
     known = {name for made in constructors if made is not None for name in inspect.signature(made).parameters}
+    known |= {field.name for field in fields(LayerOptions)}
     known -= {*_DECIDED, "args", "kwargs", "options"}
     for name in options:
         if name not in known:

@@ -41,10 +41,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from deltazoo.layers import LayerInput
 from deltazoo.layers.initialization import nearly_zero_rows_, spaced_decay_rates
 from deltazoo.layers.norm import GATE_ACTIVATIONS
+from deltazoo.names import function_of
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.swap.families import ModelFamily
 from deltazoo.swap.layer import DropInDeltaAttention
@@ -251,11 +252,11 @@ def _step_bias(delta: DropInDeltaAttention, original: AttentionWeights, probe: T
     step_size = function_of("step_size", delta.spec.step_size, STEP_SIZES)
     heads = delta.projected_steps * delta.num_heads
     key = torch.full((1, 1, heads, delta.head_k_dim), (squared_length / delta.head_k_dim) ** 0.5, device=probe.device)
-    hidden_states = delta.b_proj.weight.new_zeros(1, 1, delta.hidden_size)
+    x = LayerInput(delta.b_proj.weight.new_zeros(1, 1, delta.hidden_size), delta)
 
     def excess(bias: Tensor) -> Tensor:
         nn.init.constant_(delta.b_proj.bias, bias.item())
-        return (step_size(delta.step_gate(hidden_states), key).mean().double() * squared_length - 0.5).cpu()
+        return (step_size(delta.step_gate(x), key).mean().double() * squared_length - 0.5).cpu()
 
     zero = torch.zeros((), dtype=torch.float64)
     return 0.0 if excess(zero) <= 1e-6 else _root(excess, zero - 40, zero).item()

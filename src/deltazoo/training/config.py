@@ -323,8 +323,6 @@ def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ..
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of keys to values, got {type(values).__name__}")
-    for name, section in values.items():
-        _translate_warmup(section, f"{path}: {name}")
     for override in overrides:
         _apply(values, override)
     try:
@@ -345,17 +343,6 @@ def save_config(config: Configuration, path: str | Path) -> None:
     """Write the configuration with all defaults, so that the file alone reproduces the run."""
     text = yaml.safe_dump(config.to_dict(), sort_keys=False)
     write_whole(Path(path), text)
-
-
-def _translate_warmup(section: Any, where: str) -> None:
-    """Read ``warmup_steps``, which earlier versions wrote into the files of runs and models."""
-    if isinstance(section, dict) and "warmup_steps" in section and isinstance(section.get("steps"), int):
-        if "warmup" in section:
-            raise ValueError(f"{where}.warmup_steps, an older key, says the same as {where}.warmup: give one of them")
-        warmup, steps = section.pop("warmup_steps"), section["steps"]
-        if type(warmup) is not int or not 0 <= warmup <= steps:
-            raise ValueError(f"{where}.warmup_steps must be a number of the {steps} steps, got {warmup!r}")
-        section["warmup"] = warmup / max(steps, 1)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

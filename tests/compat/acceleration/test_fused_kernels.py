@@ -19,9 +19,8 @@ from helpers import run_python
 from transformers import DynamicCache
 
 import deltazoo
-from deltazoo.compat.transformers import arrangements
 from deltazoo.compat.transformers.layer import stored_state
-from deltazoo.ops.decay import softplus_decay
+from deltazoo.ops import fused
 
 CHILD = "import sys; sys.path[:0] = sys.argv[1:3]; import test_fused_kernels as t; t.compare(sys.argv[3:], 'cpu')"
 
@@ -81,7 +80,8 @@ def test_convolutions_are_fused_whatever_the_rows(monkeypatch):
     deltazoo.accelerate(model)
     layer, x = mixer_of(model), torch.randn(1, 6, 32)
     layer.deltazoo_fused_kernels = True  # accelerate() would refuse it here
-    monkeypatch.setattr(arrangements, "fused_softplus_decay", softplus_decay)
+    plain_decay = fused.softplus_log_decay
+    monkeypatch.setattr(fused, "softplus_log_decay", lambda *inputs, fused: plain_decay(*inputs, fused=False))
     padded = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]])}
     for rows in ({}, padded, {"deltazoo_positions": torch.arange(6)[None]}):
         with pytest.raises(NotImplementedError, match="fused kernels run on NVIDIA GPUs"):

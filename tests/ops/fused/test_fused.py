@@ -12,7 +12,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -37,40 +36,45 @@ from deltazoo.layers import (
 )
 from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.layers.rule import bounded_step, effective_step
-from deltazoo.layers.short_convolution import convolve_token
 from deltazoo.ops import linear_attention
 from deltazoo.ops.fused import (
     add_rms_norm,
-    fused_decayed_sum,
-    fused_erase_gain,
-    fused_kernels_fit,
-    fused_rule_keys,
-    fused_scaled_key,
-    fused_short_conv,
-    fused_short_conv_step,
-    fused_short_convs,
-    fused_sigmoid_gate,
-    fused_softplus_decay,
-    fused_squared_norm,
-    fused_weighted_squares,
     gated_rms_norm,
     rms_norm,
     rms_norm_linear,
     rotate,
     swiglu,
+    takes_kernel,
 )
 from deltazoo.spec import get_rule
 
 pytest.importorskip("triton")
 
+from deltazoo.ops.decay import log_decay as log_decay_of  # noqa: E402
 from deltazoo.ops.decay import saturating_decay, softplus_decay  # noqa: E402
-from deltazoo.ops.fused import choice, glu, loss, norms, rotary  # noqa: E402
-from deltazoo.ops.fused.kernels import short_conv_operator  # noqa: E402
-from deltazoo.ops.fused.kernels import softplus_decay as softplus_decay_kernels  # noqa: E402
-from deltazoo.ops.fused.kernels.key_products import erase_gain, squared_norm  # noqa: E402
-from deltazoo.ops.fused.kernels.moment_keys import scaled_key, weighted_squares  # noqa: E402
-from deltazoo.ops.fused.kernels.rule_keys import rule_keys  # noqa: E402
-from deltazoo.ops.fused.kernels.sigmoid_gate import sigmoid_gate  # noqa: E402
+from deltazoo.ops.fused import (  # noqa: E402
+    choice,
+    comba_keys,
+    decayed_sum,
+    erase_gain,
+    gates,
+    glu,
+    keys,
+    loss,
+    moment,
+    norms,
+    q_delta_key,
+    qed_key,
+    rotary,
+    scaled_key,
+    short_conv,
+    short_convolution,
+    short_convolution_step,
+    sigmoid_gate,
+    softplus_log_decay,
+    squared_norm,
+    weighted_squares,
+)
 
 Results = dict[str, Tensor]
 
@@ -110,8 +114,8 @@ class Convolution:
         if self.lengths:
             bounds = torch.tensor([0, *torch.tensor(self.lengths).cumsum(0)], dtype=torch.int32, device=device)
             sequences = describe_sequences(1, T, cu_seqlens=bounds)
-        enough = 1 if self.long_runs else short_conv_operator._ENOUGH_PROGRAMS
-        with mock.patch.object(short_conv_operator, "_ENOUGH_PROGRAMS", enough):
+        enough = 1 if self.long_runs else short_conv._ENOUGH_PROGRAMS
+        with mock.patch.object(short_conv, "_ENOUGH_PROGRAMS", enough):
             y, window = module(x, state, sequences)
             d_x, d_weight = torch.autograd.grad([y, window], [x, module.weight], [draw(*y.shape), draw(*window.shape)])
         return {"y": y.detach(), "window": window.detach(), "d_x": d_x, "d_weight": d_weight}
@@ -144,8 +148,10 @@ class TokenStep:
         inputs = x.split(self.channels, dim=-1)
         if fused:
             inputs = inputs if self.side_by_side else tuple(part.contiguous() for part in inputs)
+            weights = tuple(convolution.weight for convolution in convolutions)
+            options = {"activation": self.activation, "head_dims": self.head, "inplace": self.inplace, "fused": True}
             with torch.no_grad():
-                y, window = convolve_token(tuple(convolutions), inputs, state, inplace=self.inplace)
+                y, window = short_convolution_step(inputs, weights, state, **options)
             assert (window is state) == self.inplace
         else:
             pasts = state.split(self.channels, dim=1)
@@ -277,9 +283,9 @@ class Decay:
         a, A_log = draw(*self.shape, given=self.dtype), draw(heads, given=torch.float32)
         dt_bias = 8 * draw(channels, given=torch.float32)
         inputs = [x.requires_grad_() for x in (a, A_log, dt_bias)]
-        kernel = partial(fused_softplus_decay, saturating=self.saturating)
-        log_decay = (kernel if fused else saturating_decay if self.saturating else softplus_decay)(*inputs)
-        with mock.patch.object(softplus_decay_kernels, "_MOST_PARTS", self.most_parts):
+        gate = saturating_decay if self.saturating else softplus_decay
+        log_decay = log_decay_of(gate, *inputs, fused=fused)
+        with mock.patch.object(gates, "_MOST_PARTS", self.most_parts):
             gradients = torch.autograd.grad(log_decay, inputs, draw(*self.shape, given=torch.float32))
         names = ("d_a", "d_A_log", "d_dt_bias")
         return {"log_decay": log_decay.detach(), **dict(zip(names, gradients, strict=True))}
@@ -305,8 +311,7 @@ class Gate:
 
         gate, x, d_y = draw(2, self.gate_dtype or self.dtype), draw(1, self.dtype), draw(1, self.dtype)
         gate += self.around
-        layer = make_layer("gated_deltanet2", 8, 1, 8, fused_kernels=fused)
-        y = layer.gated(gate.requires_grad_(), x.requires_grad_(), self.largest, root=self.root)
+        y = sigmoid_gate(gate.requires_grad_(), x.requires_grad_(), self.largest, root=self.root, fused=fused)
         d_gate, d_x = torch.autograd.grad(y, [gate, x], d_y)
         return {"y": y.detach(), "d_gate": d_gate, "d_x": d_x}
 
@@ -339,12 +344,14 @@ class Keys:
                 inputs[name] = getattr(layer, name)
         if self.rule == "q_delta":
             inputs["gate"] = draw(*self.shape[:3])
-            results = (layer._erase_key(inputs["gate"], q, k),)
+            results = (q_delta_key(inputs["gate"], q, k, fused=fused),)
         elif self.rule == "qed":
             inputs["gate"] = draw(*self.shape)
             results = (layer.erase_key(inputs["gate"], q, k),)
         else:
-            results = tuple(x for x in layer.query_and_keys(q, k) if x is not k)
+            unit = self.rule == "comba_unit_erase"
+            made = comba_keys(q, k, inputs["decay"], inputs["D"], unit=unit, fused=fused)
+            results = tuple(x for x in made if x is not k)
         gradients = torch.autograd.grad(results, list(inputs.values()), [draw(*self.shape) for _ in results])
         made = {f"made_{number}": x.detach() for number, x in enumerate(results)}
         return made | dict(zip(inputs, gradients, strict=True))
@@ -365,13 +372,12 @@ class Moment:
             x = torch.randn(shape, generator=generator).to(given or self.dtype)
             return x.to(device, dtype or given or self.dtype)
 
-        layer = make_layer("pgdn", 8, self.shape[2], self.shape[3], fused_kernels=fused)
         step, k, log_scale = draw(*self.shape[:3]), draw(*self.shape), draw(self.shape[2], given=torch.float32)
         moment = draw(*self.shape, given=torch.float32).clamp_min(0)
-        squares = layer._weighted_squares(step.requires_grad_(), k.requires_grad_())
+        squares = weighted_squares(step.requires_grad_(), k.requires_grad_(), fused=fused)
         d_step, d_k = torch.autograd.grad(squares, [step, k], draw(*self.shape, given=torch.float32))
         inputs = [moment.requires_grad_(), log_scale.requires_grad_(), k]
-        key = layer._scaled_key(*inputs)
+        key = scaled_key(*inputs, fused=fused)
         gradients = torch.autograd.grad(key, inputs, draw(*self.shape))
         names = ("d_moment", "d_log_scale", "d_k_of_the_key")
         made = {"squares": squares.detach(), "d_step": d_step, "d_k": d_k, "key": key.detach()}
@@ -457,7 +463,7 @@ class DecayedSum:
         x, d_y = draw(*self.shape).requires_grad_(), draw(*self.shape)
         log_decay = (-self.decay * draw(*self.shape[:3]).abs()).requires_grad_()
         if fused:
-            y = fused_decayed_sum(x, log_decay)
+            y = decayed_sum(x, log_decay)
         else:
             ones = torch.ones_like(x[..., :1])
             y, _ = linear_attention(ones, ones, x, log_decay, backend="chunkwise")
@@ -789,11 +795,11 @@ def test_by_default_a_layer_takes_the_kernels_where_they_run(device: str) -> Non
 
 def test_by_default_a_state_that_needs_a_gradient_gets_it() -> None:
     x, state = mock.Mock(is_cuda=True), torch.empty(1, 4, 3, requires_grad=True)
-    with mock.patch("deltazoo.ops.fused.fused_functions.triton_obstacle", return_value=None):
-        assert fused_kernels_fit(x) and fused_kernels_fit(x, state.detach())
-        assert not fused_kernels_fit(x, state)
+    with mock.patch("deltazoo.ops.fused.choice.triton_obstacle", return_value=None):
+        assert takes_kernel(None, x) and takes_kernel(None, x, trained=(state.detach(),))
+        assert not takes_kernel(None, x, trained=(state,))
         with torch.no_grad():
-            assert fused_kernels_fit(x, state)
+            assert takes_kernel(None, x, trained=(state,))
 
 
 def test_angles_that_the_rotary_embedding_cannot_use() -> None:
@@ -817,51 +823,44 @@ def test_angles_that_the_rotary_embedding_cannot_use() -> None:
 
 def test_keys_that_do_not_fit() -> None:
     x, gate, theta = (torch.ones(shape, device="meta") for shape in ((2, 5, 3, 8), (2, 5, 3), (3,)))
-    with pytest.raises(
-        ValueError, match="must be one of query_share, gated_query, feedback, unit_feedback, got 'tied'"
+    for name, call in (
+        ("query_share", lambda: q_delta_key(x, x, x, fused=True)),
+        ("gated_query", lambda: qed_key(gate, x, x, theta, fused=True)),
+        ("gated_query", lambda: qed_key(x, x, x, theta[:2], fused=True)),
+        ("feedback", lambda: comba_keys(x, x, theta, theta[:2], fused=True)),
+        ("feedback", lambda: comba_keys(x, x[:, :4], theta, theta, fused=True)),
+        ("unit_feedback", lambda: comba_keys(x[0], x[0], theta, theta, unit=True, fused=True)),
     ):
-        fused_rule_keys(x, x, "tied")
-    for keys, given in (
-        ("query_share", {}),
-        ("query_share", {"gate": x}),
-        ("gated_query", {"gate": x}),
-        ("gated_query", {"gate": gate, "parameters": (theta,)}),
-        ("feedback", {"parameters": (theta,)}),
-        ("feedback", {"parameters": (theta, theta[:2])}),
-        ("unit_feedback", {"gate": gate, "parameters": (theta, theta)}),
-    ):
-        with pytest.raises(ValueError, match=f"'{keys}' takes q and k"):
-            fused_rule_keys(x, x, keys, **given)
-    with pytest.raises(ValueError, match="'feedback' takes q and k"):
-        fused_rule_keys(x, x[:, :4], "feedback", parameters=(theta, theta))
+        with pytest.raises(ValueError, match=f"'{name}' takes q and k"):
+            call()
 
 
 def test_moments_that_do_not_fit() -> None:
     k, scale = torch.ones(2, 5, 3, 8, device="meta"), torch.ones(3, device="meta")
     with pytest.raises(ValueError, match=r"got \(2, 5\) and \(2, 5, 3, 8\)"):
-        fused_weighted_squares(k[..., 0, 0], k)
+        weighted_squares(k[..., 0, 0], k, fused=True)
     with pytest.raises(ValueError, match=r"got \(2, 5, 3, 8\), \(2,\), \(2, 5, 3, 8\)"):
-        fused_scaled_key(k, scale[:2], k)
+        scaled_key(k, scale[:2], k, fused=True)
     with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
-        fused_scaled_key(k.double(), scale, k)
+        scaled_key(k.double(), scale, k, fused=True)
 
 
 def test_keys_of_step_sizes_that_do_not_fit() -> None:
     with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
-        fused_squared_norm(torch.ones(2, 5, 3, 8, device="meta", dtype=torch.float64))
+        squared_norm(torch.ones(2, 5, 3, 8, device="meta", dtype=torch.float64), fused=True)
     with pytest.raises(NotImplementedError, match="rows of up to 8192, not 8193"):
-        fused_squared_norm(torch.ones(1, 8193, device="meta"))
+        squared_norm(torch.ones(1, 8193, device="meta"), fused=True)
     k = torch.ones(2, 5, 3, 8, device="meta")
     with pytest.raises(ValueError, match=r"alike, got torch.float32 \(2, 5, 3, 8\) and torch.float32 \(2, 5, 3, 4\)"):
-        fused_erase_gain(k, k[..., :4])
+        erase_gain(k, k[..., :4], fused=True)
 
 
 def test_gates_that_do_not_fit() -> None:
     x = torch.ones(2, 5, 3, 8, device="meta")
     with pytest.raises(ValueError, match=r"one shape, got \(2, 5, 3, 4\) and \(2, 5, 3, 8\)"):
-        fused_sigmoid_gate(x[..., :4], x)
+        sigmoid_gate(x[..., :4], x, fused=True)
     with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
-        fused_sigmoid_gate(x.double(), x)
+        sigmoid_gate(x.double(), x, fused=True)
 
 
 @pytest.mark.parametrize("why", ["dtype", "gradient"])
@@ -889,8 +888,8 @@ def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
     """On meta tensors: shapes, dtypes and the autograd formula, no kernel."""
 
     def run(x: Tensor, weight: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
-        y = swiglu(fused_short_conv(x, weight, head_dim=8), gate, fused=True)
-        y = fused_sigmoid_gate(gate, y, 2.0, root=True)
+        y = swiglu(short_convolution(x, weight, head_dim=8, fused=True), gate, fused=True)
+        y = sigmoid_gate(gate, y, 2.0, root=True, fused=True)
         return gated_rms_norm(y, gate, scale, 1e-5, "silu", fused=True).sum()
 
     def leaf(*shape: int) -> Tensor:
@@ -907,12 +906,12 @@ def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "autograd"])
 def test_operators_of_a_training_step_compile_without_a_graph_break(fake: bool) -> None:
     def run(x: Tensor, taps: Tensor, down: Tensor, scale: Tensor, out: Tensor, *gate: Tensor) -> Tensor:
-        q, k, v = fused_short_convs((x, 2 * x, 3 * x), (taps, taps, taps), head_dims=(8, 8, 0))
+        q, k, v = short_conv._short_convs(x, 2 * x, 3 * x, taps, taps, taps, None, None, True, 8, 8, 0)
         y = glu._linear_operator(q * k, v, down)
         angles = x[:1, :, :8].detach().float()
         y = rotate(y.unflatten(-1, (2, 8)), (angles.cos(), angles.sin()), fused=True)
         y = norms._rms_linear_operator(y, scale, out, 1e-5)
-        return fused_softplus_decay(y, *gate).sum()
+        return softplus_log_decay(y, *gate, fused=True).sum()
 
     def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, device="meta", dtype=dtype, requires_grad=not fake)
@@ -951,7 +950,9 @@ def test_a_step_compiles_without_a_graph_break(inplace: bool) -> None:
     """On meta tensors: shapes and dtypes, no kernel."""
 
     def run(inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], window: Tensor) -> tuple[Tensor, Tensor]:
-        return fused_short_conv_step(inputs, weights, window, head_dims=(8, 8), inplace=inplace)
+        options = {"head_dims": (8, 8), "inplace": inplace, "fused": True}
+        outputs, window = short_convolution_step(inputs, weights, window, **options)
+        return torch.cat(tuple(outputs), dim=-1), window
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, device="meta", dtype=torch.bfloat16)
@@ -998,32 +999,34 @@ class TestRefusals:
 
     def test_float64(self) -> None:
         with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
-            fused_short_conv(torch.empty(1, 3, 4, dtype=torch.float64, device="meta"), torch.empty(4, 2))
+            short_convolution(torch.empty(1, 3, 4, dtype=torch.float64, device="meta"), torch.empty(4, 2), fused=True)
 
     def test_a_state_that_needs_a_gradient(self) -> None:
-        state = torch.empty(1, 4, 3, device="meta", requires_grad=True)
+        x, state = torch.empty(1, 3, 4, device="meta"), torch.empty(1, 4, 3, device="meta", requires_grad=True)
         with pytest.raises(ValueError, match="gives no gradient to its state"):
-            fused_short_conv(torch.empty(1, 3, 4, device="meta"), torch.empty(4, 4, device="meta"), state)
+            short_convolution(x, torch.empty(4, 4, device="meta"), state, fused=True)
 
     def test_tensors_on_two_devices(self) -> None:
         x, weights = torch.empty(2, 1, 8, device="meta"), (torch.empty(8, 4, device="meta"),) * 3
         with pytest.raises(ValueError, match="of one device, got meta and cpu"):
-            fused_short_conv(x, torch.empty(8, 4))
+            short_convolution(x, torch.empty(8, 4), fused=True)
         with pytest.raises(ValueError, match="of one device, got meta and cpu"):
-            fused_short_conv_step((x, x, x), weights, torch.empty(2, 24, 3))
+            short_convolution_step((x, x, x), weights, torch.empty(2, 24, 3), fused=True)
         with pytest.raises(ValueError, match="of one device, got meta and cpu"):
             gated_rms_norm(x, x, torch.empty(8), 1e-5, "silu", fused=True)
 
-    def test_a_window_that_cannot_be_written(self) -> None:
+    def test_a_window_that_cannot_be_written_is_replaced(self) -> None:
         inputs, weights = (torch.empty(2, 1, 8, device="meta"),) * 3, (torch.empty(8, 4, device="meta"),) * 3
         for window in (torch.empty(2, 24, 3, device="meta").half(), torch.empty(2, 3, 24, device="meta").mT):
-            with pytest.raises(ValueError, match=r"must be contiguous and torch\.float32, got"):
-                fused_short_conv_step(inputs, weights, window, inplace=True)
+            _, after = short_convolution_step(inputs, weights, window, inplace=True, fused=True)
+            assert after is not window and after.dtype == torch.float32 and after.is_contiguous()
+        with pytest.raises(ValueError, match="4 taps need a window of 3 inputs before the token, got 2"):
+            short_convolution_step(inputs, weights, torch.empty(2, 24, 2, device="meta"), fused=True)
 
     def test_heads_of_two_sizes(self) -> None:
         inputs, weights = (torch.empty(2, 1, 8, device="meta"),) * 3, (torch.empty(8, 4, device="meta"),) * 3
         with pytest.raises(ValueError, match=r"one size, got head_dims=\(4, 8\)"):
-            fused_short_conv_step(inputs, weights, torch.empty(2, 24, 3, device="meta"), head_dims=(4, 8))
+            short_convolution_step(inputs, weights, torch.empty(2, 24, 3, device="meta"), head_dims=(4, 8), fused=True)
 
     def test_an_activation_of_the_gate_that_was_added_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(2, 3, 4)
@@ -1051,15 +1054,15 @@ def check_operators() -> None:
     """Fake results are as the real ones, in layout and storage too, and autograd's formula passes torch's tests."""
     x, gate, p = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3), torch.randn(3)
     for operator, *arguments in (
-        (sigmoid_gate, x, x.flip(0), 2.0, True),
-        (rule_keys, x, x.flip(0), gate, None, None, "query_share", 1.0),
-        (rule_keys, x, x.flip(0), x.flip(1), p, None, "gated_query", 2.0),
-        (rule_keys, x, x.flip(0), None, p, p.flip(0), "feedback", 1.0),
-        (rule_keys, x, x.flip(0), None, p, p.flip(0), "unit_feedback", 1.0),
-        (weighted_squares, gate, x),
-        (scaled_key, x.square(), p, x),
-        (squared_norm, x),
-        (erase_gain, x.detach(), x.detach().flip(0)),
+        (gates._sigmoid_gate, x, x.flip(0), 2.0, True),
+        (keys._rule_keys, x, x.flip(0), gate, None, None, "query_share", 1.0),
+        (keys._rule_keys, x, x.flip(0), x.flip(1), p, None, "gated_query", 2.0),
+        (keys._rule_keys, x, x.flip(0), None, p, p.flip(0), "feedback", 1.0),
+        (keys._rule_keys, x, x.flip(0), None, p, p.flip(0), "unit_feedback", 1.0),
+        (moment._weighted_squares, gate, x),
+        (moment._scaled_key, x.square(), p, x),
+        (keys._squared_norm, x),
+        (keys._erase_gain, x.detach(), x.detach().flip(0)),
     ):
         leaves = [y.detach().requires_grad_() if isinstance(y, Tensor) else y for y in arguments]
         torch.library.opcheck(operator.overload, leaves)

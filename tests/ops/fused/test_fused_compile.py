@@ -34,17 +34,9 @@ from deltazoo.ops.decoding import (  # noqa: E402
     rule,
     scaled_keys,
 )
-from deltazoo.ops.fused import MOST_COLUMNS, glu, loss, norms, rotary  # noqa: E402
-from deltazoo.ops.fused.kernels import (  # noqa: E402
-    decayed_sum,
-    key_products,
-    moment_keys,
-    rule_keys,
-    short_conv_operator,
-    short_conv_step,
-    sigmoid_gate,
-    softplus_decay,
-)
+from deltazoo.ops.fused import MOST_COLUMNS, gates, glu, loss, norms, rotary, short_conv, short_conv_step  # noqa: E402
+from deltazoo.ops.fused import keys as rule_keys  # noqa: E402
+from deltazoo.ops.fused import moment as moment_keys  # noqa: E402
 from deltazoo.ops.triton import launch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -81,8 +73,8 @@ def convolve(
     x, weight = empty(1, tokens, 1024), empty(1024, taps, dtype=torch.float32)
     where = (empty(tokens, dtype=torch.int64), empty(4, dtype=torch.int32)) if packed else (None, None)
     past = empty(3 if packed else 1, 1024, taps - 1) if has_past else None
-    short_conv_operator._forward(x, weight, past, *where, silu, head_dim)
-    short_conv_operator._backward(x, weight, past, *where, silu, head_dim, x)
+    short_conv._forward(x, weight, past, *where, silu, head_dim)
+    short_conv._backward(x, weight, past, *where, silu, head_dim, x)
 
 
 def step(head_dim: int, rows: int, inplace: bool, kept: int = 3, silu: bool = True) -> None:
@@ -133,27 +125,27 @@ def decay(*heads: int, saturating: bool = False) -> None:
         empty(4, 4096, *heads),
         *(empty(size, dtype=torch.float32) for size in (heads[0], torch.Size(heads).numel())),
     )
-    softplus_decay._forward(a, A_log, dt_bias, saturating)
-    softplus_decay._backward(a, A_log, dt_bias, saturating, empty(4, 4096, *heads, dtype=torch.float32))
+    gates._decay_forward(a, A_log, dt_bias, saturating)
+    gates._decay_backward(a, A_log, dt_bias, saturating, empty(4, 4096, *heads, dtype=torch.float32))
 
 
 def gate(root: bool) -> None:
     x = empty(4, 4096, 8, 128)
-    sigmoid_gate._forward(x, x, 2.0, root)
-    sigmoid_gate._backward(x, x, 2.0, root, x)
+    gates._gate_forward(x, x, 2.0, root)
+    gates._gate_backward(x, x, 2.0, root, x)
 
 
 def make_keys(keys: str, K: int) -> None:
     x, p = empty(4, 4096, 8, K), empty(8, dtype=torch.float32)
     given = {"query_share": (empty(4, 4096, 8), None, None), "gated_query": (x, p, None)}.get(keys, (None, p, p))
-    made = rule_keys._forward(x, x, *given, keys, 1.0)
-    rule_keys._backward(x, x, *given, keys, 1.0, *made)
+    made = rule_keys._keys_forward(x, x, *given, keys, 1.0)
+    rule_keys._keys_backward(x, x, *given, keys, 1.0, *made)
 
 
 def sum_up(channels: int) -> None:
     x, log_decay = empty(4, 4096, 8, channels, dtype=torch.float32), empty(4, 4096, 8, dtype=torch.float32)
-    decayed_sum._forward(x, log_decay)
-    decayed_sum._backward(x, log_decay, x)
+    moment_keys._sum_forward(x, log_decay)
+    moment_keys._sum_backward(x, log_decay, x)
 
 
 def weigh_squares() -> None:
@@ -163,8 +155,8 @@ def weigh_squares() -> None:
 
 def measure_keys() -> None:
     k = empty(4, 4096, 8, 128)
-    key_products._backward(k, key_products._forward(k))
-    key_products._gain(k, k)
+    rule_keys._norm_backward(k, rule_keys._norm_forward(k))
+    rule_keys._gain(k, k)
 
 
 def scale_key() -> None:
@@ -178,7 +170,7 @@ def scale_key() -> None:
 
 def turn(heads: int, channels: int = 128) -> None:
     x, angles = empty(4, 4096, heads, 128), empty(1, 4096, channels, dtype=torch.float32)
-    rotary.rotary.launch(x, angles, angles)
+    rotary._turn(x, angles, angles, False)
     rotary._turn(x, angles, angles, True)
 
 

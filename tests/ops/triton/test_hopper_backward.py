@@ -22,8 +22,8 @@ from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel  # noqa: E402
 from ops.triton.test_hopper import Call, launched_kernels, no_kernels, sizes  # noqa: E402
 
 from deltazoo.ops import DeltaRuleOutput, delta_rule  # noqa: E402
+from deltazoo.ops.autograd_modes import scanning_again  # noqa: E402
 from deltazoo.ops.call import RuleCall  # noqa: E402
-from deltazoo.ops.second_scan import scanning_again  # noqa: E402
 from deltazoo.ops.triton import pipeline  # noqa: E402
 from deltazoo.ops.triton.hopper import served_calls  # noqa: E402
 from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from deltazoo.layers import bounded_step
 from deltazoo.ops import delta_rule
+from deltazoo.ops.autograd_modes import scanning_again
 from deltazoo.ops.call import RuleCall
-from deltazoo.ops.second_scan import scanning_again
 
 pytest.importorskip("triton")
 

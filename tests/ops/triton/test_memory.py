@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from deltazoo.ops import operator
+from deltazoo.ops.autograd_modes import scanning_again  # noqa: E402
 from deltazoo.ops.call import RuleCall  # noqa: E402
-from deltazoo.ops.second_scan import scanning_again  # noqa: E402
 from deltazoo.ops.triton import pipeline, plan  # noqa: E402
 from deltazoo.ops.triton.delta_rule import triton_delta_rule  # noqa: E402
 from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402

@@ -12,10 +12,9 @@ from torch import Tensor
 from deltazoo.compat.fla.modules import l2norm, refuse_context_parallelism, require_boundaries
 from deltazoo.layers.state import is_decoding_step
 from deltazoo.names import unknown
-from deltazoo.ops import delta_rule, delta_rule_step
-from deltazoo.ops.decay import bounded_decay, softplus_decay
+from deltazoo.ops import delta_rule, delta_rule_step, fused
+from deltazoo.ops.decay import bounded_decay
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_kernels_fit, fused_softplus_decay
 
 __all__ = [
     "chunk_delta_rule",
@@ -355,7 +354,7 @@ def _log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bo
     A_log, dt_bias = A_log.flatten(), dt_bias.flatten()
     if lower_bound is not None:
         return bounded_decay(g, A_log, dt_bias, lower_bound)
-    return (fused_softplus_decay if fused_kernels_fit(g) else softplus_decay)(g, A_log, dt_bias)
+    return fused.softplus_log_decay(g, A_log, dt_bias)
 
 
 def _require_gate(function: str, name: str, gate: Any, v: Tensor, *, per_channel: bool) -> None:

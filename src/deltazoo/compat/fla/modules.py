@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.layers.sequences import PackedSequences, Sequences, describe_sequences
-from deltazoo.layers.short_convolution import causal_sum, last_inputs, packing_of
+from deltazoo.layers.short_convolution import last_inputs, packing_of
 from deltazoo.names import unknown
 from deltazoo.ops import fused
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_kernels_fit, fused_short_conv
+from deltazoo.ops.fused import takes_kernel
 
 __all__ = [
     "FusedRMSNormGated",
@@ -150,13 +150,13 @@ def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None, activation: str | None, sequences: Sequences
 ) -> Tensor:
     """`[B, T, D]` in x's dtype from the kernel, else in float32 (float64 stays); `past` None means zeros."""
-    if bias is None and x.numel() and fused_kernels_fit(x, past):
+    if bias is None and x.numel() and takes_kernel(None, x, trained=(past,)):
         before = None if past is None else past[:, 1:].transpose(1, 2)
         known = "identity" if activation is None else "silu"
-        return fused_short_conv(x, weight, before, activation=known, **packing_of(sequences))
+        return fused.short_convolution(x, weight, before, activation=known, **packing_of(sequences), fused=True)
     if past is None:
         past = _past(x, None, weight.shape[1], sequences)
-    total = causal_sum(x, weight[:, None], past[:, 1:], sequences)
+    total = fused.causal_sum(x, weight, past[:, 1:], **packing_of(sequences))
     if bias is not None:
         total = total + bias
     return total if activation is None else F.silu(total)

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deltazoo.ops.decay import softplus_decay
-from deltazoo.ops.fused import fused_softplus_decay
+from deltazoo.ops import fused
 
 __all__ = ["LAYER_ARRANGEMENTS", "LayerArrangement", "Projections", "arrangement_of"]
 
@@ -64,7 +63,7 @@ def _fused_qkv(layer: Any, x: Tensor) -> Projections:
 
 
 def _decay(layer: Any, a: Tensor) -> Tensor:
-    return (fused_softplus_decay if layer.fuses(a) else softplus_decay)(a, layer.A_log, layer.dt_bias)
+    return fused.softplus_log_decay(a, layer.A_log, layer.dt_bias, fused=layer.deltazoo_fused_kernels)
 
 
 def _kda(layer: Any, x: Tensor) -> Projections:

@@ -8,6 +8,7 @@ States are read from and written to the model's cache as the original code does,
 records tokens to take them back: transformers would take back the convolution's alone.
 """
 
+from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
@@ -36,13 +37,13 @@ from deltazoo.generation.cache_argument import takes_cache
 from deltazoo.layers.norm import l2_normalize_both
 from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
 from deltazoo.layers.sequences import WHOLE_ROWS, Sequences, SharedSequences, describe_sequences
-from deltazoo.layers.short_convolution import depthwise_sum, last_inputs
+from deltazoo.layers.short_convolution import last_inputs
 from deltazoo.layers.state import LayerState, is_decoding_step
 from deltazoo.models.forward_arguments import refuse_dropped
 from deltazoo.ops import DeltaRuleOutput, fused
 from deltazoo.ops.context.token_exchange import tokens_before
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_kernels_fit, fused_short_conv, fused_short_conv_step
+from deltazoo.ops.fused import takes_kernel
 from deltazoo.ops.linear_maps import is_hooked
 from deltazoo.spec import get_rule
 
@@ -126,7 +127,7 @@ class AcceleratedLayer:
     ) -> Tensor:
         """The rule's output `[B, T, HV, V]`; the state after the last token goes to the cache."""
         qkv, window = self._convolve(projections.qkv, before, sequences, positions)
-        q, k, v = self._heads(qkv, projections)
+        q, k, v = self._heads(qkv.split(_widths(projections), dim=-1))
         inputs = self._rule_inputs(*l2_normalize_both(q, k), v, projections).mask_padding(sequences)
         if positions is not None and not isinstance(sequences, SharedSequences):
             inputs = _forget_at_starts(inputs, positions)
@@ -148,10 +149,10 @@ class AcceleratedLayer:
     def _step(self: Any, projections: Projections, state: LayerState) -> Tensor:
         """The rule's output for one token per row, in fewer launches than `_mix`; overwrites the state."""
         widths, heads, window = _widths(projections), _head_dims(self)[:1] * 2, state.conv
-        parts, weights = projections.qkv.split(widths, dim=-1), self.conv1d.weight[:, 0].split(widths)
+        parts, weights = projections.qkv.split(widths, dim=-1), self.conv1d.weight.split(widths)
         assert window is not None
-        qkv, _ = fused_short_conv_step(parts, weights, window, head_dims=heads, inplace=True)
-        inputs = self._rule_inputs(*self._heads(qkv, projections), projections)
+        parts, _ = fused.short_convolution_step(parts, weights, window, head_dims=heads, inplace=True, fused=True)
+        inputs = self._rule_inputs(*self._heads(parts), projections)
         return self.apply_rule(inputs, state, in_place=True).output
 
     def apply_rule(
@@ -178,9 +179,9 @@ class AcceleratedLayer:
         window = last_inputs([qkv], past, WHOLE_ROWS if shared else sequences)  # a shared piece has no padding
         if not shared and self.fuses(qkv, state) and (positions is None or state is None):
             older = None if state is None else past[:, 1:].transpose(1, 2)
-            return _fused_convolution(qkv, self.conv1d.weight[:, 0], older, positions), window
+            return _fused_convolution(qkv, self.conv1d.weight, older, positions), window
         history = torch.cat([past[:, 1:], qkv], dim=1)
-        return F.silu(depthwise_sum(history, self.conv1d.weight, positions)).to(qkv.dtype), window
+        return F.silu(fused.depthwise_sum(history, self.conv1d.weight, positions)).to(qkv.dtype), window
 
     def _inputs_before(self: Any, qkv: Tensor, before: LayerState | None, sequences: Sequences) -> Tensor:
         """The `conv_kernel_size` inputs before each row, `[B, taps, C]`, zeros where there are none."""
@@ -191,10 +192,9 @@ class AcceleratedLayer:
             return qkv.new_zeros(qkv.shape[0], taps, qkv.shape[2])
         return before.conv.transpose(1, 2).to(qkv.dtype)
 
-    def _heads(self: Any, qkv: Tensor, projections: Projections) -> list[Tensor]:
-        """q, k and v of the convolved `[B, T, C]`, each `[B, T, heads, head dimension]`."""
+    def _heads(self: Any, parts: Sequence[Tensor]) -> list[Tensor]:
+        """q, k and v, each `[B, T, heads, head dimension]`, of the convolved `[B, T, C_i]`."""
         key_dim, value_dim = _head_dims(self)
-        parts = qkv.split(_widths(projections), dim=-1)
         return [x.unflatten(-1, (-1, dim)) for x, dim in zip(parts, (key_dim, key_dim, value_dim), strict=True)]
 
     def _rule_inputs(self: Any, q: Tensor, k: Tensor, v: Tensor, projections: Projections) -> RuleInputs:
@@ -223,7 +223,7 @@ class AcceleratedLayer:
     def fuses(self: Any, x: Tensor, state: Tensor | None = None) -> bool:
         """Whether fused kernels compute on a tensor, after the convolution's state if there is one."""
         wanted = self.deltazoo_fused_kernels
-        return fused_kernels_fit(x, state) if wanted is None else wanted
+        return takes_kernel(None, x, trained=(state,)) if wanted is None else wanted
 
     def describe_rule(self: Any) -> RuleDescription:
         """Description of the layer's call of the operator, for `deltazoo.report`."""
@@ -263,12 +263,13 @@ def _widths(projections: Projections) -> list[int]:
 def _fused_convolution(x: Tensor, weight: Tensor, older: Tensor | None, positions: Tensor | None) -> Tensor:
     """One kernel for convolution and SiLU; with `positions` `[B, T]`, no tap reaches past a document's first token."""
     if positions is None:
-        return fused_short_conv(x, weight, older)
+        return fused.short_convolution(x, weight, older, fused=True)
     # Documents are numbered by their first token, so that nothing has to be counted on the device.
     tokens = torch.arange(x.shape[0] * x.shape[1] + 1, device=x.device)
     first_tokens = tokens[:-1] - positions.expand(x.shape[:2]).flatten()
     joined = x.flatten(0, 1)[None]
-    return fused_short_conv(joined, weight, sequence=first_tokens, cu_seqlens=tokens.int()).view_as(x)
+    packing = {"sequence": first_tokens, "cu_seqlens": tokens.int()}
+    return fused.short_convolution(joined, weight, **packing, fused=True).view_as(x)
 
 
 def _forget_at_starts(inputs: RuleInputs, positions: Tensor) -> RuleInputs:

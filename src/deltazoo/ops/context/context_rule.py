@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltazoo.ops.autograd_modes import records_gradients, refuse_second_derivative, refuse_transforms, scans_again
 from deltazoo.ops.call import RuleCall
 from deltazoo.ops.context.context_group import ContextParallel, agreed_lengths, sum_over_ranks
 from deltazoo.ops.context.segment_backends import Kept, SegmentBackend, SegmentInputs, backend_for
 from deltazoo.ops.context.segment_fold import Fold
 from deltazoo.ops.context.token_pieces import Cells, Pieces, cells_of, make_cells, pieces_of, segment_length
 from deltazoo.ops.dtypes import wide_dtype
-from deltazoo.ops.second_scan import scans_again
-from deltazoo.ops.transforms import records_gradients, refuse_second_derivative, refuse_transforms
 from deltazoo.ops.validation import check_tensor_values
 
 __all__ = ["agreed_piece", "rule_on_piece"]

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.ops import chunkwise, reference
+from deltazoo.ops import reference
 from deltazoo.ops.call import RuleCall
+from deltazoo.ops.chunkwise import form
 from deltazoo.ops.dtypes import wide_dtype
 
 __all__ = ["SegmentBackend", "SegmentGradients", "SegmentInputs", "backend_for"]
@@ -141,13 +142,13 @@ class ChunkwiseBackend(TorchBackend):
 
     def run(self, x: SegmentInputs, initial: Tensor | None) -> tuple[Tensor, ...]:
         """See `TorchBackend`."""
-        return chunkwise.forward(*x.arguments(initial))
+        return form.forward.overload(*x.arguments(initial))
 
     def gradients(
         self, x: SegmentInputs, kept: Kept, starts: Tensor, d_output: Tensor, d_end: Tensor
     ) -> SegmentGradients:
         """See `SegmentBackend`."""
-        found = iter(chunkwise.backward(*x.arguments(starts), *kept, d_output, d_end))
+        found = iter(form.backward.overload(*x.arguments(starts), *kept, d_output, d_end))
         q, k, v = (next(found) for _ in range(3))
         beta, log_decay = (None if t is None else next(found) for t in (x.beta, x.log_decay))
         start = next(found)

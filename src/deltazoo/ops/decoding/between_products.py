@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltazoo.ops.decoding.launch_ahead import launch_options, launches_ahead, wait_for_inputs
-from deltazoo.ops.fused.kernels.sigmoid import sigmoid
+from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.triton.launch import Constants, launch
 
 __all__ = ["HeadNorm", "RowNorm", "add_parts", "head_scale", "norm_heads", "swiglu_parts"]

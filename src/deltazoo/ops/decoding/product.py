@@ -23,7 +23,7 @@ from deltazoo.ops.decoding.launch_ahead import (
     launches_ahead,
     wait_for_inputs,
 )
-from deltazoo.ops.fused.kernels.sigmoid import sigmoid
+from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.triton.launch import Constants, launch
 
 __all__ = ["Tile", "choose_tile", "token_product"]

@@ -7,7 +7,7 @@ with `u = beta (v - S^T e)`, beta being made of b and `|k|^2` (`deltazoo.ops.ste
 erased. The erase key e is k, or what the rule makes of it (`RuleShape.keys`). The decay is per head or per key channel,
 and its logarithm has one of several forms. Micro-steps repeat the correction with further keys and values. What follows
 applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a head is divided among programs here. The rule is computed
-as in `deltazoo.ops.triton.decode`.
+as in `deltazoo.ops.triton.step`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltazoo.ops.decoding.launch_ahead import launch_options, launches_ahead, wait_for_inputs
-from deltazoo.ops.fused.kernels.softplus_decay import exponential_minus_1, softplus
+from deltazoo.ops.fused.device_math import exponential_minus_1, softplus
 from deltazoo.ops.step_size import largest_gain
 from deltazoo.ops.triton.launch import Constants, launch
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deltazoo.ops.decoding.launch_ahead import launch_options, launches_ahead, wait_for_inputs
 from deltazoo.ops.decoding.rule import unit_head
-from deltazoo.ops.fused.kernels.softplus_decay import softplus
+from deltazoo.ops.fused.device_math import softplus
 from deltazoo.ops.triton.launch import Constants, launch
 
 __all__ = ["scaled_keys"]

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltazoo.ops.autograd_modes import refuse_transforms, transforming
 from deltazoo.ops.backends import triton_interprets, triton_obstacle
 from deltazoo.ops.dtypes import KERNEL_DTYPES
-from deltazoo.ops.transforms import refuse_transforms, transforming
 
 __all__ = ["FUSED_ACTIVATIONS", "GATE_ACTIVATIONS", "L2_NORM_EPS", "MOST_COLUMNS", "REFUSAL", "takes_kernel"]
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.ops.autocast import cast_for_product
+from deltazoo.ops.dtypes import cast_for_product
 from deltazoo.ops.fused.choice import takes_kernel
 from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton

@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from deltazoo.ops.autocast import autocast_dtype, cast_for_product
-from deltazoo.ops.dtypes import at_least_float32, wide_dtype
+from deltazoo.ops.autograd_modes import transforming
+from deltazoo.ops.dtypes import at_least_float32, autocast_dtype, cast_for_product, wide_dtype
 from deltazoo.ops.fused.choice import takes_kernel
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
-from deltazoo.ops.transforms import transforming
 
 __all__ = ["IGNORED", "linear_cross_entropy"]
 

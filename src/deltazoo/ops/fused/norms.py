@@ -17,14 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.ops.autocast import autocast_dtype, cast_for_product
-from deltazoo.ops.dtypes import at_least_float32
+from deltazoo.names import function_of
+from deltazoo.ops.dtypes import at_least_float32, autocast_dtype, cast_for_product
 from deltazoo.ops.fused.choice import FUSED_ACTIVATIONS, GATE_ACTIVATIONS, L2_NORM_EPS, takes_kernel
 from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.fused.row_operator import row_blocks, row_operator, sum_of_parts
 from deltazoo.ops.linear_maps import takes_weight
-from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.recompute import declare_recomputable, recomputable
 
 __all__ = ["add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm", "rms_norm_linear"]

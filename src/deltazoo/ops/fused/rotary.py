@@ -10,10 +10,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from deltazoo.ops.autograd_modes import records_gradients
 from deltazoo.ops.fused.choice import takes_kernel
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.fused.row_operator import row_operator
-from deltazoo.ops.transforms import records_gradients
 
 __all__ = ["rotate"]
 

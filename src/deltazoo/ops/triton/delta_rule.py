@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
+from deltazoo.ops.autograd_modes import records_gradients, scans_again
 from deltazoo.ops.call import SCHEMA, RuleCall
 from deltazoo.ops.operator import DifferentiableOperator, Operator
-from deltazoo.ops.second_scan import scans_again
-from deltazoo.ops.transforms import records_gradients
 from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.pipeline import Kept, Problem, fake_plan
 from deltazoo.ops.validation import check_tensor_values

@@ -1,4 +1,4 @@
-"""The decode kernel compiled for several cards without a GPU: registers, spills, and the order of its loads."""
+"""The step kernel compiled for several cards without a GPU: registers, spills, and the order of its loads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from deltazoo.ops.triton import decode  # noqa: E402
+from deltazoo.ops.triton import step  # noqa: E402
 
 HOPPER, ADA, CONSUMER_BLACKWELL = 90, 89, 120
 
@@ -30,7 +30,6 @@ class Build:
     dtype: str = "bf16"
     decay: str = "scalar"
     beta: bool = True
-    one_token: bool = True
     erase_key: bool = False
     undecayed: bool = False
     micro_steps: int = 1
@@ -38,18 +37,18 @@ class Build:
     def __str__(self) -> str:
         return (
             f"sm{self.arch}-{self.K}x{self.V}-{self.dtype}-{self.decay}{'' if self.beta else '-no_beta'}"
-            f"{'' if self.one_token else '-loop'}{'-erase_key' if self.erase_key else ''}"
+            f"{'-erase_key' if self.erase_key else ''}"
             f"{'-undecayed' if self.undecayed else ''}{'' if self.micro_steps == 1 else f'-{self.micro_steps}_steps'}"
         )
 
     @property
-    def tile(self) -> decode.Tile:
-        return decode.choose_tile(self.K, self.V)
+    def tile(self) -> step.Tile:
+        return step.choose_tile(self.K, self.V)
 
 
 def build(case: Build) -> CompiledKernel:
     """Compiles as the launcher would for aligned, contiguous tensors on a card of that architecture."""
-    kernel = JITFunction(decode.decode_kernel.fn)  # a compilable one even where TRITON_INTERPRET is set
+    kernel = JITFunction(step.step_kernel.fn)  # a compilable one even where TRITON_INTERPRET is set
     pointers = {
         **dict.fromkeys(("q", "k", "v", "output"), f"*{case.dtype}"),
         **dict.fromkeys(("state", "new_state"), "*fp32"),
@@ -63,11 +62,9 @@ def build(case: Build) -> CompiledKernel:
         "BK": triton.next_power_of_2(case.K),
         "BV": case.tile.columns,
         "DECAY_PER_CHANNEL": case.decay == "channel",
-        "EVICTION": case.tile.eviction,
         "MICRO_STEPS": case.micro_steps,
         "UNDECAYED": case.undecayed,
         **{name: None for name, type in pointers.items() if type is None},
-        **({"T": 1} if case.one_token else {}),
     }
     types = {**pointers, "scale": "fp32"}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
@@ -91,10 +88,9 @@ def resources(compiled: CompiledKernel, folder: Path) -> dict[str, int]:
 
 BUILDS = [
     *(Build(arch, K, K) for arch in (HOPPER, ADA, CONSUMER_BLACKWELL) for K in (64, 128, 256)),
-    *(Build(decay=decay, one_token=one) for decay in ("none", "channel") for one in (True, False)),
+    *(Build(decay=decay) for decay in ("none", "channel")),
     *(Build(K=K, V=V, decay="channel", dtype="fp32") for K, V in [(256, 512), (96, 192), (20, 33), (16, 16), (1, 1)]),
     Build(decay="none", beta=False, dtype="fp16"),
-    Build(K=256, V=256, decay="channel", one_token=False),
 ]
 UPDATES = [
     Build(erase_key=True),
@@ -102,7 +98,6 @@ UPDATES = [
     Build(micro_steps=2),
     Build(K=256, V=256, decay="channel", erase_key=True, undecayed=True, micro_steps=2),
     Build(erase_key=True, micro_steps=4),
-    Build(erase_key=True, undecayed=True, one_token=False),
 ]
 
 
@@ -112,7 +107,7 @@ def test_no_register_spills(case: Build, tmp_path: Path) -> None:
     used = resources(compiled, tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0, used
     # 65,536 registers per SM and 8 KiB of state per warp: with 128 registers sixteen warps keep 128 KiB in flight.
-    assert used["REG"] <= (128 if case.one_token and case.micro_steps <= 2 else 168), used
+    assert used["REG"] <= (128 if case.micro_steps <= 2 else 168), used
     assert compiled.metadata.shared <= 4096
 
 

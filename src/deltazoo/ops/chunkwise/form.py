@@ -1,6 +1,6 @@
 """The chunk form in plain torch: matrix products instead of a token loop. Runs on a CPU, MPS or any GPU.
 
-One chunk of C tokens with state S entering, decay as in `chunk_decay`, `o` elementwise (docs/math.md derives it):
+One chunk of C tokens with state S entering, decay as in `decay`, `o` elementwise (docs/math.md derives it):
 
     L = strict_lower(diag(beta) gram(e, k)),  A = (I + L)^-1
     U = A (beta o (v - (entry o e) S))                          the corrections, all tokens at once
@@ -14,19 +14,16 @@ The inverse is a forward substitution: unlike a Neumann series over the chunk it
 Compute dtype is float32, float64 for float64 inputs.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.ops.call import SCHEMA, RuleCall
-from deltazoo.ops.chunk_decay import chunk_decay, later, sooner
-from deltazoo.ops.chunk_tokens import ChunkTokens, most_chunks
+from deltazoo.ops.chunkwise.decay import chunk_decay, later, sooner
+from deltazoo.ops.chunkwise.tokens import ChunkTokens, most_chunks
 from deltazoo.ops.dtypes import wide_dtype
-from deltazoo.ops.functional_chunks import functional_chunkwise
 from deltazoo.ops.operator import Operator
-from deltazoo.ops.transforms import transforming
+from deltazoo.ops.reference import gradients_of_loop
 from deltazoo.ops.validation import check_tensor_values
 
 __all__ = ["backward", "chunkwise", "forward"]
@@ -36,10 +33,7 @@ CHUNK_SIZE = 64
 
 def chunkwise(call: RuleCall) -> tuple[Tensor, Tensor]:
     """Whole sequences by the chunk form: output `[B, T, HV, V]` and final state `[N, HV, K, V]`."""
-    if transforming():
-        check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
-        return functional_chunkwise(call)
-    output, final, *_ = forward(*call)
+    output, final, *_ = forward.overload(*call)
     return output, final
 
 
@@ -223,10 +217,10 @@ def _setup_context(ctx, inputs, output) -> None:
 def _autograd(ctx, d_output, d_final, *_):
     *tensors, cu_seqlens, A, U, S = ctx.saved_tensors
     call = RuleCall.of(tensors, cu_seqlens, ctx.options)
-    if torch.is_grad_enabled():  # create_graph
-        return RuleCall.in_order(_differentiable_gradients(call, d_output, d_final))
+    if torch.is_grad_enabled():  # create_graph: the token loop, which autograd differentiates as often as wanted
+        return RuleCall.in_order(gradients_of_loop(call, d_output, d_final, create_graph=True))
     try:
-        grads = iter(backward(*call, A, U, S, d_output, d_final))
+        grads = iter(backward.overload(*call, A, U, S, d_output, d_final))
     except RuntimeError as error:
         if "Batching rule" not in str(error):
             raise
@@ -237,24 +231,10 @@ def _autograd(ctx, d_output, d_final, *_):
     return RuleCall.in_order([None if x is None else next(grads) for x in tensors])
 
 
-def _differentiable_gradients(call, d_output, d_final):
-    """Gradients with a graph of their own, through the forward pass once more in operations that torch derives."""
-    # Views, since two arguments may be one tensor.
-    given: list[Any] = [None if x is None else x.view_as(x) for x in call.differentiable]
-    results = functional_chunkwise(RuleCall.of(given, call.cu_seqlens, call.options))
-    wanted = [x for x in given if x is not None and x.requires_grad]
-    # The final state does not depend on q.
-    recorded = [(y, d) for y, d in zip(results, (d_output, d_final), strict=True) if y.requires_grad]
-    outputs, gradients = zip(*recorded, strict=True)
-    found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, materialize_grads=True))
-    return [next(found) if x is not None and x.requires_grad else None for x in given]
-
-
-_operator = Operator(f"chunkwise({SCHEMA}) -> ({', '.join(['Tensor'] * 5)})", _forward, _fake_forward)
-_operator.differentiate(_autograd, _setup_context)
-forward = _operator.overload
+forward = Operator(f"chunkwise({SCHEMA}) -> ({', '.join(['Tensor'] * 5)})", _forward, _fake_forward)
+forward.differentiate(_autograd, _setup_context)
 backward = Operator(
     f"chunkwise_backward({SCHEMA}, Tensor A, Tensor U, Tensor S, Tensor d_output, Tensor d_final) -> Tensor[]",
     _backward,
     _fake_backward,
-).overload
+)

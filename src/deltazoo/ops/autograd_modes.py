@@ -1,10 +1,23 @@
-"""Gradients, forward mode, transforms of torch.func and second derivatives: whether they are active; their refusal."""
+"""Modes of autograd in which calls compute otherwise: gradients, transforms, second derivatives, a second scan."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["records_gradients", "refuse_second_derivative", "refuse_transforms", "transforming"]
+__all__ = [
+    "records_gradients",
+    "refuse_second_derivative",
+    "refuse_transforms",
+    "scanning_again",
+    "scans_again",
+    "transforming",
+]
+
+_SCANS_AGAIN = ContextVar("scans_again", default=False)
 
 
 def records_gradients(*tensors: Tensor | None) -> bool:
@@ -40,3 +53,23 @@ def refuse_second_derivative(what: str, instead: str) -> None:
     """Raise NotImplementedError in a backward pass that is itself to be differentiated (`create_graph=True`)."""
     if torch.is_grad_enabled():
         raise NotImplementedError(f"{what} has no second derivative (create_graph=True): {instead}")
+
+
+@contextmanager
+def scanning_again() -> Iterator[None]:
+    """Context, in this thread, in which backward passes compute again what scans leave for them; on a GPU alone.
+
+    That is the corrections and the states that enter the chunks: with heads of 128, three quarters of what a call keeps
+    besides its inputs. With a decay per channel, or where one kernel makes the whole forward pass in fast precision, it
+    is everything. Gradients are the same, up to rounding.
+    """
+    token = _SCANS_AGAIN.set(True)
+    try:
+        yield
+    finally:
+        _SCANS_AGAIN.reset(token)
+
+
+def scans_again() -> bool:
+    """Whether the caller is inside `scanning_again`. Compiled calls never are."""
+    return not torch.compiler.is_compiling() and _SCANS_AGAIN.get()

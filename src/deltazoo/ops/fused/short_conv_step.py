@@ -2,26 +2,78 @@
 
     z = sum_i w_i x_{t-i}      s = z * sigmoid(z)  or z      y = s  or, per head,  s / sqrt(|s|^2 + eps)
 
-as in `short_conv_operator`. The window holds the inputs before the token. It advances by one token, in place or into
-a new tensor.
+as in `short_conv`. The window holds the inputs before the token. It advances by one token, in place or into a new
+tensor.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.fused.kernels import L2_NORM_EPS
-from deltazoo.ops.fused.kernels.sigmoid import sigmoid
+from deltazoo.ops.fused.choice import L2_NORM_EPS, takes_kernel
+from deltazoo.ops.fused.device_math import sigmoid
+from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
+from deltazoo.ops.fused.short_conv import convolve_window, is_silu, unit_heads
 from deltazoo.ops.operator import Operator
-from deltazoo.ops.triton.launch import Constants, launch
 
-__all__ = ["short_conv_step"]
+__all__ = ["short_convolution_step"]
 
 _CHANNELS = 128
 """Channels of one program without a norm over heads: four per thread of its warp."""
+
+
+def short_convolution_step(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, Tensor, Tensor],
+    window: Tensor,
+    *,
+    activation: str = "silu",
+    head_dims: tuple[int, int] = (0, 0),
+    inplace: bool = False,
+    fused: bool | None = None,
+) -> tuple[Sequence[Tensor], Tensor]:
+    """`short_convolution` for one token of queries, keys and values at once. The kernel gives no gradients.
+
+    Args:
+        inputs: three `[B, 1, C_i]`.
+        weights: three `[C_i, W]` or `[C_i, 1, W]`.
+        window: `[B, C, S]`, the last S inputs before the token, concatenated, C the sum of the C_i; oldest first. S is
+            W - 1, or more if a kernel computes.
+        activation: as of `short_convolution`.
+        head_dims: `head_dim` of the first and of the second input, as of `short_convolution`; heads of both have one
+            size.
+        inplace: the caller keeps `window` at its address. The kernel overwrites it if it is contiguous and in the
+            inputs' dtype; torch returns a view that the caller copies.
+        fused: as of `takes_kernel`.
+
+    Returns:
+        Three outputs `[B, 1, C_i]` in the inputs' dtype, computed in float32, and the new window.
+
+    Raises:
+        ValueError: a window that is too short, or heads of two sizes.
+    """
+    silu, (q_head, k_head) = is_silu(activation), head_dims
+    widths = [x.shape[-1] for x in inputs]
+    if not takes_kernel(fused, *inputs, *weights, window):
+        y, window = convolve_window(window, torch.cat(inputs, dim=-1), torch.cat(weights), silu)
+        parts = y.split(widths, dim=-1)
+        heads = (*head_dims, 0)
+        outputs = [unit_heads(part, head_dim) for part, head_dim in zip(parts, heads, strict=True)]
+        return outputs, window if inplace else window.contiguous()
+    if window.shape[-1] < weights[0].shape[-1] - 1:
+        raise ValueError(
+            f"{weights[0].shape[-1]} taps need a window of {weights[0].shape[-1] - 1} inputs before the token, got "
+            f"{window.shape[-1]}"
+        )
+    if q_head and k_head and q_head != k_head:
+        raise ValueError(f"heads of queries and keys must have one size, got head_dims={head_dims}")
+    if inplace and window.dtype == inputs[0].dtype and window.is_contiguous():
+        y = _into_window.overload(*inputs, *weights, window, silu, q_head, k_head)
+    else:
+        y, window = _into_new.overload(*inputs, *weights, window, silu, q_head, k_head)
+    return y.split(widths, dim=-1), window
 
 
 @triton.jit
@@ -36,31 +88,15 @@ def _of_block(block, q, k, v, Q_BLOCKS, K_BLOCKS):
 
 
 @triton.jit(do_not_specialize=["q_row", "k_row", "v_row", "eps"])
-def short_conv_step_kernel(
-    q,  # [B, CQ], k: [B, CK], v: [B, CV]; channels contiguous
-    k,
-    v,
-    q_weight,  # [CQ, W], k_weight: [CK, W], v_weight: [CV, W]
-    k_weight,
-    v_weight,
-    window,  # [B, C, KEPT], oldest first; C = CQ + CK + CV, KEPT at least W - 1
-    new_window,  # the same shape, or the same memory
-    y,  # [B, C]
-    q_row,  # strides of q, k and v along B
-    k_row,
-    v_row,
-    eps,
-    CQ: tl.constexpr,
-    CK: tl.constexpr,
-    CV: tl.constexpr,
-    W: tl.constexpr,
-    KEPT: tl.constexpr,
-    WIDTH: tl.constexpr,  # channels of a program: those of a head where one of the norms is wanted
-    SILU: tl.constexpr,
-    NORM_Q: tl.constexpr,
-    NORM_K: tl.constexpr,
-    BC: tl.constexpr,
-):
+def short_conv_step_kernel(q, k, v, q_weight, k_weight, v_weight, window, new_window, y, q_row, k_row, v_row, eps,
+                           CQ: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr, W: tl.constexpr, KEPT: tl.constexpr,
+                           WIDTH: tl.constexpr, SILU: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr,
+                           BC: tl.constexpr):  # fmt: skip
+    """q `[B, CQ]`, k `[B, CK]` and v `[B, CV]` with contiguous channels, and their strides along B; weights `[C_i, W]`.
+
+    window `[B, C, KEPT]`, oldest first, C = CQ + CK + CV, KEPT at least W - 1; new_window of its shape, or its memory;
+    y `[B, C]`. WIDTH channels of a program: those of a head where one of the norms is wanted.
+    """
     Q_BLOCKS: tl.constexpr = (CQ + WIDTH - 1) // WIDTH
     K_BLOCKS: tl.constexpr = (CK + WIDTH - 1) // WIDTH
     BLOCKS: tl.constexpr = Q_BLOCKS + K_BLOCKS + (CV + WIDTH - 1) // WIDTH
@@ -154,19 +190,3 @@ _into_window = Operator(
     _in_place,
     fake=lambda q, k, v, q_weight, k_weight, v_weight, window, *others: q.new_empty(q.shape[0], 1, window.shape[1]),
 )
-
-
-def short_conv_step(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    weights: tuple[Tensor, Tensor, Tensor],
-    window: Tensor,
-    *,
-    silu: bool,
-    q_head: int,
-    k_head: int,
-    inplace: bool,
-) -> tuple[Tensor, Tensor]:
-    """See `deltazoo.ops.fused.fused_short_conv_step`."""
-    if inplace:
-        return _into_window.overload(*inputs, *weights, window, silu, q_head, k_head), window
-    return _into_new.overload(*inputs, *weights, window, silu, q_head, k_head)

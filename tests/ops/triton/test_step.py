@@ -1,7 +1,7 @@
-"""The decode kernel against the token loop: through Triton's interpreter on a CPU, and compiled on a GPU.
+"""The step kernel against the token loop: through Triton's interpreter on a CPU, and compiled on a GPU.
 
 The interpreter has to be chosen before Triton is imported, so one child process computes every case and the tests here
-judge what it found. `python test_decode.py FILE` is that child.
+judge what it found. `python test_step.py FILE` is that child.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from deltazoo.ops.reference import recurrent_loop
 
 pytest.importorskip("triton")
 
-from deltazoo.ops.triton import decode  # noqa: E402
+from deltazoo.ops.triton import step  # noqa: E402
 
 SCALE = 0.37
 
@@ -72,10 +73,6 @@ CASES = [
     StepCase(token("zero_keys", keys="zero", decay="scalar")),
     StepCase(token("beta_2", beta=2.0), torch.bfloat16),
     StepCase(token("beta_0", beta=0.0, decay="channel")),
-    StepCase(DeltaRuleCase("two_tokens", T=2, decay="scalar", initial_state=True), inplace=True),
-    StepCase(DeltaRuleCase("seven_tokens", T=7, groups=2, decay="channel", initial_state=True), torch.bfloat16),
-    StepCase(DeltaRuleCase("seven_strided", T=7, decay="channel", initial_state=True, log_decay="reset"), strided=True),
-    StepCase(DeltaRuleCase("sixteen_same_keys_beta_2", T=16, keys="same", beta=2.0, initial_state=True)),
     *(
         StepCase(
             token(
@@ -107,18 +104,6 @@ CASES = [
         )
     ),
     StepCase(token("reset_undecayed", B=4, decay="channel", log_decay="reset", erase="gated", erase_reads="undecayed")),
-    StepCase(
-        DeltaRuleCase(
-            "five_tokens_of_two_steps",
-            T=5,
-            decay="scalar",
-            erase="gated",
-            erase_reads="undecayed",
-            num_micro_steps=2,
-            initial_state=True,
-        )
-    ),
-    StepCase(DeltaRuleCase("five_no_beta", T=5, H=3, K=20, V=33, decay="scalar", initial_state=True), beta=False),
 ]
 
 
@@ -133,6 +118,17 @@ def heads_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def undecayed(x: DeltaRuleInputs) -> bool:
+    """As calls say it: without a decay both reads are the same."""
+    return x.erase_reads == "undecayed" and x.log_decay is not None
+
+
+def step_of(*tensors: Tensor | None, inplace: bool = False) -> tuple[Tensor, Tensor]:
+    """A step of q, k, v, beta and log_decay from a state."""
+    *inputs, state = tensors
+    return step.recurrent_step(RuleCall(*inputs, SCALE, state, None), inplace=inplace)  # type: ignore[arg-type]
+
+
 def run(case: StepCase, device: str) -> dict[str, Tensor]:
     """What the kernel makes of a case. Also checks that a state is written if and only if that was asked for."""
     x = case.inputs(device)
@@ -143,11 +139,9 @@ def run(case: StepCase, device: str) -> dict[str, Tensor]:
     state = x.initial_state
     assert state is not None
     before = state.clone()
-    step = decode.recurrent_step if case.case.T == 1 else decode.recurrent_steps
-    update = dict(
-        erase_key=x.erase_key, undecayed=x.erase_reads == "undecayed", num_micro_steps=x.num_micro_steps
-    )  # fmt: skip
-    output, new_state = step(q, k, v, beta, log_decay, state, SCALE, inplace=case.inplace, **update)
+    update = (x.erase_key, undecayed(x), x.num_micro_steps)
+    call = RuleCall(q, k, v, beta, log_decay, SCALE, state, None, None, *update)
+    output, new_state = step.recurrent_step(call, inplace=case.inplace)
     assert (new_state.data_ptr() == state.data_ptr()) is case.inplace
     assert case.inplace or torch.equal(state, before)
     assert output.dtype == v.dtype and output.is_contiguous() and new_state.dtype == torch.float32
@@ -157,10 +151,9 @@ def run(case: StepCase, device: str) -> dict[str, Tensor]:
 def loop(case: StepCase, inputs: DeltaRuleInputs) -> dict[str, Tensor]:
     x = inputs
     beta = x.beta if case.beta else None
-    update = (x.erase_key, x.erase_reads == "undecayed", x.num_micro_steps)
-    output, state = recurrent_loop(
-        RuleCall(x.q, x.k, x.v, beta, x.log_decay, SCALE, x.initial_state, None, None, *update)
-    )
+    update = (x.erase_key, undecayed(x), x.num_micro_steps)
+    call = RuleCall(x.q, x.k, x.v, beta, x.log_decay, SCALE, x.initial_state, None, None, *update)
+    output, state = recurrent_loop(call)
     return {"output": output, "final_state": state}
 
 
@@ -172,19 +165,14 @@ def judge(case: StepCase, actual: dict[str, Tensor]) -> None:
 def operator_checks(device: str) -> None:
     """Schema, fake tensors, and the same bits under torch.compile, for both forms of the operator."""
     x = CASES[1].case.make(device=device, dtype=torch.bfloat16)
-    arguments = (x.q, x.k, x.v, x.beta, x.log_decay, x.initial_state, SCALE)
-    plain = (None, False, 1)
+    tensors = (x.q, x.k, x.v, x.beta, x.log_decay, x.initial_state)
     for operator in (torch.ops.deltazoo.recurrent_step.default, torch.ops.deltazoo.recurrent_step_.default):
-        torch.library.opcheck(operator, (*arguments, *plain))
+        torch.library.opcheck(operator, tuple(RuleCall(*tensors[:5], SCALE, tensors[5], None)))
 
     for inplace in (False, True):
-
-        def step(*tensors: Tensor, inplace: bool = inplace) -> tuple[Tensor, Tensor]:
-            return decode.recurrent_step(*tensors, SCALE, inplace=inplace)  # type: ignore[arg-type]
-
-        tensors = arguments[:-1]
-        expected = step(*(None if t is None else t.clone() for t in tensors))
-        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        called = partial(step_of, inplace=inplace)
+        expected = called(*(None if t is None else t.clone() for t in tensors))
+        compiled = torch.compile(called, fullgraph=True, backend="aot_eager")
         actual = compiled(*(None if t is None else t.clone() for t in tensors))
         assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
@@ -195,10 +183,10 @@ def resets_are_exact(device: str) -> None:
     for shape in [(1, 1, 2), (1, 1, 2, 16)]:
         forget = torch.full(shape, -torch.inf, device=device)
         huge = torch.full((1, 2, 16, 24), 1e30, device=device)
-        output, state = decode.recurrent_step(x.q, x.k, x.v, x.beta, forget, huge, SCALE)
-        fresh = decode.recurrent_step(x.q, x.k, x.v, x.beta, None, torch.zeros_like(huge), SCALE)
+        output, state = step_of(x.q, x.k, x.v, x.beta, forget, huge)
+        fresh = step_of(x.q, x.k, x.v, x.beta, None, torch.zeros_like(huge))
         assert torch.equal(output, fresh[0]) and torch.equal(state, fresh[1])
-        output, state = decode.recurrent_step(x.q, torch.zeros_like(x.k), x.v, x.beta, forget, huge, SCALE)
+        output, state = step_of(x.q, torch.zeros_like(x.k), x.v, x.beta, forget, huge)
         assert not output.any() and not state.any()
 
 
@@ -234,31 +222,25 @@ def test_interpreted_operator(check: str, interpreted: dict[str, dict[str, Tenso
     assert interpreted[check] == "passed", interpreted[check]
 
 
-def test_a_step_is_one_token() -> None:
-    x = DeltaRuleCase("two", T=2, initial_state=True).make(dtype=torch.float32)
-    with pytest.raises(ValueError, match="T = 2"):
-        decode.recurrent_step(x.q, x.k, x.v, x.beta, None, x.initial_state, SCALE)
-
-
 @pytest.mark.parametrize("unfit", [lambda s: s.bfloat16(), lambda s: s.mT.contiguous().mT], ids=["bfloat16", "strided"])
 def test_only_a_contiguous_float32_state_is_updated_in_place(unfit) -> None:
     x = token("state").make(dtype=torch.float32)
     with pytest.raises(ValueError, match="contiguous and float32"):
-        decode.recurrent_step(x.q, x.k, x.v, x.beta, None, unfit(x.initial_state), SCALE, inplace=True)
+        step_of(x.q, x.k, x.v, x.beta, None, unfit(x.initial_state), inplace=True)
 
 
 @pytest.mark.parametrize(("K", "dtype", "message"), [(257, torch.float32, "257"), (16, torch.float64, "float64")])
 def test_what_the_kernel_cannot_do_is_refused(K: int, dtype: torch.dtype, message: str) -> None:
     x = token("too_much", K=K).make(dtype=dtype)
     with pytest.raises(NotImplementedError, match=message):
-        decode.recurrent_step(x.q, x.k, x.v, x.beta, None, x.initial_state, SCALE)
+        step_of(x.q, x.k, x.v, x.beta, None, x.initial_state)
 
 
 def test_tiles_are_never_thinner_than_their_threads() -> None:
     """A tile with fewer elements than threads would be computed twice, and read while its twin writes it in place."""
-    for K in range(1, decode.MAX_KEY_DIM + 1):
+    for K in range(1, step.MAX_KEY_DIM + 1):
         for V in (*range(1, 65), 96, 128, 192, 256, 512):
-            columns, warps, _ = decode.choose_tile(K, V)
+            columns, warps = step.choose_tile(K, V)
             rows = 2 ** (K - 1).bit_length()
             assert columns & (columns - 1) == 0 and columns < 2 * V
             assert warps == 1 or rows * columns >= 2048 * warps
@@ -292,7 +274,7 @@ def test_operator_on_a_gpu() -> None:
 @pytest.mark.gpu
 def test_same_bits_from_run_to_run() -> None:
     x = token("bits", B=8, H=16, K=128, V=128, decay="scalar").make(device="cuda", dtype=torch.bfloat16)
-    runs = [decode.recurrent_step(x.q, x.k, x.v, x.beta, x.log_decay, x.initial_state, SCALE) for _ in range(5)]
+    runs = [step_of(x.q, x.k, x.v, x.beta, x.log_decay, x.initial_state) for _ in range(5)]
     assert all(bits(r) == bits(runs[0]) for r in runs)
 
 
@@ -302,16 +284,16 @@ def test_cuda_graph_with_a_static_state() -> None:
     x = token("graph", H=3, groups=2, K=64, V=64, decay="scalar").make(device="cuda", dtype=torch.bfloat16)
     state = x.initial_state.clone()
     arguments = (x.q, x.k, x.v, x.beta, x.log_decay)
-    decode.recurrent_step(*arguments, state, SCALE, inplace=True)  # compiles
+    step_of(*arguments, state, inplace=True)  # compiles
     state.copy_(x.initial_state)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output, _ = decode.recurrent_step(*arguments, state, SCALE, inplace=True)
+        output, _ = step_of(*arguments, state, inplace=True)
     for _ in range(3):
         graph.replay()
     expected_state = x.initial_state
     for _ in range(3):
-        expected_output, expected_state = decode.recurrent_step(*arguments, expected_state, SCALE)
+        expected_output, expected_state = step_of(*arguments, expected_state)
     assert bits((output, state)) == bits((expected_output, expected_state))
 
 
@@ -325,7 +307,7 @@ def test_states_beyond_32_bit_offsets() -> None:
     state = x.initial_state.expand(B, -1, -1, -1).contiguous()
     assert state.numel() > 2**31
     q, k, v, beta, log_decay = (t.expand(B, *t.shape[1:]) for t in (x.q, x.k, x.v, x.beta, x.log_decay))
-    output, _ = decode.recurrent_step(q, k, v, beta, log_decay, state, SCALE, inplace=True)
+    output, _ = step_of(q, k, v, beta, log_decay, state, inplace=True)
     assert torch.equal(output[0], output[-1]) and torch.equal(state[0], state[-1])
     assert not torch.equal(state[-1], x.initial_state[0])
 

@@ -1,0 +1,61 @@
+"""The input of one call of a layer, and the linear maps that read it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltazoo.ops.linear_maps import called_as_is, is_plain_sequence, linear_maps
+
+__all__ = ["LayerInput"]
+
+
+class LayerInput:
+    """The hidden states of one call of a layer, with the results of its linear maps until they are asked for.
+
+    Where gradients are recorded, the first request computes all plain maps as one function (`linear_maps`).
+
+    Args:
+        hidden_states: `[B, T, hidden_size]`, a tensor.
+        layer: whose `input_projections` read them.
+        apart: names of maps that are not computed before they are asked for.
+    """
+
+    def __init__(self, hidden_states: Tensor, layer: Any, apart: Iterable[str] = ()) -> None:
+        self.hidden_states = hidden_states
+        self._layer = layer
+        self._apart = apart
+        self._waiting: dict[str, tuple[Tensor, Sequence[nn.Module]]] | None = None
+        """Results that nobody has asked for, each with the maps that follow, as in what `low_rank` makes."""
+
+    def project(self, name: str) -> Tensor:
+        """`layer.name(hidden_states)`, for a linear map or for what `low_rank` made."""
+        if self._waiting is None:
+            self._waiting = self._projected_together()
+        y, following = self._waiting.pop(name, (None, []))
+        if y is None:
+            return getattr(self._layer, name)(self.hidden_states)
+        for module in following:
+            y = module(y)
+        return y
+
+    def project_ahead(self, *names: str) -> None:
+        """Compute `project(name)` before it is asked for, where the layer has such a map."""
+        for name in names:
+            if hasattr(self._layer, name):
+                y = self.project(name)
+                assert self._waiting is not None
+                self._waiting[name] = y, []
+
+    def _projected_together(self) -> dict[str, tuple[Tensor, Sequence[nn.Module]]]:
+        if not (torch.is_grad_enabled() and self.hidden_states.requires_grad):
+            return {}
+        maps: dict[str, list[Any]] = {}
+        for name in self._layer.input_projections:
+            module = getattr(self._layer, name, None)
+            parts = list(module) if isinstance(module, nn.Sequential) and is_plain_sequence(module) else [module]
+            if name not in self._apart and called_as_is(parts[0]):
+                maps[name] = parts
+        results = linear_maps(self.hidden_states, [parts[0] for parts in maps.values()])
+        return {name: (y, parts[1:]) for y, (name, parts) in zip(results, maps.items(), strict=True)}

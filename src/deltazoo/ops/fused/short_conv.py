@@ -1,0 +1,576 @@
+"""Short causal convolution with SiLU and, per head, an L2 norm: one pass over memory, forward and backward.
+
+    z_t = sum_i w_i x_{t-i}      s = z * sigmoid(z)  or z      y = s  or, per head,  s / sqrt(|s|^2 + eps)
+
+Inputs before a row, or before a packed sequence, come from its state. The backward pass keeps only the inputs.
+
+Both kernels loop over tokens. A program computes the channels of one head for R runs of consecutive tokens. Each run is
+within one row of the batch. The program advances all its runs together and keeps the last W - 1 inputs in registers. So
+each input is loaded once, except the W - 1 before a run, which are loaded twice. The backward kernel also keeps the
+last W - 1 `dz`. It goes W - 1 tokens past the end of the run, where the last `dx` become complete:
+`dx_t = sum_j w_j dz_{t+j}`.
+
+Tokens are loaded in groups: all loads of a group of GROUP tokens are issued before the first value is used. The taps,
+the inputs before a token and the tokens of a group are tuples of tiles. Tuples of what is before a token start with the
+nearest one.
+"""
+
+# mypy: disable-error-code="assignment"
+# Triton's loops over tuples run while compiling, where a name may take a longer tuple each time.
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltazoo.names import unknown
+from deltazoo.ops.autograd_modes import records_gradients
+from deltazoo.ops.dtypes import at_least_float32
+from deltazoo.ops.fused.choice import L2_NORM_EPS, takes_kernel
+from deltazoo.ops.fused.device_math import sigmoid
+from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
+from deltazoo.ops.fused.row_operator import row_operator, sum_of_parts
+from deltazoo.ops.recompute import recomputable
+
+__all__ = [
+    "causal_sum",
+    "convolve_window",
+    "depthwise_sum",
+    "is_silu",
+    "short_convolution",
+    "short_convolutions",
+    "unit_heads",
+]
+
+_CHANNELS = 128
+"""Channels of one program without a norm over heads."""
+
+_TILE = 512
+"""Elements of one token over all runs of a program: four per thread. Eight need twice the registers backward."""
+
+_GROUP = 4
+"""Tokens that are loaded together."""
+
+_LONGEST_RUN = 64
+"""Most tokens of a run. The backward pass computes the W - 1 past its end twice, which are few in comparison."""
+
+_ENOUGH_PROGRAMS = 1024
+"""Programs that fill a large GPU. With fewer, runs get shorter."""
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    past: Tensor | None = None,
+    *,
+    sequence: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: str = "silu",
+    head_dim: int = 0,
+    fused: bool | None = None,
+) -> Tensor:
+    """Causal depthwise convolution, SiLU, and the L2 norm of heads: `y = silu(sum_i w_i x_{t-i})`, then per head.
+
+    Args:
+        x: `[B, T, C]`.
+        weight: `[C, W]` or `[C, 1, W]`; the last tap belongs to the current token.
+        past: `[N, C, W - 1]`, the inputs before each row or sequence, oldest first; zeros unless given. The kernel
+            gives it no gradient.
+        sequence: `[T]` int64, which packed sequence each token belongs to, with B = 1.
+        cu_seqlens: `[N + 1]`, their boundaries.
+        activation: of the sum, "silu" or "identity".
+        head_dim: channels per head, each head divided by `sqrt(|y|^2 + L2_NORM_EPS)`; 0: no norm.
+        fused: as of `takes_kernel`.
+
+    Returns:
+        `[B, T, C]` in x's dtype, computed in float32 (float64 stays).
+
+    Raises:
+        ValueError: a kernel is to take a `past` that needs a gradient.
+    """
+    silu = is_silu(activation)
+    if x.numel() and takes_kernel(fused, x, weight, past, sequence, cu_seqlens, trained=(past,)):
+        if records_gradients(past):
+            raise ValueError(
+                "the fused convolution gives no gradient to its state: detach it, or leave fused_kernels off"
+            )
+        past = None if past is None else past.to(x.dtype)
+        return recomputable(
+            lambda x, weight: _short_conv(x, weight, past, sequence, cu_seqlens, silu, head_dim), x, weight
+        )
+    if past is not None and sequence is None and x.shape[1] == 1:
+        y, _ = convolve_window(past, x, weight, silu)
+        return unit_heads(y, head_dim)
+
+    def compute(x: Tensor, weight: Tensor) -> Tensor:
+        if past is None:
+            number = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+            before = x.new_zeros(number, weight.shape[-1] - 1, x.shape[2])
+        else:
+            before = past.transpose(1, 2).to(x.dtype)
+        total = causal_sum(x, weight, before, sequence, cu_seqlens)
+        return unit_heads((F.silu(total) if silu else total).to(x.dtype), head_dim)
+
+    return recomputable(compute, x, weight)
+
+
+def short_convolutions(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, Tensor, Tensor],
+    pasts: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    *,
+    sequence: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: str = "silu",
+    head_dims: tuple[int, int, int] = (0, 0, 0),
+    fused: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`short_convolution` of queries, keys and values; without a past one function for autograd, in a third of the
+    host's work.
+
+    Args:
+        inputs: three `[B, T, C_i]`.
+        weights: three `[C_i, W]` or `[C_i, 1, W]`.
+        pasts: three `[N, C_i, W - 1]`, or None each.
+        sequence, cu_seqlens, activation, fused: as of `short_convolution`.
+        head_dims: `head_dim` of each.
+
+    Raises:
+        ValueError: as `short_convolution`.
+    """
+    q, k, v = inputs
+    together = pasts[0] is None and q.dtype == k.dtype == v.dtype and q.numel() and not torch.compiler.is_compiling()
+    if together and takes_kernel(fused, *inputs, *weights, sequence, cu_seqlens):
+        silu = is_silu(activation)
+        return recomputable(
+            lambda *tensors: _short_convs(*tensors, sequence, cu_seqlens, silu, *head_dims), *inputs, *weights
+        )
+    packing = {"sequence": sequence, "cu_seqlens": cu_seqlens}
+    first, second, third = (
+        short_convolution(x, weight, past, **packing, activation=activation, head_dim=head_dim, fused=fused)
+        for x, weight, past, head_dim in zip(inputs, weights, pasts, head_dims, strict=True)
+    )
+    return first, second, third
+
+
+def is_silu(activation: str) -> bool:
+    """Whether the activation is "silu" rather than "identity"; ValueError for any other."""
+    if activation not in ("silu", "identity"):
+        raise ValueError(unknown("activation", activation, ("silu", "identity")))
+    return activation == "silu"
+
+
+def unit_heads(y: Tensor, head_dim: int) -> Tensor:
+    """y `[B, T, C]` with each head of `head_dim` channels divided by its L2 norm; as it is for 0."""
+    if not head_dim:
+        return y
+    heads = at_least_float32(y.unflatten(2, (-1, head_dim)))
+    return (heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + L2_NORM_EPS)).to(y.dtype).flatten(2)
+
+
+def convolve_window(past: Tensor, x: Tensor, weight: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
+    """One token `[B, 1, C]` per row: one product with the window, in a third of the operations that shifting takes.
+
+    Returns:
+        The activated output `[B, 1, C]`, and the new past `[B, C, W - 1]`, a view of the window.
+    """
+    window = torch.cat([past.to(x.dtype), x.transpose(1, 2)], dim=2)
+    total = (at_least_float32(window) * at_least_float32(weight).flatten(1)).sum(2)
+    return (F.silu(total) if silu else total).to(x.dtype)[:, None], window[..., 1:]
+
+
+def causal_sum(
+    x: Tensor, weight: Tensor, past: Tensor, sequence: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """`depthwise_sum` of a batch whose rows or packed sequences each have a past.
+
+    Args:
+        x, weight, sequence, cu_seqlens: as of `short_convolution`.
+        past: `[N, W - 1, C]` in x's dtype, the inputs before each row or packed sequence, oldest first.
+
+    Returns:
+        `[B, T, C]` in float32 (float64 stays).
+    """
+    if sequence is None or cu_seqlens is None:
+        return depthwise_sum(torch.cat([past, x], dim=1), weight)
+    # Put the past of each sequence before it in one long row; then no tap can reach another sequence.
+    number, width, _ = past.shape
+    begins = cu_seqlens[:-1].long() + width * torch.arange(number, device=x.device)
+    outputs = torch.arange(x.shape[1], device=x.device) + width * sequence
+
+    history = x.new_empty(x.shape[1] + width * number, x.shape[2])
+    past_rows = begins[:, None] + torch.arange(width, device=x.device)
+    history = history.index_copy(0, past_rows.flatten(), past.flatten(0, 1))
+    history = history.index_copy(0, outputs + width, x[0])
+    return depthwise_sum(history[None], weight).index_select(1, outputs)
+
+
+def depthwise_sum(history: Tensor, weight: Tensor, positions: Tensor | None = None) -> Tensor:
+    """`sum_j w_j x_{t-j}` per channel, as shifted products in float32.
+
+    On a CPU they take two thirds of nn.Conv1d's time for training.
+
+    Args:
+        history: `[B, W - 1 + T, C]`, the W - 1 inputs before the first token, then the T inputs.
+        weight: as of `short_convolution`.
+        positions: `[B, T]` integer, position of each token in its document, from 0: no tap reaches past its beginning.
+            None if every row is one document.
+
+    Returns:
+        `[B, T, C]` in float32 (float64 stays).
+    """
+    history = at_least_float32(history)
+    taps = at_least_float32(weight).flatten(1).T.contiguous()
+    last, num_tokens = len(taps) - 1, history.shape[1] - len(taps) + 1
+    total = _shifted(history, 0, num_tokens, last, positions) * taps[0]
+    for i in range(1, len(taps)):
+        total = torch.addcmul(total, _shifted(history, i, num_tokens, last - i, positions), taps[i])
+    return total
+
+
+def _shifted(history: Tensor, start: int, num_tokens: int, lag: int, positions: Tensor | None) -> Tensor:
+    x = history[:, start : start + num_tokens]
+    return x if positions is None or lag == 0 else x.masked_fill((positions < lag)[..., None], 0)
+
+
+@triton.jit
+def _runs(program, B, T, RUN: tl.constexpr, R: tl.constexpr):
+    """Row and first token of each run of a program, and how many tokens the row has from there on."""
+    runs_per_row = tl.cdiv(T, RUN)
+    run = program * R + tl.arange(0, R)
+    row = run // runs_per_row
+    first = (run % runs_per_row) * RUN
+    return row, first, tl.where(row < B, T - first, 0)
+
+
+@triton.jit
+def _channels(C, WIDTH: tl.constexpr, BC: tl.constexpr):
+    """Index of the program along the tokens, its channels, and which of them exist."""
+    heads = tl.cdiv(C, WIDTH)
+    within = tl.arange(0, BC)
+    columns = (tl.program_id(0) % heads) * WIDTH + within
+    return tl.program_id(0) // heads, columns, (within < WIDTH) & (columns < C)
+
+
+@triton.jit
+def _taps(weight, columns, column_mask, W: tl.constexpr):
+    """The weights of a channel, the current token's first."""
+    taps = ()
+    for i in tl.static_range(W):
+        tap = tl.load(weight + columns * W + (W - 1 - i), mask=column_mask, other=0.0).to(tl.float32)
+        taps = taps + (tap[None, :],)
+    return taps
+
+
+@triton.jit
+def _group(rows, t, left, column_mask, C, GROUP: tl.constexpr):
+    """Tokens t, t + 1, ... of each run, zero past the end of its row."""
+    values = ()
+    for i in tl.static_range(GROUP):
+        mask = (t + i < left)[:, None] & column_mask[None, :]
+        values = values + (tl.load(rows + (t + i) * C, mask=mask, other=0.0),)
+    return values
+
+
+@triton.jit
+def _sequences(rows, t, left, N: tl.constexpr):
+    """The packed sequences of tokens t, t + 1, ... of each run, -1 past the end."""
+    sequences = ()
+    for i in tl.static_range(N):
+        sequences = sequences + (tl.load(rows + t + i, mask=t + i < left, other=-1).to(tl.int32),)
+    return sequences
+
+
+@triton.jit
+def _before_run(x_rows, past, n, age, left, columns, column_mask, C, W: tl.constexpr):
+    """The inputs before each run, whose first token is token `age` of sequence n; the state has those before it."""
+    before = ()
+    for i in tl.static_range(1, W):
+        mask = ((age >= i) & (left > 0))[:, None] & column_mask[None, :]
+        value = tl.load(x_rows - i * C, mask=mask, other=0.0).to(tl.float32)
+        if past is not None:
+            mask = ((age < i) & (left > 0))[:, None] & column_mask[None, :]
+            offsets = (n[:, None].to(tl.int64) * C + columns[None, :]) * (W - 1) + (age - i + W - 1)[:, None]
+            value += tl.load(past + offsets, mask=mask, other=0.0).to(tl.float32)
+        before = before + (value,)
+    return before
+
+
+@triton.jit
+def _at_boundary(before, begins, past, n, columns, column_mask, C, W: tl.constexpr):
+    """The inputs before a token; from the state of sequence n if the token begins it."""
+    chosen = ()
+    for i in tl.static_range(1, W):
+        value = 0.0
+        if past is not None:
+            offsets = (n[:, None].to(tl.int64) * C + columns[None, :]) * (W - 1) + (W - 1 - i)
+            value = tl.load(past + offsets, mask=begins[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
+        chosen = chosen + (tl.where(begins[:, None], value, before[i - 1]),)
+    return chosen
+
+
+@triton.jit
+def _copies(value, N: tl.constexpr):
+    """A tuple of N times `value`."""
+    copies = ()
+    for _ in tl.static_range(N):
+        copies = copies + (value,)
+    return copies
+
+
+@triton.jit
+def _advance(value, before, W: tl.constexpr):
+    """The values before the next token: this token's, and all but the oldest before it."""
+    advanced = ()
+    if W > 1:
+        advanced = (value,)
+        for i in tl.static_range(W - 2):
+            advanced = advanced + (before[i],)
+    return advanced
+
+
+@triton.jit
+def _convolve(value, before, taps, W: tl.constexpr):
+    z = value * taps[0]
+    for i in tl.static_range(1, W):
+        z += before[i - 1] * taps[i]
+    return z
+
+
+@triton.jit(do_not_specialize=["B", "T", "eps"])
+def short_conv_forward_kernel(x, weight, past, sequence, cu_seqlens, y, B, T, C, eps, W: tl.constexpr,
+                              WIDTH: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, RUN: tl.constexpr,
+                              GROUP: tl.constexpr, R: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """Convolve, SiLU where wanted, divide by the norm of the head; a tile holds one token of each run.
+
+    x and y `[B, T, C]`, weight `[C, W]`, past `[N, C, W - 1]` or None, sequence `[T]` or None, cu_seqlens `[N + 1]` or
+    None; WIDTH channels of a program: those of a head where NORM.
+    """
+    PACKED: tl.constexpr = sequence is not None
+    HALF: tl.constexpr = x.dtype.element_ty != tl.float32
+    program, columns, column_mask = _channels(C, WIDTH, BC)
+    row, first, left = _runs(program, B, T, RUN, R)
+    tokens = row.to(tl.int64) * T + first
+    offsets = tokens[:, None] * C + columns[None, :]
+    taps = _taps(weight, columns, column_mask, W)
+    n, age = row, first
+    if PACKED:
+        n = tl.load(sequence + tokens, mask=left > 0, other=0).to(tl.int32)
+        age = first - tl.load(cu_seqlens + n, mask=left > 0, other=0).to(tl.int32)
+    before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, W)
+    for begin in range(0, RUN, GROUP):
+        values = _group(x + offsets, begin, left, column_mask, C, GROUP)
+        if PACKED:
+            sequences = _sequences(sequence + tokens, begin, left, GROUP)
+        for i in tl.static_range(GROUP):
+            t = begin + i
+            value = values[i].to(tl.float32)
+            if PACKED:
+                begins = (sequences[i] != n) & (t < left)
+                n = sequences[i]
+                before = _at_boundary(before, begins, past, n, columns, column_mask, C, W)
+            z = _convolve(value, before, taps, W)
+            s = z * sigmoid(z, HALF) if SILU else z
+            if NORM:
+                s *= tl.rsqrt(tl.sum(s * s, axis=1) + eps)[:, None]
+            mask = (t < left)[:, None] & column_mask[None, :]
+            tl.store(y + offsets + t * C, s.to(y.dtype.element_ty), mask=mask)
+            before = _advance(value, before, W)
+
+
+@triton.jit
+def _d_convolved(z, d, eps, SILU: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr):
+    """Gradient of z from the gradient of y."""
+    s = z
+    if SILU:
+        gate = sigmoid(z, HALF)
+        s = z * gate
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(s * s, axis=1) + eps)[:, None]
+        d = inverse * (d - s * (inverse * inverse * tl.sum(d * s, axis=1)[:, None]))
+    if SILU:
+        d *= gate + s * (1 - gate)
+    return d
+
+
+@triton.jit
+def _d_input(d_z, d_z_before, n, n_before, taps, W: tl.constexpr, PACKED: tl.constexpr):
+    """Gradient of the input W - 1 tokens back, from the gradients of z at the tokens of its sequence since."""
+    total = d_z * taps[W - 1]
+    if PACKED and W > 1:
+        total = tl.where((n == n_before[W - 2])[:, None], total, 0.0)
+    for i in tl.static_range(1, W):
+        term = d_z_before[i - 1] * taps[W - 1 - i]
+        if PACKED:
+            term = tl.where((n_before[i - 1] == n_before[W - 2])[:, None], term, 0.0)
+        total += term
+    return total
+
+
+@triton.jit
+def _backward_token(
+    t, value, d, n, before, d_z_before, n_before, d_x_rows, past, left, taps, columns, column_mask, C, eps,
+    W: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Compute `dz` of token t, and store `dx` of the token W - 1 before it.
+
+    Returns `dz`, and the inputs before the token in its sequence n.
+    """
+    if PACKED and W > 1:
+        begins = (n != n_before[0]) & (t < left)
+        before = _at_boundary(before, begins, past, n, columns, column_mask, C, W)
+    HALF: tl.constexpr = d_x_rows.dtype.scalar.element_ty != tl.float32
+    d_z = _d_convolved(_convolve(value, before, taps, W), d, eps, SILU, NORM, HALF)
+    d_value = _d_input(d_z, d_z_before, n, n_before, taps, W, PACKED)
+    target = t - (W - 1)
+    mask = ((target >= 0) & (target < left))[:, None] & column_mask[None, :]
+    tl.store(d_x_rows + target * C, d_value.to(d_x_rows.dtype.scalar.element_ty), mask=mask)
+    return d_z, before
+
+
+@triton.jit
+def _add_products(sums, d_z, value, before, W: tl.constexpr):
+    """Add a token's share to the gradients of the taps, the current token's first."""
+    added = (sums[0] + d_z * value,)
+    for i in tl.static_range(1, W):
+        added = added + (sums[i] + d_z * before[i - 1],)
+    return added
+
+
+@triton.jit(do_not_specialize=["B", "T", "eps"])
+def short_conv_backward_kernel(x, weight, past, sequence, cu_seqlens, d_y, d_x, d_weight, B, T, C, eps,
+                               W: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr,
+                               RUN: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr,
+                               BC: tl.constexpr):  # fmt: skip
+    """Gradient of x, and this program's part of the gradient of the weight.
+
+    d_y and d_x `[B, T, C]`, d_weight `[programs along the tokens, C, W]`, parts of a sum; the others as forward.
+    """
+    PACKED: tl.constexpr = sequence is not None
+    program, columns, column_mask = _channels(C, WIDTH, BC)
+    row, first, left = _runs(program, B, T, RUN, R)
+    tokens = row.to(tl.int64) * T + first
+    offsets = tokens[:, None] * C + columns[None, :]
+    taps = _taps(weight, columns, column_mask, W)
+    n, age = row, first
+    if PACKED:
+        n = tl.load(sequence + tokens, mask=left > 0, other=0).to(tl.int32)
+        age = first - tl.load(cu_seqlens + n, mask=left > 0, other=0).to(tl.int32)
+    before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, W)
+    d_z_before = _copies(tl.zeros([R, BC], tl.float32), W - 1)
+    n_before = _copies(n, W - 1)
+    sums = _copies(tl.zeros([R, BC], tl.float32), W)
+    for begin in range(0, RUN, GROUP):
+        values = _group(x + offsets, begin, left, column_mask, C, GROUP)
+        gradients = _group(d_y + offsets, begin, left, column_mask, C, GROUP)
+        sequences = _copies(row, GROUP)
+        if PACKED:
+            sequences = _sequences(sequence + tokens, begin, left, GROUP)
+        for i in tl.static_range(GROUP):
+            value = values[i].to(tl.float32)
+            d = gradients[i].to(tl.float32)
+            d_z, before = _backward_token(
+                begin + i, value, d, sequences[i], before, d_z_before, n_before, d_x + offsets, past, left, taps,
+                columns, column_mask, C, eps, W, SILU, NORM, PACKED,
+            )  # fmt: skip
+            sums = _add_products(sums, d_z, value, before, W)
+            before = _advance(value, before, W)
+            d_z_before = _advance(d_z, d_z_before, W)
+            n_before = _advance(sequences[i], n_before, W)
+    values = _group(x + offsets, RUN, left, column_mask, C, W - 1)
+    gradients = _group(d_y + offsets, RUN, left, column_mask, C, W - 1)
+    sequences = _copies(row, W - 1)
+    if PACKED:
+        sequences = _sequences(sequence + tokens, RUN, left, W - 1)
+    for i in tl.static_range(W - 1):
+        value = values[i].to(tl.float32)
+        d = gradients[i].to(tl.float32)
+        d_z, before = _backward_token(
+            RUN + i, value, d, sequences[i], before, d_z_before, n_before, d_x + offsets, past, left, taps, columns,
+            column_mask, C, eps, W, SILU, NORM, PACKED,
+        )  # fmt: skip
+        before = _advance(value, before, W)
+        d_z_before = _advance(d_z, d_z_before, W)
+        n_before = _advance(sequences[i], n_before, W)
+    parts = d_weight + (program.to(tl.int64) * C + columns) * W
+    for i in tl.static_range(W):
+        tl.store(parts + (W - 1 - i), tl.sum(sums[i], axis=0), mask=column_mask)
+
+
+@lru_cache(maxsize=1024)
+def _constants(B: int, T: int, C: int, W: int, silu: bool, head_dim: int) -> tuple[int, Constants]:
+    """Programs along the tokens, and the constants of both kernels."""
+    width = head_dim or min(_CHANNELS, C)
+    block = max(16, triton.next_power_of_2(width))
+    runs = max(1, _TILE // block)
+    heads = triton.cdiv(C, width)
+
+    def programs(length: int) -> int:
+        return max(1, triton.cdiv(B * triton.cdiv(T, length), runs))
+
+    length = _LONGEST_RUN
+    while length > 1 and (length >= 2 * T or (length > _GROUP and programs(length) * heads < _ENOUGH_PROGRAMS)):
+        length //= 2
+    constants = Constants(
+        programs(length) * heads, B=B, T=T, C=C, eps=L2_NORM_EPS, W=W, WIDTH=width, SILU=int(silu),
+        NORM=int(head_dim > 0), RUN=length, GROUP=min(_GROUP, length), R=runs, BC=block,
+        num_warps=min(8, max(1, block * runs // 128)),
+    )  # fmt: skip
+    return programs(length), constants
+
+
+def _forward(x, weight, past, sequence, cu_seqlens, silu, head_dim):
+    y = torch.empty_like(x)
+    _, constants = _constants(*x.shape, weight.shape[-1], silu, head_dim)
+    launch(short_conv_forward_kernel, constants, x, weight, past, sequence, cu_seqlens, y)
+    return y
+
+
+def _backward(x, weight, past, sequence, cu_seqlens, silu, head_dim, d_y):
+    d_x = torch.empty_like(x)
+    programs, constants = _constants(*x.shape, weight.shape[-1], silu, head_dim)
+    parts = x.new_empty(programs, *weight.shape, dtype=torch.float32)
+    launch(short_conv_backward_kernel, constants, x, weight, past, sequence, cu_seqlens, d_y, d_x, parts)
+    return d_x, sum_of_parts(parts, weight.dtype)
+
+
+_ARGUMENTS = "Tensor x, Tensor weight, Tensor? past, Tensor? sequence, Tensor? cu_seqlens, bool silu, int head_dim"
+
+_short_conv = row_operator(
+    f"short_conv({_ARGUMENTS}) -> Tensor",
+    _forward,
+    _backward,
+    backward_schema=f"short_conv_backward({_ARGUMENTS}, Tensor d_y) -> (Tensor, Tensor)",
+)
+
+
+def _forward_three(q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, silu, q_head, k_head, v_head):
+    return (
+        _forward(q, q_weight, None, sequence, cu_seqlens, silu, q_head),
+        _forward(k, k_weight, None, sequence, cu_seqlens, silu, k_head),
+        _forward(v, v_weight, None, sequence, cu_seqlens, silu, v_head),
+    )
+
+
+def _backward_three(
+    q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, silu, q_head, k_head, v_head, d_q, d_k, d_v
+):
+    d_q, d_q_weight = _backward(q, q_weight, None, sequence, cu_seqlens, silu, q_head, d_q)
+    d_k, d_k_weight = _backward(k, k_weight, None, sequence, cu_seqlens, silu, k_head, d_k)
+    d_v, d_v_weight = _backward(v, v_weight, None, sequence, cu_seqlens, silu, v_head, d_v)
+    return d_q, d_k, d_v, d_q_weight, d_k_weight, d_v_weight
+
+
+_THREE = (
+    "Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, Tensor v_weight, Tensor? sequence, "
+    "Tensor? cu_seqlens, bool silu, int q_head, int k_head, int v_head"
+)
+
+_short_convs = row_operator(
+    f"short_convs({_THREE}) -> (Tensor, Tensor, Tensor)",
+    _forward_three,
+    _backward_three,
+    backward_schema=f"short_convs_backward({_THREE}, Tensor d_q, Tensor d_k, Tensor d_v)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
