@@ -225,7 +225,7 @@ class DeltaRuleAttention(Float32Parameters):
         q, k, v = x.project("q_proj"), x.project("k_proj"), x.project("v_proj")
         q, k, v, conv_state = self._convolve(q, k, v, past, sequences)
         q, k, v = self._split_heads(q, k, v)
-        q, k = rotate_queries_and_keys(q, k, rotary, sequences, fused=self.fused_kernels)
+        q, k = rotate_queries_and_keys(q, k, rotary, sequences, fused_kernels=self.fused_kernels)
         q, k = self._normalize(q, k)
         inputs = self.rule_inputs(x, q, k, v).mask_padding(sequences)
         inputs, auxiliary = self.with_auxiliary_state(x, inputs, past, sequences)
