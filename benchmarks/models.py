@@ -67,10 +67,9 @@ AUTOCAST = "autocast"
 OUR_WAYS: dict[str, dict[str, Any]] = {
     "no-options": {"fuse_linear_cross_entropy": False, "recompute": "none"},
     "recompute-elementwise": {"recompute": "elementwise"},
-    "recompute-block": {"recompute": "block"},
 }
 """Ways that are runtime options of our models, beside the default, `eager`. no-options: as the default was before the
-loss was fused, and elementwise results were recomputed."""
+loss was fused, elementwise results were recomputed, and SwiGLU and norms had kernels."""
 
 
 @dataclass(frozen=True)

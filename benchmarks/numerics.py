@@ -27,11 +27,12 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -79,37 +80,30 @@ def cases(decay: str) -> dict[str, Case]:
 @contextmanager
 def recorded_launches() -> Iterator[list[str]]:
     """Collects the names of the Gluon kernels that are launched in the meantime, each once, in order."""
-    from deltazoo.ops.triton import pipeline
+    from deltazoo.ops.triton import delta_rule, launch  # noqa: F401, imports every launcher
 
     names: list[str] = []
-    launch = pipeline.launch
 
     def recording(kernel: Any, *arguments: Any) -> None:
         if hasattr(kernel, "is_gluon") and kernel.is_gluon() and kernel.__name__ not in names:
             names.append(kernel.__name__)
-        launch(kernel, *arguments)
+        launch.launch(kernel, *arguments)
 
-    pipeline.launch = recording  # type: ignore[assignment]
-    try:
+    watched = [x for name, x in sys.modules.items() if name.startswith("deltazoo.ops.triton.") and x is not launch]
+    with ExitStack() as replaced:
+        for module in watched:
+            if getattr(module, "launch", None) is launch.launch:
+                replaced.enter_context(patch.object(module, "launch", recording))
         yield names
-    finally:
-        pipeline.launch = launch
 
 
 @contextmanager
 def plain_kernels_only() -> Iterator[None]:
     """No Gluon kernel is available in the meantime."""
-    from deltazoo.ops.triton import delta_rule, pipeline
+    from deltazoo.ops.triton import plan, problem
 
-    modules = (pipeline, delta_rule)
-    kept = [module.available for module in modules]
-    for module in modules:
-        module.available = lambda device: False  # type: ignore[attr-defined]
-    try:
+    with patch.object(problem, "card_of", lambda device: plan.card_of(device)._replace(gluon=False)):
         yield
-    finally:
-        for module, available in zip(modules, kept, strict=True):
-            module.available = available  # type: ignore[attr-defined]
 
 
 def relative_errors(

@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,9 @@ from benchmarks.common import Timer
 from benchmarks.inputs import GATE_KINDS, TABLE, Shape, make_inputs
 from deltazoo.checks.errors import relative_error
 from deltazoo.ops import delta_rule
-from deltazoo.ops.triton import pipeline
-from deltazoo.ops.triton.tiling import tiles_for
+from deltazoo.ops.triton import delta_rule as operator  # noqa: F401, imports every launcher
+from deltazoo.ops.triton import launch as launching
+from deltazoo.ops.triton.tiles import tiles_for
 
 
 def tile(stages: int | None = None, **options: Any) -> dict[str, Any]:
@@ -142,38 +145,38 @@ class Launch:
         return lambda: self.kernel[tuple(grid)](**arguments), outputs
 
 
-class Recorder:
-    """Stands in for a kernel: launches it and records the first launch of each kind."""
+@contextmanager
+def recorded(launches: dict[str, Launch]) -> Iterator[None]:
+    """Collects the first launch of each kind in the meantime."""
 
-    def __init__(self, kernel: JITFunction, launches: dict[str, Launch]) -> None:
-        self.kernel, self.launches = kernel, launches
+    def record(kernel: Any, constants: launching.Constants, *tensors: Any) -> None:
+        arguments = dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
+        made = Launch(kernel, constants.grid, arguments)
+        if made.name in RULES:
+            launches.setdefault(made.name, made)
+        launch(kernel, constants, *tensors)
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*positional: Any, **named: Any) -> None:
-            arguments = dict(zip(self.kernel.arg_names, positional, strict=False)) | named
-            recorded = Launch(self.kernel, grid, dict(arguments))
-            if recorded.name in RULES:
-                self.launches.setdefault(recorded.name, recorded)
-            self.kernel[grid](**arguments)
-
-        return launch
+    launch = launching.launch
+    watched = [x for name, x in sys.modules.items() if name.startswith("deltazoo.ops.triton.")]
+    watched = [module for module in watched if getattr(module, "launch", None) is launch]
+    for module in watched:
+        module.launch = record  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module in watched:
+            module.launch = launch  # type: ignore[attr-defined]
 
 
 def launches_of(shape: Shape, op: str, gates: str, precision: str) -> dict[str, Launch]:
     """Every kind of launch in a forward and backward pass."""
     launches: dict[str, Launch] = {}
-    kernels = {name: kernel for name, kernel in vars(pipeline).items() if isinstance(kernel, JITFunction)}
     inputs = make_inputs(shape, op, gates if op != "delta" else "none", device="cuda")
-    try:
-        for name, kernel in kernels.items():
-            setattr(pipeline, name, Recorder(kernel, launches))
+    with recorded(launches):
         output = delta_rule(
             inputs.q, inputs.k, inputs.v, inputs.beta, inputs.log_decay, backend="triton", precision=precision
         ).output
         torch.autograd.grad(output, inputs.leaves(op), inputs.d_output)
-    finally:
-        for name, kernel in kernels.items():
-            setattr(pipeline, name, kernel)
     return launches
 
 

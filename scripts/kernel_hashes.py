@@ -27,7 +27,6 @@ import torch
 import triton
 from pytest import MonkeyPatch
 from triton.compiler import CompiledKernel
-from triton.runtime.jit import JITFunction
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "ops" / "triton"), str(TESTS / "ops" / "fused")]
@@ -38,6 +37,7 @@ import test_hopper as hopper  # noqa: E402
 import test_hopper_forward as inference  # noqa: E402
 import test_step_compile as decoding  # noqa: E402
 from ops.triton import gluon_compile  # noqa: E402
+from ops.triton.launches import HOPPER, arguments_of, launched_by, routed  # noqa: E402
 
 from deltazoo.ops.triton.transition_product import transition_product  # noqa: E402
 
@@ -85,8 +85,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
         named = [hopper.DECAYS[decay], *(f"{name}={value}" for name, value in options.items())]
         yield f"hopper-{'-'.join(named)}", hopper.Call(decay=decay, **options).run
     for decay, strict in product(inference.DECAYS, (None, False)):
-        problem = inference.problem(decay, strict=strict, state=strict is None)
-        yield f"hopper-{decay}-{strict=}-inference", partial(inference.pipeline.infer, problem)
+        call = inference.meta_call(decay, strict=strict, state=strict is None)
+        yield f"hopper-{decay}-{strict=}-inference", lambda call=call: inference.infer(inference.Problem(call))
     for K, transposed in product((64, 128), (False, True)):
         matrices = torch.empty(4, K, K, device="meta")
         launch = partial(transition_product.launch, matrices, matrices, None if transposed else matrices, transposed)
@@ -96,12 +96,11 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
 def launched(name: str, run: Callable[[], Any]) -> Kernels:
     """The kernels that a call of the operator launches."""
     launches: list[chunks.Launch] = []
-    with MonkeyPatch.context() as patch:
-        patch.setattr(fused.launch, "DIRECT", False)
-        patch.setattr(fused.launch, "_triton_arguments", list)
-        patch.setattr(JITFunction, "__getitem__", lambda kernel, grid: chunks.Recorder(kernel, launches)[grid])
-        patch.setattr(hopper.pipeline, "available", lambda _: name.startswith("hopper"))
-        patch.setattr(hopper.pipeline, "multiprocessors", lambda _: 132)
+
+    def record(kernel: Any, constants: Any, *tensors: Any) -> None:
+        launches.append(chunks.Launch(kernel, arguments_of(kernel, constants, tensors)))
+
+    with launched_by(record), routed(HOPPER if name.startswith("hopper") else None):
         run()
     for launch in launches:
         gluon = launch.kernel.is_gluon()

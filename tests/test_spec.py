@@ -13,11 +13,14 @@ from deltazoo import rules
 from deltazoo import spec as registry
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.spec import (
+    Promises,
     RuleSpec,
+    StepForm,
     get_rule,
     list_rules,
     register_rule,
     registered_layer,
+    registered_promises,
     registering_module,
 )
 
@@ -154,6 +157,27 @@ def test_a_layer_class_is_registered_with_its_spec(own_registry: None) -> None:
         register_rule(my_rule(), layer=Other)
     with pytest.raises(TypeError, match=r"must be a subclass of deltazoo.layers.DeltaRuleAttention, got <class 'dict'"):
         register_rule(replace(my_rule(), name="other"), layer=dict)
+
+
+def test_promises_are_made_where_a_class_is_registered(own_registry: None) -> None:
+    with pytest.raises(ValueError, match="'my_rule': step_form and gain_at_most_one describe a layer class"):
+        register_rule(my_rule(), gain_at_most_one=True)
+
+    @register_rule(my_rule())
+    class MyRule(DeltaRuleAttention):
+        pass
+
+    assert registered_promises("my_rule") == registered_promises("unknown") == Promises()
+    register_rule(my_rule(), layer=MyRule, step_form=StepForm("fixed"), gain_at_most_one=True)
+    register_rule(my_rule())
+    assert registered_promises("my_rule") == Promises(StepForm("fixed"), gain_at_most_one=True)
+
+    line = r"Former.step_form is said where the rule is registered: write .*\(SPEC, layer=Former, step_form="
+    with pytest.raises(TypeError, match=line):
+
+        class Former(DeltaRuleAttention):
+            def step_form(self) -> StepForm:
+                return StepForm("fixed")
 
 
 def test_a_rule_from_outside_cannot_pass_for_one_of_the_zoo(own_registry: None) -> None:

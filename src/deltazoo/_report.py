@@ -45,24 +45,7 @@ class RunsDeltaRule(Protocol):
         """How it calls the operator on its present device."""
 
 
-@runtime_checkable
-class Generates(Protocol):
-    """A model with deltazoo's `generate`."""
-
-    def describe_decoding(self) -> str:
-        """How it runs decoding steps."""
-
-
-@runtime_checkable
-class Trains(Protocol):
-    """A model that chooses how it trains."""
-
-    def describe_training(self) -> str:
-        """How it would compute a training step now, and why."""
-
-
-@dataclass(frozen=True)
-class LayerReport:
+class LayerReport(NamedTuple):
     """One delta-rule layer."""
 
     name: str
@@ -92,8 +75,7 @@ class ModelReport:
     def _table(self) -> str:
         if not self.layers:
             return "no delta-rule layers"
-        rows = [("layer", "rule", "update", "backend", "reason")]
-        rows += [(layer.name, layer.rule, layer.update, layer.backend, layer.reason) for layer in self.layers]
+        rows = [("layer", *LayerReport._fields[1:]), *self.layers]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
         return "\n".join(line.rstrip() for line in lines)
@@ -116,10 +98,12 @@ def report(model: nn.Module) -> ModelReport:
                 names = ", ".join(methods)
                 reason += f"; but {names} of this layer did not come with deltazoo and may call no operator"
             layers.append(LayerReport(name or type(module).__name__, rule.spec.name, update, backend, reason))
-    generators = (module for module in model.modules() if isinstance(module, Generates))
-    decoding = next((module.describe_decoding() for module in generators), None)
-    trainers = (module for module in model.modules() if isinstance(module, Trains))
-    return ModelReport(tuple(layers), decoding, next((module.describe_training() for module in trainers), None))
+    return ModelReport(tuple(layers), _told(model, "describe_decoding"), _told(model, "describe_training"))
+
+
+def _told(model: nn.Module, method: str) -> str | None:
+    """The answer of the first module that has the method: how the model runs decoding steps, or trains, and why."""
+    return next((getattr(module, method)() for module in model.modules() if hasattr(module, method)), None)
 
 
 def _backend_of(rule: RuleDescription) -> tuple[str, str]:

@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NONEXPANSIVE_MEANING",
+    "Promises",
     "RuleSpec",
+    "StepForm",
     "choice_name",
     "forgotten_on_error",
     "get_rule",
     "list_rules",
     "register_rule",
     "registered_layer",
+    "registered_promises",
     "registering_module",
 ]
 
@@ -49,6 +52,36 @@ NONEXPANSIVE_MEANING: dict[Nonexpansive, str] = {
     "no": "one token repeated may let the state grow without bound",
 }
 """`RuleSpec.nonexpansive` in words."""
+
+
+class StepForm(NamedTuple):
+    """Decay and keys of a layer class, in the words of the kernel that computes a decoding step of its rule."""
+
+    decay: Literal["softplus", "saturating", "log_sigmoid", "fixed"] | None = None
+    """Form of the log-decay, None: the spec says it. "softplus": `-exp(A_log) softplus(a + dt_bias)`; "saturating": the
+    same, bounded as in `saturating_decay`; "log_sigmoid": `logsigmoid(a) / 16`; "fixed": one for all tokens."""
+    decay_gate: str | None = None
+    """Name of the map that makes a of the layer's input: a plain one to a decay per head, or one made by `low_rank` to
+    a decay per channel. None with a decay of the spec: its usual name."""
+    keys: str = "tied"
+    """Keys under which a token erases and writes: one of `deltazoo.ops.decoding.step_form.STEP_KEYS`."""
+    key_maps: tuple[str, ...] = ()
+    """Names of the maps to what `keys` takes of the layer's input besides b."""
+    first_key: str | None = None
+    """Name of the map, made by `low_rank`, to the key of "erase_first"."""
+    key_parameters: tuple[str, ...] = ()
+    """Names of the parameters `[H]` that `keys` takes, float32."""
+
+
+class Promises(NamedTuple):
+    """Statements about a rule's layer class that nothing checks: of the class registered with the rule, not of its
+    subclasses."""
+
+    step_form: StepForm | None = None
+    """Decay and keys, if these words describe them completely: then decoding steps run fused."""
+    gain_at_most_one: bool = False
+    """Whether no keys of the layer let the erase gain exceed 1 with a step size of at most 1: then the operator need
+    not look for larger ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +239,7 @@ class _Entry(NamedTuple):
     """The subclass of `DeltaRuleAttention` that computes the rule, or its full name; None: that class itself."""
     module: str
     """Name of the module that registered it."""
+    promises: Promises = Promises()
 
     @property
     def comes_with_deltazoo(self) -> bool:
@@ -215,7 +249,13 @@ class _Entry(NamedTuple):
 _REGISTRY: dict[str, _Entry] = {}
 
 
-def register_rule(spec: RuleSpec, layer: type[Any] | str | None = None) -> RuleSpec:
+def register_rule(
+    spec: RuleSpec,
+    layer: type[Any] | str | None = None,
+    *,
+    step_form: StepForm | None = None,
+    gain_at_most_one: bool = False,
+) -> RuleSpec:
     """Make a rule known under `spec.name`, and return its spec.
 
     A rule that a spec can express needs no class:
@@ -236,10 +276,11 @@ def register_rule(spec: RuleSpec, layer: type[Any] | str | None = None) -> RuleS
         layer: the class that models, swaps, the lab and the command line make its layers of; called with the arguments
             of `DeltaRuleAttention`. Its full name, `"package.module.Class"`, imports it when a layer is first made: the
             rules of deltazoo are listed without torch.
+        step_form, gain_at_most_one: what is promised of `layer` (`Promises`). Without one, they follow from the spec.
 
     Raises:
         ValueError: the name is taken by a different spec, or by another layer class; a spec from outside deltazoo with
-            a `hub_model_type`, a layer from outside for a rule that comes with deltazoo.
+            a `hub_model_type`, a layer from outside for a rule that comes with deltazoo; promises without a layer.
         TypeError: `layer` is no subclass of `DeltaRuleAttention`.
     """
     if not (layer is None or isinstance(layer, str) or _is_layer_class(layer)):
@@ -248,7 +289,10 @@ def register_rule(spec: RuleSpec, layer: type[Any] | str | None = None) -> RuleS
         )
     caller = sys._getframe(1).f_globals.get("__name__", "__main__")
     module = layer.__module__ if isinstance(layer, type) else caller
-    entry = _Entry(spec, layer, module)
+    promises = Promises(step_form, gain_at_most_one)
+    if layer is None and promises != Promises():
+        raise ValueError(f"rule {spec.name!r}: step_form and gain_at_most_one describe a layer class: pass it as layer")
+    entry = _Entry(spec, layer, module, promises)
     known = _REGISTRY.get(spec.name, entry)
     if known.module == module == "__main__" and (known.spec != spec or layer not in (None, known.layer)):
         known = entry
@@ -267,6 +311,8 @@ def register_rule(spec: RuleSpec, layer: type[Any] | str | None = None) -> RuleS
                 "spec of another name"
             )
         known = entry
+    if promises != Promises():
+        known = known._replace(promises=promises)
     _REGISTRY[spec.name] = known
     return spec
 
@@ -310,6 +356,11 @@ def registered_layer(name: str) -> type[Any] | None:
         module, _, layer_name = layer.rpartition(".")
         layer = getattr(import_module(module), layer_name)
     return layer
+
+
+def registered_promises(name: str) -> Promises:
+    """The promises of the layer class registered with a rule; none if there is no rule of that name."""
+    return _REGISTRY[name].promises if name in _REGISTRY else Promises()
 
 
 def registering_module(name: str) -> str | None:

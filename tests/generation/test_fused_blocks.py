@@ -30,7 +30,7 @@ from deltazoo.generation.static_cache import fixed_cache
 from deltazoo.layers import LayerInput, layer_class
 from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.ops.step_size import STEP_SIZES
-from deltazoo.spec import get_rule, register_rule
+from deltazoo.spec import get_rule, register_rule, registered_promises
 from deltazoo.swap import swapped_layers
 
 SPEC_ALONE = ("delta_net", "gated_deltanet", "kda", "neg_delta_net", "neg_gated_deltanet", "linear_attention",
@@ -347,7 +347,11 @@ def test_specs_that_the_form_of_a_class_does_not_fit(rule, changes, message, on_
     with forget_rules():
         own_class = layer_class(rule)
         spec = replace(get_rule(rule), name="own", hub_model_type=None, **changes)
-        own = register_rule(spec, layer=f"{own_class.__module__}.{own_class.__name__}")
+        own = register_rule(
+            spec,
+            layer=f"{own_class.__module__}.{own_class.__name__}",
+            step_form=registered_promises(rule).step_form,
+        )
         assert message in reason(tiny_model(rule, mixer=own.name))
 
 
@@ -369,8 +373,8 @@ def test_names_that_no_kernel_knows(table, change, message, on_any_device, monke
 def test_keys_that_no_kernel_knows(on_any_device, monkeypatch):
     model = tiny_model("q_delta")
     mixer = model.model.layers[0].attn
-    form = mixer.step_form()._replace(keys="query_shares")
-    monkeypatch.setattr(type(mixer), "step_form", lambda self: form)
+    form = mixer.step_form._replace(keys="query_shares")
+    monkeypatch.setattr(type(mixer), "step_form", form)
     assert "a decay or keys of its own" in reason(model)
 
 
@@ -394,6 +398,11 @@ def test_a_class_does_not_inherit_its_form(on_any_device):
 
     model.model.layers[0].attn.__class__ = Own
     assert "Own and SwiGLU" in reason(model)
+    with forget_rules():
+        mixer = register_rule(replace(get_rule("gla"), name="own", hub_model_type=None), layer=Own)
+        for promised in ({}, {"step_form": registered_promises("gla").step_form}):
+            register_rule(mixer, layer=Own, **promised)
+            assert (reason(tiny_model("gla", mixer="own")) is None) == bool(promised)
 
 
 def test_a_fixed_decay_is_that_of_the_layers_heads(on_any_device):

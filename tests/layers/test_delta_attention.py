@@ -638,7 +638,7 @@ def test_hooks_of_a_convolution_see_every_token() -> None:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`torch.device("cuda")` is described as Hopper; gives the module that says what Gluon kernels lack."""
-    gluon = pytest.importorskip("deltazoo.ops.triton.hopper.gluon")
+    gluon = pytest.importorskip("deltazoo.ops.triton.gluon")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(gluon, "MISSING", None)
     backends._obstacle.cache_clear()
@@ -659,9 +659,9 @@ class Described(nn.Module):
         return self.rule
 
 
-def hopper_serves(layer: DeltaRuleAttention, monkeypatch: pytest.MonkeyPatch, **options: Tensor) -> bool:
-    """Whether Gluon kernels take the operator's last call in a forward pass, the one that mixes the values."""
-    plan = pytest.importorskip("deltazoo.ops.triton.plan")
+def route_on_hopper(layer: DeltaRuleAttention, monkeypatch: pytest.MonkeyPatch, **options: Tensor) -> Any:
+    """The route of the operator's last call in a forward pass, the one that mixes the values, in a batch of 132."""
+    plan, problem = (pytest.importorskip(f"deltazoo.ops.triton.{name}") for name in ("plan", "problem"))
     calls: list[Any] = []
 
     def record(name: str, wanted: bool) -> None:
@@ -669,8 +669,12 @@ def hopper_serves(layer: DeltaRuleAttention, monkeypatch: pytest.MonkeyPatch, **
             beta, log_decay = gates if wanted else (None, *gates)
             steps, undecayed = more.get("num_micro_steps", 1), more.get("erase_reads") == "undecayed"
             rest = more["cu_seqlens"], None, more.get("erase_key"), undecayed, steps
-            sizes = plan.sizes_of(RuleCall(q.bfloat16(), k, v, beta, log_decay, 1.0, None, *rest))
-            calls.append(plan.Plan(*sizes, 1.0, plan.HOPPER, True))
+            rows = 132 if more["cu_seqlens"] is None else 1
+            tensors = (
+                None if x is None else x.expand(rows, *x.shape[1:]) for x in (q.bfloat16(), k, v, beta, log_decay)
+            )
+            call = RuleCall(*tensors, 1.0, None, *rest)
+            calls.append(plan.Plan(*problem.sizes_of(call, plan.Card(gluon=True), None)))
             return run(q, k, v, *gates, **more)
 
         run = getattr(rule, name)
@@ -680,22 +684,25 @@ def hopper_serves(layer: DeltaRuleAttention, monkeypatch: pytest.MonkeyPatch, **
         record("delta_rule", True)
         record("linear_attention", False)
         layer(torch.randn(1, 4, layer.hidden_size), **options)
-    return calls[-1].hopper
+    return calls[-1].route
 
 
 @pytest.mark.parametrize("rule", list_rules())
 def test_report_tells_which_kernels_run_on_hopper(rule: str, hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the operator's plan decides, from what a layer passes to it, for rows whole and packed."""
     layer = layers.make_layer(rule, HIDDEN, 1, 128, expand_v=1, layer_idx=0)
-    served = hopper_serves(layer, monkeypatch)
-    packed = hopper_serves(layer, monkeypatch, cu_seqlens=torch.tensor([0, 1, 4]))
-    assert not packed
+    route = route_on_hopper(layer, monkeypatch)
+    packed = route_on_hopper(layer, monkeypatch, cu_seqlens=torch.tensor([0, 1, 4]))
+    assert packed.scans == "triton"
     (found,) = _report.report(Described(layer)).layers
     start = "the GPU kernels support this call: "
-    if served:
-        assert found.reason == start + "kernels for Hopper, plain Triton kernels where rows are packed"
+    if route.scans == "gluon":
+        parts = (name for name in ("forward", "backward") if name in route.why)
+        stages = "".join(f"; the {name} pass in stages, since {route.why[name]}" for name in parts)
+        assert found.reason == start + "kernels for Hopper, plain Triton kernels where rows are packed" + stages
         (alone,) = _report.report(Described(layer, packs=False)).layers  # as accelerated layers are
-        assert alone.reason == start + "kernels for Hopper"
+        assert alone.reason == start + "kernels for Hopper" + stages
+        assert ("decay is per channel" in stages) == (layer.spec.decay == "channel")
     elif layer.spec.corrects:
         assert found.reason == start + "plain Triton kernels, since tokens have several micro-steps"
     else:

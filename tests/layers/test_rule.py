@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import record_precision
+from outside_rule import forget_rules
 from torch import Tensor
 
 from deltazoo.layers import (
@@ -26,7 +27,8 @@ from deltazoo.layers import (
 )
 from deltazoo.layers import rule as rule_functions
 from deltazoo.ops import delta_rule
-from deltazoo.spec import get_rule, list_rules
+from deltazoo.rules.comba_layer import Comba
+from deltazoo.spec import get_rule, list_rules, register_rule
 from deltazoo.swap.layer import drop_in_class
 
 REPEATS = 16_384
@@ -229,6 +231,18 @@ def test_a_layer_of_another_class_or_step_size_leaves_the_precision_to_the_opera
         layer(16, 2, 8)(torch.randn(1, 3, 16))
     copy.deepcopy(drop_in_class("kda")("kda", 16, 2, 8))(torch.randn(1, 3, 16))
     assert asked == ["fast"] * 6
+    asked.clear()
+
+    class OwnComba(Comba):
+        pass
+
+    with forget_rules():
+        register_rule(replace(get_rule("comba"), name="own_comba"), layer=OwnComba)
+        for rule in ("comba", "own_comba"):
+            OwnComba(rule, 16, 2, 8)(torch.randn(1, 3, 16))
+        register_rule(get_rule("own_comba"), layer=OwnComba, gain_at_most_one=True)
+        OwnComba("own_comba", 16, 2, 8)(torch.randn(1, 3, 16))
+    assert asked == [None, None, "fast"]
     asked.clear()
     NegativeEigenvalueDeltaNet(16, 2, 8)(torch.randn(1, 3, 16))
     assert asked == [None]

@@ -33,9 +33,9 @@ from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm
 from deltazoo.layers.rotary import Rotary
-from deltazoo.layers.rule import FUSED_STEP_SIZES, STEP_KEYS
 from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import LayerState, is_decoding_step
+from deltazoo.ops.decoding.step_form import STEP_KEYS, STEP_SIZES, RuleShape
 from deltazoo.ops.fused import FUSED_ACTIVATIONS, MOST_COLUMNS, takes_kernel
 from deltazoo.ops.linear_maps import is_hooked, is_plain_sequence
 
@@ -110,14 +110,15 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
     """
     parts = norm, layer, mlp_norm, mlp, swapped = _Parts.of(block)
     own = swapped is None
-    if "step_form" not in vars(type(layer)) or not (type(mlp) is SwiGLU if own else is_swiglu(mlp)):
+    known = isinstance(layer, DeltaRuleAttention) and layer.is_registered_class
+    if not known or not (type(mlp) is SwiGLU if own else is_swiglu(mlp)):
         return f"its layers are {type(layer).__name__} and {type(mlp).__name__}"
     if methods := replaced_methods(layer):
         return f"{methods[0]} of its layer was replaced"
     reason = _why_not_this_rule(layer)
     if reason is not None:
         return reason
-    if parts.turns and layer.step_form().keys == "scaled":
+    if parts.turns and layer.step_form.keys == "scaled":
         return "its keys are turned, and scaled by a moment"
     norms_known = all(type(x) is RMSNorm if own else is_row_norm(x) for x in (norm, mlp_norm))
     if not norms_known or type(layer.o_norm) not in (RMSNorm, GatedRMSNorm):
@@ -147,10 +148,10 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
 
 
 def _why_not_this_rule(layer: DeltaRuleAttention) -> str | None:
-    spec, form = layer.spec, layer.step_form()
-    if form is None or form.keys not in STEP_KEYS or (spec.decay == "none") != (form.decay == "none"):
+    spec, form = layer.spec, layer.step_form
+    if form is None or form.keys not in STEP_KEYS or (spec.decay == "none") != (form.decay is None):
         return f"the rule {spec.name!r} has a decay or keys of its own"
-    if spec.step_size not in FUSED_STEP_SIZES:
+    if spec.step_size not in STEP_SIZES:
         return "its step size is a function of its own"
     if layer.allow_neg_eigval and layer.neg_eigval != "both":
         return f"its neg_eigval is {layer.neg_eigval!r}"
@@ -180,7 +181,7 @@ def _is_plain_linear(x: Any) -> bool:
 
 def _low_rank_maps(layer: Any) -> list[Any]:
     """The maps of low rank to output gate, decay and a further key, as far as the layer has them."""
-    spec, form = layer.spec, layer.step_form()
+    spec, form = layer.spec, layer.step_form
     names = [
         "g_proj" if spec.output_gate == "low_rank" else None,
         form.decay_gate if spec.decay == "channel" else None,
@@ -191,7 +192,7 @@ def _low_rank_maps(layer: Any) -> list[Any]:
 
 def _further_maps(layer: Any) -> list[nn.Module]:
     """The linear maps that read the layer's input, besides those to q, k and v."""
-    spec, form = layer.spec, layer.step_form()
+    spec, form = layer.spec, layer.step_form
     names = [
         "g_proj" if spec.output_gate == "full" else None,
         form.decay_gate if spec.decay == "scalar" else None,
@@ -219,8 +220,9 @@ class _FusedBlock:
         ends = accumulate(self._into_layer.sizes, initial=0)
         self._columns = {id(linear): first for linear, first in zip(self._into_layer.linears, ends, strict=False)}
         """Where in the product of the layer's maps the result of each begins."""
+        self._shape = self._rule_shape()
         self._fixed_decay: Tensor | None = None
-        if self._layer.step_form().decay == "fixed":  # made once, not for every token
+        if self._layer.step_form.decay == "fixed":  # made once, not for every token
             x = self._layer.q_proj.weight.new_empty(1, 1, self._layer.hidden_size)
             self._fixed_decay = self._layer.log_decay(LayerInput(x, self._layer)).flatten()
         self.following: _FusedBlock | None = None
@@ -230,7 +232,7 @@ class _FusedBlock:
     def is_current(self) -> bool:
         """Whether the block is still one that can run fused, with the merged weights where they were."""
         unmoved = self._into_layer.is_current() and self._into_mlp.is_current()
-        return unmoved and why_not_fused(self.block, self._products) is None
+        return unmoved and why_not_fused(self.block, self._products) is None and self._shape == self._rule_shape()
 
     def _forward_of_own(self, hidden_states: Tensor, batch: Any, softmax: Any = None, **kwargs: Any) -> Tensor:
         output = self._served(hidden_states, batch, cache_in(kwargs), None)
@@ -340,19 +342,13 @@ class _FusedBlock:
         taps = (q_conv.weight[:, 0], k_conv.weight[:, 0], v_conv.weight[:, 0])
         return Convolution(taps, state.conv, layer.activation == "silu")
 
-    def _rule(self, mixed: Tensor, state: LayerState, rotary: Rotary | None) -> tuple[Tensor, Any]:
-        from deltazoo.ops.decoding.between_products import HeadNorm
-        from deltazoo.ops.decoding.low_rank_maps import LowRankGate, low_rank_gates
-        from deltazoo.ops.decoding.rule import Columns, RuleShape, token_rule
-        from deltazoo.ops.decoding.scaled_keys import scaled_keys
+    def _column(self, name: str | None) -> int:
+        """Column of the merged product where the result of the layer's map begins; 0 if it is none of its maps."""
+        return 0 if name is None else self._columns.get(id(getattr(self._layer, name, None)), 0)
 
-        layer, spec, form = self._layer, self._layer.spec, self._layer.step_form()
-
-        def column(name: str | None) -> int:
-            return 0 if name is None else self._columns.get(id(getattr(layer, name, None)), 0)
-
-        key_columns = [column(name) for name in form.key_maps]
-        shape = RuleShape(
+    def _rule_shape(self) -> RuleShape:
+        layer, spec, form = self._layer, self._layer.spec, self._layer.step_form
+        return RuleShape(
             layer.num_heads,
             layer.num_v_heads,
             layer.head_k_dim,
@@ -361,17 +357,28 @@ class _FusedBlock:
             doubled_step=layer.allow_neg_eigval,
             decay=spec.decay,
             gate="none" if spec.output_gate == "none" else spec.gate_activation,
-            columns=Columns(column("g_proj"), column(form.decay_gate), column("b_proj"), *key_columns[:1]),
             low_rank_gate=spec.output_gate == "low_rank",
             normalize_k=spec.normalize_k,
-            scale_queries=spec.scale_queries,
             step=spec.step_size,
-            decay_form=form.decay,
+            decay_form=form.decay or "softplus",
             keys=form.keys,
             micro_steps=layer.projected_steps,
             undecayed=spec.erase_reads == "undecayed",
-            turned=0 if rotary is None else rotary[0].shape[-1],
+            scale_queries=spec.scale_queries,
+            gate_at=self._column("g_proj"),
+            decay_at=self._column(form.decay_gate),
+            step_at=self._column("b_proj"),
+            keys_at=self._column(form.key_maps[0] if form.key_maps else None),
         )
+
+    def _rule(self, mixed: Tensor, state: LayerState, rotary: Rotary | None) -> tuple[Tensor, Any]:
+        from deltazoo.ops.decoding.between_products import HeadNorm
+        from deltazoo.ops.decoding.low_rank_maps import LowRankGate, low_rank_gates
+        from deltazoo.ops.decoding.rule import token_rule
+        from deltazoo.ops.decoding.scaled_keys import scaled_keys
+
+        layer, form = self._layer, self._layer.step_form
+        shape = self._shape if rotary is None else self._shape._replace(turned=rotary[0].shape[-1])
         angles = None if rotary is None else (rotary[0].flatten(0, 1), rotary[1].flatten(0, 1))
         low_rank = [LowRankGate(self._columns[id(x[0])], x[1].weight, x[1].bias) for x in _low_rank_maps(layer)]
         gates = low_rank_gates(mixed, low_rank) if low_rank else None
@@ -380,7 +387,7 @@ class _FusedBlock:
         key_parameters, write_keys = [getattr(layer, name) for name in form.key_parameters], None
         if form.keys == "scaled":
             assert state.auxiliary is not None
-            write_keys = scaled_keys(mixed, state.auxiliary, key_parameters, *key_columns)
+            write_keys = scaled_keys(mixed, state.auxiliary, key_parameters, *map(self._column, form.key_maps))
             key_parameters = []
         z, squares = token_rule(
             mixed,

@@ -14,7 +14,7 @@ from deltazoo.layers.layer_options import LayerOptions, check_decay, check_sizes
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize, l2_normalize_both
 from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
-from deltazoo.layers.rule import RuleInputs, StepForm, effective_step, precision_for, run_rule
+from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
 from deltazoo.layers.sequences import Sequences, describe_sequences, describe_shared
 from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
@@ -24,7 +24,7 @@ from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.linear_maps import is_hooked
 from deltazoo.ops.recompute import recomputable
 from deltazoo.runtime import RuntimeOptions
-from deltazoo.spec import RuleSpec, get_rule, registered_layer
+from deltazoo.spec import Promises, RuleSpec, StepForm, get_rule, registered_layer, registered_promises
 
 __all__ = ["DeltaRuleAttention", "layer_class", "make_layer"]
 
@@ -94,9 +94,8 @@ class DeltaRuleAttention(Float32Parameters):
     projects_micro_steps: ClassVar[bool] = True
     """Whether `k_proj`, `v_proj` and `b_proj` project to every micro-step. False for a subclass that makes the steps of
     its spec itself, or takes no more than one: its `num_micro_steps` cannot be changed."""
-    gain_at_most_one: ClassVar[bool] = True
-    """Whether `rule_inputs` keeps the erase gain at 1 or below, with the step sizes that `precision_for` knows. It
-    counts in a class that states it itself, not by inheritance, since a subclass may have other keys."""
+    stands_for: ClassVar[type["DeltaRuleAttention"]]
+    """The class of which this one is another name, or which it extends for swapped models; else the class itself."""
     context: ContextParallel | None = None
     """The ranks that share the rows which the layer is called with by itself (`deltazoo.context_parallel`)."""
     A_log: nn.Parameter
@@ -131,7 +130,7 @@ class DeltaRuleAttention(Float32Parameters):
         self._activate = activation_function(given.activation)
         self.allow_neg_eigval: bool = given.of(self.spec, "allow_neg_eigval")
         self.neg_eigval = given.neg_eigval
-        self._states_its_gain = vars(type(self)).get("gain_at_most_one", False)  # compiled code cannot look there
+        self._gain_at_most_one = self.promises.gain_at_most_one  # compiled code cannot look into the registry
         self.decay_lower_bound: float | None = given.of(self.spec, "decay_lower_bound")
         self.num_micro_steps: int = given.of(self.spec, "num_micro_steps")
         self.projected_steps = self.num_micro_steps if self.projects_micro_steps else 1
@@ -164,13 +163,24 @@ class DeltaRuleAttention(Float32Parameters):
         self.make_parameters()
         self.init_parameters()
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse a class with another `apply_rule`, and methods written for `hidden_states` in place of `LayerInput`.
+    def __init_subclass__(cls, *, stands_for: "type[DeltaRuleAttention] | None" = None, **options: Any) -> None:
+        """Refuse a class with another `apply_rule`, methods written for `hidden_states` in place of `LayerInput`, and
+        promises that stand in the class.
+
+        Args:
+            stands_for: the class whose rule it computes in the same way, under another name or with other parameters.
 
         Raises:
-            TypeError: it has one.
+            TypeError: it has one of these.
         """
         super().__init_subclass__(**options)
+        cls.stands_for = stands_for or cls
+        for name in Promises._fields:
+            if stands_for is None and name in vars(cls):
+                raise TypeError(
+                    f"{cls.__name__}.{name} is said where the rule is registered: write "
+                    f"deltazoo.register_rule(SPEC, layer={cls.__name__}, {name}=...) behind the class"
+                )
         for name in ("step_gate", "log_decay", "rule_inputs", "with_auxiliary_state"):
             parameters = list(signature(vars(cls)[name]).parameters) if name in vars(cls) else []
             if "hidden_states" in parameters:
@@ -296,16 +306,11 @@ class DeltaRuleAttention(Float32Parameters):
         """
         beta = None
         if self.spec.corrects:
-            beta = effective_step(
-                self.spec,
-                self.step_gate(x),
-                k,
-                allow_neg_eigval=self.allow_neg_eigval,
-                fused=self.fused_kernels,
-            )
+            doubled = self.allow_neg_eigval
+            beta = effective_step(self.spec, self.step_gate(x), k, allow_neg_eigval=doubled, fused=self.fused_kernels)
             if self.neg_eigval == "erase":
                 # The write is beta * v: halved values undo the doubling there, exactly.
-                v = recomputable(partial(torch.mul, other=0.5), v)
+                v = recomputable(torch.mul, v, 0.5)
         return RuleInputs(q, k, v, beta, self.log_decay(x))
 
     def with_auxiliary_state(
@@ -347,10 +352,8 @@ class DeltaRuleAttention(Float32Parameters):
         """
         if self.spec.decay == "none":
             return None
-        if self.spec.decay == "scalar":
-            a = x.project("a_proj")
-        else:
-            a = _per_head(x.project("f_proj"), self.head_k_dim)
+        per_head = self.spec.decay == "scalar"
+        a = x.project("a_proj") if per_head else _per_head(x.project("f_proj"), self.head_k_dim)
         return decay.log_decay(self.decay_gate, a, self.A_log, self.dt_bias, fused=self.fused_kernels)
 
     def apply_rule(self, inputs: RuleInputs, past: StateAccess, sequences: Sequences) -> DeltaRuleOutput:
@@ -368,7 +371,7 @@ class DeltaRuleAttention(Float32Parameters):
         )
 
     def _precision(self) -> str | None:
-        return precision_for(self.spec, allow_neg_eigval=self.allow_neg_eigval) if self._states_its_gain else None
+        return precision_for(self.spec, allow_neg_eigval=self.allow_neg_eigval) if self._gain_at_most_one else None
 
     def _project_output(self, output: Tensor, x: LayerInput) -> Tensor:
         # The gated norm stays apart: a kernel for both is slower than the two that it would replace (docs/log.md).
@@ -501,19 +504,30 @@ class DeltaRuleAttention(Float32Parameters):
         kept = channels * (self.conv_size - 1) if self.conv_size else 0
         return self.num_state_elements * torch.float32.itemsize + kept * dtype.itemsize
 
-    def step_form(self) -> StepForm | None:
-        """What the kernel of a decoding step has to know of the rule; None: it cannot compute it.
+    @property
+    def is_registered_class(self) -> bool:
+        """Whether the layer is of the class registered with its rule, for which alone promises hold."""
+        return self.stands_for is layer_class(self.spec)
 
-        Decoding steps run fused in a class that defines this itself, not by inheritance. A subclass may if the form
-        says all that it changes of the rule; nothing checks that.
-        """
-        if self.spec.decay == "none":
-            return StepForm("none")
+    @property
+    def promises(self) -> Promises:
+        """What is promised of the layer: all, if this class computes the rule as its spec says."""
+        if not self.is_registered_class:
+            return Promises()
+        if self.stands_for is DeltaRuleAttention:
+            return Promises(StepForm(), gain_at_most_one=True)
+        return registered_promises(self.spec.name)
+
+    @property
+    def step_form(self) -> StepForm | None:
+        """Decay and keys in the words of the kernel of a decoding step; None: it does not know them."""
+        form = self.promises.step_form
+        if form is None or form.decay is not None or self.spec.decay == "none":
+            return form
+        names: dict[Any, Any] = {decay.softplus_decay: "softplus", decay.saturating_decay: "saturating"}
+        name = names.get(getattr(self, "decay_gate", None))
         gate = "a_proj" if self.spec.decay == "scalar" else "f_proj"
-        for name in ("softplus", "saturating"):
-            if getattr(self, "decay_gate", None) is decay.DECAY_GATES[name]:
-                return StepForm(name, gate)
-        return None
+        return name and form._replace(decay=name, decay_gate=gate)
 
     def use_runtime(self, options: RuntimeOptions) -> None:
         """Run with other `backend` and `fused_kernels`; ValueError if an output gate's activation has no kernel."""
@@ -529,6 +543,9 @@ class DeltaRuleAttention(Float32Parameters):
         signs = f", negative eigenvalues on {self.neg_eigval}" if self.allow_neg_eigval else ""
         steps = f", {self.num_micro_steps} micro-steps" if self.num_micro_steps > 1 else ""
         return f"{self.spec.name}, {heads}, {values}{signs}{steps}"
+
+
+DeltaRuleAttention.stands_for = DeltaRuleAttention
 
 
 def _check_shared(attention_mask: Tensor | None, past: StateAccess) -> None:

@@ -24,48 +24,43 @@ class _NamedLayer(DeltaRuleAttention):
     __init__.__qualname__ = "DeltaRuleAttention.__init__"  # in Python's message about a missing argument
 
 
-class DeltaNet(_NamedLayer):
+class DeltaNet(_NamedLayer, stands_for=DeltaRuleAttention):
     """Rule `delta_net` (arXiv:2406.06484): write the error of what the state recalls under the key."""
 
     rule = "delta_net"
-    gain_at_most_one = True
 
 
-class NegativeEigenvalueDeltaNet(_NamedLayer):
+class NegativeEigenvalueDeltaNet(_NamedLayer, stands_for=DeltaRuleAttention):
     """Rule `neg_delta_net` (arXiv:2411.12537): DeltaNet whose transition may also reflect, which tracks states."""
 
     rule = "neg_delta_net"
 
 
-class GatedDeltaNet(_NamedLayer):
+class GatedDeltaNet(_NamedLayer, stands_for=DeltaRuleAttention):
     """Rule `gated_deltanet` (arXiv:2412.06464): DeltaNet that can also forget, one decay per head."""
 
     rule = "gated_deltanet"
-    gain_at_most_one = True
 
 
-class EFLA(_NamedLayer):
+class EFLA(_NamedLayer, stands_for=DeltaRuleAttention):
     """Rule `efla` (arXiv:2512.12602): the delta rule's differential equation solved exactly, with raw keys."""
 
     rule = "efla"
-    gain_at_most_one = True
 
 
-class KimiDeltaAttention(_NamedLayer):
+class KimiDeltaAttention(_NamedLayer, stands_for=DeltaRuleAttention):
     """Rule `kda` (arXiv:2510.26692): Gated DeltaNet with one decay per key channel."""
 
     rule = "kda"
-    gain_at_most_one = True
 
 
-class Longhorn(_NamedLayer):
+class Longhorn(_NamedLayer, stands_for=DeltaRuleAttention):
     """Rule `longhorn` (arXiv:2407.14207): the implicit step of online regression, with raw keys."""
 
     rule = "longhorn"
-    gain_at_most_one = True
 
 
-class LinearAttention(_NamedLayer):
+class LinearAttention(_NamedLayer, stands_for=DeltaRuleAttention):
     """Rule `linear_attention` (arXiv:2006.16236): writes without erasing, the baseline."""
 
     rule = "linear_attention"

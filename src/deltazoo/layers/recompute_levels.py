@@ -16,7 +16,7 @@ channels and 16 bits, are they kept at all, so elsewhere `states` is `elementwis
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -30,18 +30,19 @@ from deltazoo.ops.recompute import recomputing
 
 __all__ = ["SMALL_BATCH", "level_of", "run_block"]
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product", "scaled_dot_product")
-"""Beginnings of the names of torch's operators whose results `elementwise` and `states` keep under `torch.compile`."""
+_EXCHANGED = {"_c10d_functional": ("",)}
+"""Operators of torch.distributed, all of them: beginnings of their names by library, as below."""
 
-_OWN_PRODUCTS = ("triton_delta_rule", "segment_", "transition_product", "rms_norm_linear", "add_rms_norm")
-"""The same for the project's own: the rule, a norm with its linear map, and a norm that adds to the residual stream."""
+_PRODUCTS = _EXCHANGED | {
+    "aten": ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product", "scaled_dot_product"),
+    "deltazoo": ("triton_delta_rule", "segment_", "transition_product", "rms_norm_linear", "add_rms_norm"),
+}
+"""Operators whose results `elementwise` and `states` keep under `torch.compile`; of our own the rule, a norm with its
+linear map, and a norm that adds to the residual stream."""
 
 SMALL_BATCH = 2**23
 """Elements of hidden states up to which training keeps everything by default: 8,192 tokens of width 1,024. A block
 keeps some ten times as many numbers, so 24 blocks keep 4 GiB at most."""
-
-_COLLECTIVES = "_c10d_functional"
-"""The library of torch's functional collectives."""
 
 
 def level_of(chosen: str | None, device: torch.device, num_elements: float = math.inf) -> str:
@@ -86,23 +87,14 @@ def run_block(level: str, forward: Callable[..., Tensor], *args: Any, exchanges:
         with recomputing(), scanning_again() if level == "states" else nullcontext():
             return forward(*args, **kwargs)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if level != "block":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
-    elif exchanges:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_exchanged)
+    if level != "block" or exchanges:
+        keep = partial(_policy, _PRODUCTS if level != "block" else _EXCHANGED)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
     return checkpoint(forward, *args, **options, **kwargs)
 
 
-def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(kept: Mapping[str, tuple[str, ...]], _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operator.name() if isinstance(operator, torch._ops.OpOverload) else ""
     library, _, rest = name.partition("::")
-    if library == _COLLECTIVES:
-        return CheckpointPolicy.MUST_SAVE
-    if rest.startswith({"deltazoo": _OWN_PRODUCTS, "aten": _PRODUCTS}.get(library, ())):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _keep_exchanged(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    exchanged = isinstance(operator, torch._ops.OpOverload) and operator.namespace == _COLLECTIVES
-    return CheckpointPolicy.MUST_SAVE if exchanged else CheckpointPolicy.PREFER_RECOMPUTE
+    keeps = library in kept and rest.startswith(kept[library])
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,6 +1,6 @@
 """The operator's inputs, the step size among them, and the call of the operator."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -20,45 +20,15 @@ from deltazoo.ops import (
 from deltazoo.ops import fused as fused_ops
 from deltazoo.ops.recompute import recomputable
 from deltazoo.spec import RuleSpec
+from deltazoo.spec import StepForm as StepForm  # files of rules may import it here; their classes are told more
 
 __all__ = [
-    "FUSED_STEP_SIZES",
-    "STEP_KEYS",
     "RuleInputs",
-    "StepForm",
     "bounded_step",
     "effective_step",
     "precision_for",
     "run_rule",
 ]
-
-
-STEP_KEYS = (
-    "tied", "gated", "gated_query", "roots", "query_share", "feedback", "unit_feedback", "erase_first", "scaled",
-)  # fmt: skip
-"""What `StepForm.keys` may be."""
-
-FUSED_STEP_SIZES = ("none", "euler", "exact", "implicit", "kaczmarz")
-"""The step sizes that the kernel of a decoding step knows, by name; "none" if the rule erases nothing."""
-
-
-class StepForm(NamedTuple):
-    """What a layer's rule does beyond its spec, in the words of the kernel that computes a decoding step of it."""
-
-    decay: Literal["none", "softplus", "saturating", "log_sigmoid", "fixed"]
-    """The log-decay. "softplus": `-exp(A_log) softplus(a + dt_bias)`; "saturating": the same, bounded as in
-    `saturating_decay`; "log_sigmoid": `logsigmoid(a) / 16`; "fixed": the same for every token; "none": no decay."""
-    decay_gate: str | None = None
-    """Name of the map that makes a of the layer's input: a plain one to a decay per head, or one made by `low_rank` to
-    a decay per channel."""
-    keys: str = "tied"
-    """Under which keys it erases and writes: as of `deltazoo.ops.decoding.rule.RuleShape`."""
-    key_maps: tuple[str, ...] = ()
-    """Names of the maps to what `keys` takes of the layer's input besides b."""
-    first_key: str | None = None
-    """Name of the map, made by `low_rank`, to the key of "erase_first"."""
-    key_parameters: tuple[str, ...] = ()
-    """Names of the parameters `[H]` that `keys` takes, float32."""
 
 
 class RuleInputs(NamedTuple):

@@ -71,9 +71,9 @@ def describe_kernels(
     num_micro_steps: int,
     packs: bool,
 ) -> str | None:
-    """Which of the two sets of kernels the triton backend runs on Hopper, and why; None on other GPUs.
+    """Kernels that the triton backend runs on Hopper, with the obstacles to faster ones; None on other GPUs.
 
-    The plan of such a call decides, as it does when the operator is called.
+    The route of such a call says so, as it does when the operator is called, with as many heads as fill the card.
 
     Args:
         device, dtype: of q, k, v.
@@ -85,21 +85,29 @@ def describe_kernels(
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    from deltazoo.ops.triton.hopper.gluon import MISSING
-    from deltazoo.ops.triton.hopper.served_calls import refusal
-    from deltazoo.ops.triton.plan import Plan
-    from deltazoo.ops.triton.tiling import CHUNK, HOPPER
+    from deltazoo.ops.triton.gluon import MISSING
+    from deltazoo.ops.triton.plan import Card, Plan
+    from deltazoo.ops.triton.tiles import CHUNK, HOPPER
 
-    def obstacle(sequences: int | None) -> str | None:
-        q, v = torch.Size([1, CHUNK, 1, K]), torch.Size([1, CHUNK * num_micro_steps, 1, V])
+    if MISSING is not None:
+        return f"plain Triton kernels, since {MISSING}"
+    card = Card(HOPPER, gluon=True)
+
+    def obstacles(sequences: int | None) -> dict[str, str]:
+        heads = card.multiprocessors  # as many as fill the card: reports know no batch
+        q, v = torch.Size([1, CHUNK, heads, K]), torch.Size([1, CHUNK * num_micro_steps, heads, V])
         forms = ("none", "scalar", "channel").index(decay), has_beta, sequences, None, has_erase_key, undecayed
-        return refusal(Plan(q, v, dtype != torch.float32, *forms, num_micro_steps, 1.0, HOPPER))
+        return Plan(q, v, dtype, *forms, num_micro_steps, 1.0, card).route.why
 
-    found = MISSING or obstacle(None)
-    if found is not None:
-        return f"plain Triton kernels, since {found}"
-    packed = obstacle(1) if packs else None
-    return "kernels for Hopper" if packed is None else f"kernels for Hopper, plain Triton kernels where {packed}"
+    why = obstacles(None)
+    if "scans" in why:
+        return f"plain Triton kernels, since {why['scans']}"
+    found = "kernels for Hopper"
+    packed = obstacles(1).get("scans") if packs else None
+    if packed is not None:
+        found += f", plain Triton kernels where {packed}"
+    stages = [f"the {name} pass in stages, since {why[name]}" for name in ("forward", "backward") if name in why]
+    return "; ".join([found, *stages])
 
 
 @lru_cache

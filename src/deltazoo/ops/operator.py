@@ -48,8 +48,9 @@ class Operator:
 
     Args:
         schema: as for `torch.library.define`, for example `"swiglu(Tensor gate, Tensor up) -> Tensor"`.
-        launch: takes the arguments of the schema and returns its results. It may return None for a Tensor; the operator
-            then returns an empty tensor, because operators cannot return None.
+        launch: takes the arguments of the schema and returns its results. It may return None for a Tensor. Operators
+            cannot, so this one then returns an empty tensor, for which its callers, its gradients and what is saved for
+            them have None again.
         fake: the same for tensors without data: results of the right shapes and dtypes. By default those of the first
             arguments, as gradients have them.
     """
@@ -66,7 +67,7 @@ class Operator:
 
     def __call__(self, *arguments: Any) -> Any:
         """Results of a call that autograd does not record."""
-        return (self.overload if _dispatching() else self.launch)(*arguments)
+        return _with_none(self.overload(*arguments)) if _dispatching() else self.launch(*arguments)
 
     def differentiate(self, gradients: Callable[..., Any], save: Callable[..., None]) -> None:
         """Give the overload gradients, by functions as of `torch.library.register_autograd`."""
@@ -83,9 +84,9 @@ class DifferentiableOperator(Operator):
         save: `(ctx, arguments, results)`, keeps in `ctx` what the backward pass needs. By default all arguments: the
             tensors, which must come first, as `ctx.saved_tensors`, and the others as `ctx.options`.
         gradients: `(backward, ctx, *gradients of the results)` -> a gradient or None for each argument. `backward` is
-            the function or the overload of the operator `backward`: the function may return None for a Tensor. By
-            default `backward` takes all arguments and the gradients of the results, and returns those of the first
-            arguments; the others have none.
+            the function of the operator `backward` or, where something must see it, the operator. By default it takes
+            all arguments and the gradients of the results, and returns those of the first arguments; the others have
+            none.
         shown: how many of the results a call gives. The others are kept for the backward pass alone.
         infer: launched in place of `launch` by plain eager calls that autograd does not record. It gives the shown
             results alone, so it may take kernels that keep nothing. The operator itself always runs `launch`: a
@@ -113,11 +114,14 @@ class DifferentiableOperator(Operator):
         def save_from_operator(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             if shown is not None:
                 ctx.mark_non_differentiable(*output[shown:])
-            keep(ctx, inputs, output)
+            keep(ctx, inputs, _with_none(output))
+
+        def run_backward(*arguments: Any) -> Any:
+            return _with_none(backward.overload(*arguments))
 
         def gradients_from_operator(ctx: Any, *d_results: Tensor | None) -> Any:
             refuse_second_derivative(*refusal)
-            return gradients(backward.overload, ctx, *d_results)
+            return gradients(run_backward, ctx, *d_results)
 
         self.differentiate(gradients_from_operator, save_from_operator)
         launch_backward = backward.launch
@@ -170,3 +174,13 @@ def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
         return tuple([x.new_empty(0) if result is None else result for result in results])
 
     return call
+
+
+def _with_none(results: Any) -> Any:
+    """Results of an operator with None again for the empty tensors of `_without_none`."""
+    return tuple([None if _stands_for_none(x) else x for x in results]) if isinstance(results, tuple) else results
+
+
+def _stands_for_none(x: Tensor) -> bool:
+    # A symbolic size is no int, and asking whether it is zero would make it a condition of the compiled program.
+    return x.ndim == 1 and type(x.shape[0]) is int and x.shape[0] == 0 and x.is_floating_point()

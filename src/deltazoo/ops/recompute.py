@@ -9,10 +9,12 @@ it is not kept either.
 Autograd's graph is the one it would record anyway, and there is no work per operator, only per saved tensor.
 """
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,8 +53,8 @@ def declare_recomputable(result: Tensor, function: Callable[..., Tensor], *argum
         function, arguments: as of `recomputable`.
     """
     recording = None if torch.compiler.is_compiling() else _ACTIVE.get()
-    if recording is not None and recording.running is None:
-        recording.declare(result, *_of_tensors(function, arguments))
+    if recording is not None and recording.running is None and type(result) is Tensor:
+        recording.add_source(recording.call(*_of_tensors(function, arguments)), 0, result)
 
 
 def _of_tensors(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Tensor]]:
@@ -81,41 +83,31 @@ def recomputing() -> Iterator[None]:
     recording = _Recording()
     token = _ACTIVE.set(recording)
     try:
-        with saved_tensors_hooks(recording.pack, _open):
+        with saved_tensors_hooks(recording.pack, operator.call):
             yield
     finally:
         _ACTIVE.reset(token)
         recording.forget()
 
 
-class _Saved(Protocol):
-    """What autograd holds instead of a tensor."""
-
-    def value(self) -> Tensor: ...
+_Saved = Callable[[], Tensor]
+"""Handle that autograd holds in place of a tensor, and by which it gets it back."""
 
 
-def _open(saved: _Saved) -> Tensor:
-    return saved.value()
+def _kept(x: Tensor) -> _Saved:
+    """Handle of the tensor itself. With hooks autograd does not check that it is unchanged, so the handle does."""
+    # Detached: a tensor of the graph would hold the node that holds this handle, a reference cycle.
+    tensor, version = x if x.is_leaf else x.detach(), x._version
 
-
-class _Kept:
-    """The tensor itself. With hooks autograd does not check that it is unchanged, so this class does."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # Detached: a tensor of the graph would hold the node that holds this object, a reference cycle.
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()
-        self.version = tensor._version
-
-    def value(self) -> Tensor:
-        if self.tensor._version != self.version:
+    def unchanged() -> Tensor:
+        if tensor._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.tensor.dtype} of shape {list(self.tensor.shape)} is at version {self.tensor._version}, "
-                f"expected {self.version}"
+                f"{tensor.dtype} of shape {list(tensor.shape)} is at version {tensor._version}, expected {version}"
             )
-        return self.tensor
+        return tensor
+
+    return unchanged
 
 
 class _Rerun(NamedTuple):
@@ -137,26 +129,32 @@ class _Rerun(NamedTuple):
         return self.casts[number, dtype]
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
     """A function and its inputs. Only handles refer to it, so it is freed when autograd needs none of its tensors."""
 
-    __slots__ = ("autocast", "function", "handles", "inputs", "needs_intermediates", "num_saved", "rerun", "unread")
+    function: Callable[..., Tensor | tuple[Tensor, ...]]
+    inputs: list[tuple[_Saved, bool]]
+    """Each with whether it requires a gradient."""
+    autocast: torch.dtype | None
+    num_saved: int = 0
+    needs_intermediates: bool = False
+    """Whether a handle needs an intermediate, not only results."""
+    handles: int = 0
+    unread: int = 0
+    rerun: _Rerun | None = None
 
-    def __init__(
-        self,
-        function: Callable[..., Tensor | tuple[Tensor, ...]],
-        inputs: list[tuple[_Saved, bool]],
-        autocast: torch.dtype | None,
-    ) -> None:
-        self.function = function
-        self.inputs = inputs
-        """Each with whether it requires a gradient."""
-        self.autocast = autocast
-        self.num_saved = 0
-        self.needs_intermediates = False
-        """Whether a handle needs an intermediate, not only results."""
-        self.handles = self.unread = 0
-        self.rerun: _Rerun | None = None
+    def intermediate(self, number: int) -> _Saved:
+        """Handle of a tensor that autograd saved inside the call."""
+        self.handles += 1
+        self.needs_intermediates = True
+        return lambda: self.tensors().saved[number]
+
+    def result(self, number: int, view: Tensor) -> _Saved:
+        """Handle of a result or of a view of it, possibly cast to another dtype before."""
+        self.handles += 1
+        dtype, geometry = view.dtype, (view.shape, view.stride(), view.storage_offset())
+        return lambda: self.tensors().result(number, dtype).as_strided(*geometry)
 
     def tensors(self) -> _Rerun:
         """The tensors for one handle. The first handle that is read runs the function again."""
@@ -169,7 +167,7 @@ class _Call:
         return rerun
 
     def _run(self) -> _Rerun:
-        inputs = [saved.value() for saved, _ in self.inputs]
+        inputs = [saved() for saved, _ in self.inputs]
         device = inputs[0].device
         same = autocast_dtype(device) == self.autocast
         with nullcontext() if same else torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
@@ -188,21 +186,6 @@ class _Call:
         return _Rerun(tuple(y.detach() for y in results), saved, {})
 
 
-class _Intermediate:
-    """Handle of a tensor that autograd saved inside a call."""
-
-    __slots__ = ("call", "number")
-
-    def __init__(self, call: _Call, number: int) -> None:
-        call.handles += 1
-        call.needs_intermediates = True
-        self.call = call
-        self.number = number
-
-    def value(self) -> Tensor:
-        return self.call.tensors().saved[self.number]
-
-
 class _Source(NamedTuple):
     """A result of a call; kept during the forward pass, so that its storage is not reused for another tensor."""
 
@@ -210,22 +193,6 @@ class _Source(NamedTuple):
     number: int
     tensor: Tensor
     version: int
-
-
-class _Result:
-    """Handle of a call's result or of a view of it, possibly cast to another dtype before."""
-
-    __slots__ = ("call", "dtype", "geometry", "number")
-
-    def __init__(self, source: _Source, view: Tensor) -> None:
-        source.call.handles += 1
-        self.call = source.call
-        self.number = source.number
-        self.dtype = view.dtype
-        self.geometry = (view.shape, view.stride(), view.storage_offset())
-
-    def value(self) -> Tensor:
-        return self.call.tensors().result(self.number, self.dtype).as_strided(*self.geometry)
 
 
 class _Recording:
@@ -243,8 +210,9 @@ class _Recording:
         """Under autocast: results by their node and output number in the graph."""
 
     def run(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+        """Call the function, and remember what its results are made of."""
         of_tensors, tensors = _of_tensors(function, arguments)
-        self.running = call = self._call(of_tensors, tensors)
+        self.running = call = self.call(of_tensors, tensors)
         self.inputs = {_storage(x) for x in tensors}
         self.small = max(x.numel() for x in tensors) // _MUCH_LARGER
         try:
@@ -253,40 +221,37 @@ class _Recording:
             self.running = None
         for number, y in enumerate(_as_tuple(results)):
             if type(y) is Tensor and _storage(y) not in self.inputs:
-                self._add_source(call, number, y)
+                self.add_source(call, number, y)
         return results
 
-    def declare(self, result: Tensor, function: Callable[..., Tensor], tensors: list[Tensor]) -> None:
-        """Take `function` for what made `result`."""
-        if type(result) is Tensor:
-            self._add_source(self._call(function, tensors), 0, result)
-
-    def _call(self, function: Callable[..., Any], tensors: list[Tensor]) -> _Call:
+    def call(self, function: Callable[..., Any], tensors: list[Tensor]) -> _Call:
+        """The record of `function(*tensors)`."""
         autocast = autocast_dtype(tensors[0].device)
         return _Call(function, [(self._save(x), x.requires_grad) for x in tensors], autocast)
 
-    def _add_source(self, call: _Call, number: int, y: Tensor) -> None:
+    def add_source(self, call: _Call, number: int, y: Tensor) -> None:
+        """Take y for a result of the call."""
         source = self.sources[_storage(y)] = _Source(call, number, y, y._version)
         if call.autocast is not None and y.grad_fn is not None:
             self.cast_sources[y.grad_fn, y.output_nr] = source
 
     def pack(self, x: Tensor) -> _Saved:
-        """What autograd holds instead of `x`."""
+        """Handle for autograd in place of `x`."""
         call = self.running
         if call is None:
             return self._save(x)
         call.num_saved += 1
         if x.numel() <= self.small or _storage(x) in self.inputs:
             return self._save(x)
-        return _Intermediate(call, call.num_saved - 1)
+        return call.intermediate(call.num_saved - 1)
 
     def _save(self, x: Tensor) -> _Saved:
         source = self.sources.get(_storage(x))
         if source is not None and source.tensor.dtype == x.dtype and source.version == x._version:
-            return _Result(source, x)
+            return source.call.result(source.number, x)
         if self.cast_sources and (source := self._cast_source(x)) is not None:
-            return _Result(source, x)
-        return _Kept(x)
+            return source.call.result(source.number, x)
+        return _kept(x)
 
     def _cast_source(self, x: Tensor) -> _Source | None:
         """The result of which x is a cast, made by autocast for a matrix product, or a view of that cast."""

@@ -23,7 +23,7 @@ Paper: arXiv:2506.02475. The equation is from an independent implementation and 
 
 from dataclasses import replace
 
-from deltazoo.spec import RuleSpec, register_rule
+from deltazoo.spec import RuleSpec, StepForm, register_rule
 
 COMBA = register_rule(
     RuleSpec(
@@ -43,6 +43,8 @@ COMBA = register_rule(
         paper_shape={"num_heads": 3, "num_hidden_layers": 21},
     ),
     layer="deltazoo.rules.comba_layer.Comba",
+    step_form=StepForm(keys="feedback", key_parameters=("decay", "D")),
+    gain_at_most_one=True,
 )
 COMBA_UNIT_ERASE = register_rule(
     replace(
@@ -53,4 +55,6 @@ COMBA_UNIT_ERASE = register_rule(
         hub_model_type="comba",
     ),
     layer="deltazoo.rules.comba_layer.CombaUnitErase",
+    step_form=StepForm(keys="unit_feedback", key_parameters=("decay", "D")),
+    gain_at_most_one=True,
 )

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from deltazoo.layers import DeltaRuleAttention, LayerInput, RuleInputs
 from deltazoo.layers.initialization import Initializer
-from deltazoo.layers.rule import StepForm
 from deltazoo.ops import fused
 
 __all__ = ["Comba", "CombaUnitErase"]
@@ -20,7 +19,6 @@ class Comba(DeltaRuleAttention):
     float32_parameters = (*DeltaRuleAttention.float32_parameters, "decay", "D")
     tensor_parallel: ClassVar = {"decay": "heads", "D": "heads"}
     projects_micro_steps = False
-    gain_at_most_one = True
     unit_keys: ClassVar[bool] = False
     """Whether queries and keys are normalised last."""
 
@@ -48,22 +46,11 @@ class Comba(DeltaRuleAttention):
         inputs = super().rule_inputs(x, q, k, v)._replace(erase_key=erase_key)
         return inputs.bounded(1.0, by_rounding=self.spec.normalize_k, fused=self.fused_kernels)
 
-    def step_form(self) -> StepForm | None:
-        """As `rule_inputs`."""
-        form = super().step_form()
-        return form and form._replace(keys="feedback", key_parameters=("decay", "D"))
-
 
 class CombaUnitErase(Comba):
     """Normalises last: `l2(q - d c k)`, `l2(k)`, erase key `l2(c k)`, of q and k as the convolutions give them."""
 
-    gain_at_most_one = True
     unit_keys = True
-
-    def step_form(self) -> StepForm | None:
-        """As the class's description."""
-        form = super().step_form()
-        return form and form._replace(keys="unit_feedback")
 
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k

@@ -23,7 +23,7 @@ Paper: Li et al. 2026, arXiv:2606.26560, eq. 8 and 15.
 from dataclasses import replace
 
 from deltazoo.rules.kda import KDA
-from deltazoo.spec import register_rule
+from deltazoo.spec import StepForm, register_rule
 
 _FIRST = replace(
     KDA,
@@ -39,4 +39,6 @@ _FIRST = replace(
 EDA = register_rule(
     replace(_FIRST, output_gate="full", earlier=_FIRST),
     layer="deltazoo.rules.eda_layer.EraseThenDeltaAttention",
+    step_form=StepForm(keys="erase_first", key_maps=("erase_b_proj",), first_key="erase_proj"),
+    gain_at_most_one=True,
 )

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from deltazoo.layers import DeltaRuleAttention, LayerInput, RuleInputs
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
 from deltazoo.layers.norm import l2_normalize
-from deltazoo.layers.rule import StepForm
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.recompute import recomputable
 
@@ -24,7 +23,6 @@ class EraseThenDeltaAttention(DeltaRuleAttention):
     input_projections = (*DeltaRuleAttention.input_projections, "erase_proj", "erase_b_proj")
     tensor_parallel: ClassVar = {"erase_proj": "low_rank", "erase_b_proj": "heads"}
     projects_micro_steps = False
-    gain_at_most_one = True
     erase_proj: nn.Sequential
 
     def make_parameters(self) -> None:
@@ -52,11 +50,6 @@ class EraseThenDeltaAttention(DeltaRuleAttention):
             v=recomputable(_behind_zeros, inputs.v),
             beta=_side_by_side(erase_gate, inputs.beta),
         )
-
-    def step_form(self) -> StepForm | None:
-        """As `rule_inputs`."""
-        form = super().step_form()
-        return form and form._replace(keys="erase_first", key_maps=("erase_b_proj",), first_key="erase_proj")
 
 
 def _side_by_side(first: Tensor, second: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ Paper: arXiv:2604.19021, eq. 10 to 14.
 from dataclasses import replace
 
 from deltazoo.rules.kda import KDA
-from deltazoo.spec import register_rule
+from deltazoo.spec import StepForm, register_rule
 
 FG2_GDN = register_rule(
     replace(
@@ -35,4 +35,6 @@ FG2_GDN = register_rule(
         paper_shape={"num_hidden_layers": 20},
     ),
     layer="deltazoo.rules.fg2_gdn_layer.FG2GatedDeltaNet",
+    step_form=StepForm(keys="roots", key_maps=("w_proj",)),
+    gain_at_most_one=True,
 )

@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from deltazoo.layers import LayerInput, RuleInputs
-from deltazoo.layers.rule import StepForm
 from deltazoo.ops import fused
 from deltazoo.rules.channel_gates import ChannelGates
 
@@ -12,8 +11,6 @@ __all__ = ["FG2GatedDeltaNet"]
 
 class FG2GatedDeltaNet(ChannelGates):
     """Scales key and value by the roots of their gates."""
-
-    gain_at_most_one = True
 
     def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """Gated keys and values, with a step size of one."""
@@ -24,8 +21,3 @@ class FG2GatedDeltaNet(ChannelGates):
         k = fused.sigmoid_gate(key_gate, k, largest, root=True, fused=self.fused_kernels)
         v = fused.sigmoid_gate(value_gate, v, largest_write, root=True, fused=self.fused_kernels)
         return RuleInputs(q, k, v, self.whole_step(k, v), self.log_decay(x))
-
-    def step_form(self) -> StepForm | None:
-        """As `rule_inputs`."""
-        form = super().step_form()
-        return form and form._replace(keys="roots", key_maps=("w_proj",))

@@ -16,7 +16,7 @@ repeats in the tests), and a product of different tokens without bound. Decay bo
 Paper: arXiv:2605.22791, eq. 8 to 10; exp(A_log) starts uniform on (1, 16].
 """
 
-from deltazoo.spec import RuleSpec, register_rule
+from deltazoo.spec import RuleSpec, StepForm, register_rule
 
 GATED_DELTANET2 = register_rule(
     RuleSpec(
@@ -34,4 +34,6 @@ GATED_DELTANET2 = register_rule(
         paper_shape={"num_hidden_layers": 21},
     ),
     layer="deltazoo.rules.gated_deltanet2_layer.GatedDeltaNet2",
+    step_form=StepForm(keys="gated", key_maps=("w_proj",)),
+    gain_at_most_one=True,
 )

@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from deltazoo.layers import LayerInput, RuleInputs
-from deltazoo.layers.rule import StepForm
 from deltazoo.ops import fused
 from deltazoo.rules.channel_gates import ChannelGates
 
@@ -12,8 +11,6 @@ __all__ = ["GatedDeltaNet2"]
 
 class GatedDeltaNet2(ChannelGates):
     """Erases under the gated key, and writes the gated value under the key."""
-
-    gain_at_most_one = True
 
     def make_parameters(self) -> None:
         """The gates, unless an option cannot act on them."""
@@ -31,11 +28,6 @@ class GatedDeltaNet2(ChannelGates):
         beta = self.whole_step(k, v, erase_key)
         v = fused.sigmoid_gate(write_gate, v, fused=self.fused_kernels)
         return RuleInputs(q, k, v, beta, self.log_decay(x), erase_key)
-
-    def step_form(self) -> StepForm | None:
-        """As `rule_inputs`."""
-        form = super().step_form()
-        return form and form._replace(keys="gated", key_maps=("w_proj",))
 
     def erase_key(self, erase_gate: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """The erase key `b * k`, from the gate before its sigmoid; both `[B, T, H, K]`, the key's dtype."""

@@ -13,7 +13,7 @@ The state never grows by itself: every factor is in (0, 1).
 Paper: Yang et al. 2023, arXiv:2312.06635.
 """
 
-from deltazoo.spec import RuleSpec, register_rule
+from deltazoo.spec import RuleSpec, StepForm, register_rule
 
 GLA = register_rule(
     RuleSpec(
@@ -33,4 +33,5 @@ GLA = register_rule(
         hub_model_type="gla",
     ),
     layer="deltazoo.rules.gla_layer.GatedLinearAttention",
+    step_form=StepForm("log_sigmoid", "gk_proj"),
 )

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_, spaced_decay_rates
-from deltazoo.layers.rule import StepForm
 from deltazoo.layers.short_convolution import activation_function
 from deltazoo.ops import fused
 
@@ -42,10 +41,6 @@ class GatedLinearAttention(DeltaRuleAttention):
         """`logsigmoid(gk_proj(x)) / 16`."""
         a = x.project("gk_proj").unflatten(-1, (-1, self.head_k_dim))
         return fused.log_sigmoid_decay(a, _SLOWER, fused=self.fused_kernels)
-
-    def step_form(self) -> StepForm:
-        """As `log_decay`."""
-        return StepForm("log_sigmoid", "gk_proj")
 
     def _start_bias(self, bias: Tensor) -> None:
         rate = _SLOWER * spaced_decay_rates(self.head_k_dim).double().to(bias.device)

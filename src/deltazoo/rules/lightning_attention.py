@@ -23,7 +23,7 @@ Papers: Qin et al. 2024, arXiv:2401.04658; MiniMax 2025, arXiv:2501.08313.
 
 from dataclasses import replace
 
-from deltazoo.spec import RuleSpec, register_rule
+from deltazoo.spec import RuleSpec, StepForm, register_rule
 
 _FIRST = RuleSpec(
     name="lightning_attention",
@@ -41,4 +41,5 @@ _FIRST = RuleSpec(
 LIGHTNING_ATTENTION = register_rule(
     replace(_FIRST, scale_queries=False, earlier=_FIRST),
     layer="deltazoo.rules.lightning_attention_layer.LightningAttention",
+    step_form=StepForm("fixed"),
 )

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention, LayerInput
-from deltazoo.layers.rule import StepForm
 from deltazoo.ops.dtypes import wide_dtype
 
 __all__ = ["LightningAttention"]
@@ -26,10 +25,6 @@ class LightningAttention(DeltaRuleAttention):
         heads = torch.where(heads <= evenly, heads, heads - evenly - 0.5)
         rates = torch.exp2(heads * (-8 / evenly))
         return (-self._depth_factor() * rates).expand(*x.hidden_states.shape[:2], -1)
-
-    def step_form(self) -> StepForm:
-        """As `log_decay`."""
-        return StepForm("fixed")
 
     def _depth_factor(self) -> float:
         if self.layer_idx is None or self.num_layers is None or self.num_layers < 2:

@@ -23,7 +23,7 @@ Paper: arXiv:2604.21100; parameter names, c = -0.2 at the start and the constant
 from dataclasses import replace
 
 from deltazoo.rules.gated_deltanet import GATED_DELTANET
-from deltazoo.spec import register_rule
+from deltazoo.spec import StepForm, register_rule
 
 _FIRST = replace(
     GATED_DELTANET,
@@ -39,4 +39,9 @@ _FIRST = replace(
 PGDN = register_rule(
     replace(_FIRST, output_gate="none", head_dim=128, expand_v=1.0, paper_shape={}, earlier=_FIRST),
     layer="deltazoo.rules.preconditioned_layer.Preconditioned",
+    step_form=StepForm(
+        keys="scaled",
+        key_maps=("a_atk_proj", "b_atk_proj"),
+        key_parameters=("A_log_atk", "dt_bias_atk", "log_atk_scale"),
+    ),
 )

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from deltazoo.rules.kda import KDA
 from deltazoo.rules.pgdn import PGDN
-from deltazoo.spec import register_rule
+from deltazoo.spec import StepForm, register_rule
 
 PKDA = register_rule(
     replace(
@@ -34,4 +34,7 @@ PKDA = register_rule(
         hub_model_type="precond_kda",
     ),
     layer="deltazoo.rules.preconditioned_layer.Preconditioned",
+    step_form=StepForm(
+        keys="scaled", key_maps=("a_proj", "b_atk_proj"), key_parameters=("A_log_atk", "dt_bias_atk", "log_atk_scale")
+    ),
 )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers import DeltaRuleAttention, LayerInput, RuleInputs, Sequences
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, nearly_zero_rows_
-from deltazoo.layers.rule import StepForm, run_rule
+from deltazoo.layers.rule import run_rule
 from deltazoo.layers.state import StateAccess
 from deltazoo.ops import fused
 from deltazoo.ops.decay import softplus_decay
@@ -109,12 +109,3 @@ class Preconditioned(DeltaRuleAttention):
         """Whether one kernel sums up the moment: in whole rows, without states before and after."""
         whole = sequences.whole_rows and not past.wanted and self.backend in (None, "triton")
         return whole and fused.takes_decayed_sum(self.fused_kernels, squares)
-
-    def step_form(self) -> StepForm | None:
-        """As `with_auxiliary_state`."""
-        form = super().step_form()
-        return form and form._replace(
-            keys="scaled",
-            key_maps=(self.moment_decay, "b_atk_proj"),
-            key_parameters=("A_log_atk", "dt_bias_atk", "log_atk_scale"),
-        )

@@ -14,7 +14,7 @@ Safety: conditional with one decay per head as here, no with one per channel. Th
 Paper: arXiv:2606.08804, eq. 17 to 20. The offset 0.9 is the authors' code's; another is reported from the appendix.
 """
 
-from deltazoo.spec import RuleSpec, register_rule
+from deltazoo.spec import RuleSpec, StepForm, register_rule
 
 Q_DELTA = register_rule(
     RuleSpec(
@@ -35,4 +35,5 @@ Q_DELTA = register_rule(
         paper_shape={"num_heads": 6, "num_hidden_layers": 21},
     ),
     layer="deltazoo.rules.q_delta_layer.QDelta",
+    step_form=StepForm(keys="query_share", key_maps=("lamb_proj",)),
 )

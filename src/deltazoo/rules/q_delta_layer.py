@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from deltazoo.layers import DeltaRuleAttention, LayerInput, RuleInputs
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
-from deltazoo.layers.rule import StepForm
 from deltazoo.ops import fused
 
 __all__ = ["QDelta"]
@@ -38,8 +37,3 @@ class QDelta(DeltaRuleAttention):
         erase_key = fused.q_delta_key(x.project("lamb_proj"), q, k, fused=self.fused_kernels)
         units = self.spec.normalize_q and self.spec.normalize_k
         return inputs._replace(erase_key=erase_key).bounded(by_rounding=units, fused=self.fused_kernels)
-
-    def step_form(self) -> StepForm | None:
-        """As `rule_inputs`."""
-        form = super().step_form()
-        return form and form._replace(keys="query_share", key_maps=("lamb_proj",))

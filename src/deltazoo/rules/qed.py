@@ -17,7 +17,7 @@ Paper: arXiv:2608.13668, eq. 6 and appendix A, as two independent readings repor
 from dataclasses import replace
 
 from deltazoo.rules.gated_deltanet2 import GATED_DELTANET2
-from deltazoo.spec import register_rule
+from deltazoo.spec import StepForm, register_rule
 
 QED = register_rule(
     replace(
@@ -30,4 +30,5 @@ QED = register_rule(
         nonexpansive_per_channel="no",
     ),
     layer="deltazoo.rules.qed_layer.QED",
+    step_form=StepForm(keys="gated_query", key_maps=("w_proj",), key_parameters=("theta",)),
 )

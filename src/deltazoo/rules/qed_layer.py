@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.layers.initialization import Initializer
-from deltazoo.layers.rule import StepForm
 from deltazoo.ops import fused
 from deltazoo.rules.gated_deltanet2_layer import GatedDeltaNet2
 
@@ -28,11 +27,6 @@ class QED(GatedDeltaNet2):
     def initializers(self, initializer_range: float | None = None) -> dict[str, Initializer]:
         """`theta` starts at -2."""
         return {**super().initializers(initializer_range), "theta": partial(nn.init.constant_, val=-2.0)}
-
-    def step_form(self) -> StepForm | None:
-        """As `erase_key`."""
-        form = super().step_form()
-        return form and form._replace(keys="gated_query", key_parameters=("theta",))
 
     def erase_key(self, erase_gate: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """`b * k + lambda (I - k k^T) (b * q)`, computed in float32 and rounded once to the key's dtype."""

@@ -14,10 +14,9 @@ from deltazoo.generation.cache_argument import takes_cache
 from deltazoo.layers import DeltaRuleAttention, RMSNorm, layer_class
 from deltazoo.layers.initialization import Initializer
 from deltazoo.layers.rotary import Rotary
-from deltazoo.layers.rule import StepForm
 from deltazoo.layers.sequences import WHOLE_ROWS
 from deltazoo.models.forward_arguments import refuse_dropped
-from deltazoo.spec import RuleSpec, get_rule
+from deltazoo.spec import RuleSpec, StepForm, get_rule
 from deltazoo.swap.families import ModelFamily
 
 __all__ = ["DropInDeltaAttention", "SwappedAttention", "build_swapped_attention", "drop_in_class", "swapped_layers"]
@@ -26,7 +25,7 @@ _LEFT_TO_THE_MODEL = ("position_ids", "use_cache", "output_router_logits")
 """Arguments of softmax attention that say nothing to a delta-rule layer that `delta_batch` does not say."""
 
 
-class DropInDeltaAttention(DeltaRuleAttention):
+class DropInDeltaAttention(DeltaRuleAttention, stands_for=DeltaRuleAttention):
     """`DeltaRuleAttention` that can hold every parameter of a softmax attention layer, so that they can be copied.
 
     Args:
@@ -46,8 +45,6 @@ class DropInDeltaAttention(DeltaRuleAttention):
     Raises:
         ValueError: as for `DeltaRuleAttention`; options that do not fit together.
     """
-
-    gain_at_most_one = True
 
     def __init__(
         self,
@@ -116,10 +113,11 @@ class DropInDeltaAttention(DeltaRuleAttention):
             k, v = k.repeat_interleave(shared, dim=2), v.repeat_interleave(shared, dim=2)
         return q, k, v
 
+    @property
     def step_form(self) -> StepForm | None:
         """The form of the layer it extends; None where queries and keys have norms, or heads share keys and values."""
         plain = self.qk_norm is None and self.num_kv_heads == self.num_heads
-        return super().step_form() if plain else None
+        return super().step_form if plain else None
 
     def initializers(self, initializer_range: float | None = None) -> dict[str, Initializer]:
         """Initializers of `DeltaRuleAttention`; the norms of queries and keys start with factors of one."""
@@ -129,10 +127,9 @@ class DropInDeltaAttention(DeltaRuleAttention):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a class that `drop_in_class` has made by the layer class it was made from."""
-        layer = vars(type(self)).get("made_from")
-        if layer is None:
+        if self.stands_for is type(self):
             return super().__reduce_ex__(protocol)
-        return _unfilled, (layer,), vars(self)
+        return _unfilled, (self.stands_for,), vars(self)
 
 
 def drop_in_class(rule: str | RuleSpec) -> type[DropInDeltaAttention]:
@@ -145,12 +142,8 @@ def drop_in_class(rule: str | RuleSpec) -> type[DropInDeltaAttention]:
 def _drop_in(layer: Any) -> type[DropInDeltaAttention]:
     if layer is DeltaRuleAttention:
         return DropInDeltaAttention
-    members: dict[str, Any] = {"__module__": layer.__module__, "__doc__": layer.__doc__, "made_from": layer}
-    if "step_form" in vars(layer):  # only a class that says so itself decodes in a fused step
-        members["step_form"] = DropInDeltaAttention.step_form
-    if "gain_at_most_one" in vars(layer):  # likewise
-        members["gain_at_most_one"] = layer.gain_at_most_one
-    return type(f"DropIn{layer.__name__}", (DropInDeltaAttention, layer), members)
+    members = {"__module__": layer.__module__, "__doc__": layer.__doc__}
+    return type(f"DropIn{layer.__name__}", (DropInDeltaAttention, layer), members, stands_for=layer)
 
 
 def _unfilled(layer: Any) -> DropInDeltaAttention:

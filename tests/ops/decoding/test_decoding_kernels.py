@@ -31,7 +31,8 @@ from deltazoo.ops.decoding.greedy_token import greedy_token  # noqa: E402
 from deltazoo.ops.decoding.low_rank_maps import LowRankGate, low_rank_gates  # noqa: E402
 from deltazoo.ops.decoding.product import token_product  # noqa: E402
 from deltazoo.ops.decoding.row_product import row_product  # noqa: E402
-from deltazoo.ops.decoding.rule import Columns, RuleShape, token_rule  # noqa: E402
+from deltazoo.ops.decoding.rule import token_rule  # noqa: E402
+from deltazoo.ops.decoding.step_form import RuleShape  # noqa: E402
 from deltazoo.spec import get_rule  # noqa: E402
 
 Results = dict[str, Tensor]
@@ -211,14 +212,14 @@ class Rule:
     def run(self, device: str) -> Results:
         x = self.inputs(device)
         first = dict(zip(self.sizes, itertools.accumulate(self.sizes.values(), initial=0), strict=False))
-        columns = Columns(first["g"], first["a"], first["b"], first["keys"])
+        shape = self.shape._replace(gate_at=first["g"], decay_at=first["a"], step_at=first["b"], keys_at=first["keys"])
         form = self.shape.decay_form if self.shape.decay != "none" else "none"
         A_log = x["A_log"] if form in ("softplus", "saturating", "fixed") else None
         dt_bias = x["dt_bias"] if form in ("softplus", "saturating") else None
         gates = x["gates"] if sum(self.low_rank_sizes) else None
         angles = torch.cat([x["angles"]] * 2, 1)
         z, squares = token_rule(
-            x["mixed"], gates, x["state"], A_log, dt_bias, x["norm_weight"], self.shape._replace(columns=columns),
+            x["mixed"], gates, x["state"], A_log, dt_bias, x["norm_weight"], shape,
             [x[name] for name in KEY_PARAMETERS.get(self.shape.keys, ())],
             angles=(angles.cos(), angles.sin()) if self.shape.turned else None,
         )  # fmt: skip
@@ -353,7 +354,6 @@ class Gates:
 
 
 HALF = torch.float16
-ANY = Columns()
 """Of a shape whose case says what `mixed` holds."""
 ENDS = [("", "residual"), ("norm", "convolution"), ("norm", "glu"), ("heads", "residual")]
 CASES: list[Product | Rule | Gates] = [
@@ -376,7 +376,7 @@ CASES: list[Product | Rule | Gates] = [
     *(
         Rule(
             f"rule-{gate}{'-low-rank' * low_rank}-{decay}-{int(doubled)}",
-            RuleShape(2, 4, 12, 20, True, doubled, decay, gate, ANY, low_rank),
+            RuleShape(2, 4, 12, 20, True, doubled, decay, gate, low_rank),
         )
         for gate, low_rank in (("none", False), ("silu", False), ("sigmoid", False), ("sigmoid", True))
         for decay in ("none", "scalar", "channel")
@@ -385,7 +385,7 @@ CASES: list[Product | Rule | Gates] = [
     *(
         Rule(
             f"rule-step-{step}{'-unit-keys' * unit_keys}-{decay}-{int(doubled)}",
-            RuleShape(2, 4, 12, 20, False, doubled, decay, "silu", ANY, False, unit_keys, step),
+            RuleShape(2, 4, 12, 20, False, doubled, decay, "silu", False, unit_keys, step),
         )
         for step, unit_keys, decay, doubled in (
             ("none", False, "none", False),
@@ -400,14 +400,14 @@ CASES: list[Product | Rule | Gates] = [
         )
     ),
     *(
-        Rule(f"rule-exact-keys-{size:g}", RuleShape(2, 4, 12, 20, False, False, "none", "none", ANY, step="exact",
+        Rule(f"rule-exact-keys-{size:g}", RuleShape(2, 4, 12, 20, False, False, "none", "none", step="exact",
              normalize_k=False), key_size=size)
         for size in (0.1, 1e-3, 1e-6, 0.0)
     ),
     *(
         Rule(
             f"rule-{form}-{decay}-{step}",
-            RuleShape(2, 4, 12, 20, False, False, decay, "sigmoid", ANY, False, False, step, form),
+            RuleShape(2, 4, 12, 20, False, False, decay, "sigmoid", False, False, step, form),
         )
         for form, decay in (("log_sigmoid", "scalar"), ("log_sigmoid", "channel"), ("fixed", "scalar"))
         for step in ("none", "implicit")
@@ -415,14 +415,14 @@ CASES: list[Product | Rule | Gates] = [
     *(
         Rule(
             f"rule-saturating-{decay}",
-            RuleShape(2, 4, 12, 20, False, False, decay, "sigmoid", ANY, decay_form="saturating"),
+            RuleShape(2, 4, 12, 20, False, False, decay, "sigmoid", decay_form="saturating"),
         )
         for decay in ("scalar", "channel")
     ),
     *(
         Rule(
             f"rule-keys-{keys}-{decay}-{int(doubled)}-{int(undecayed)}",
-            RuleShape(2, 4, 12, 20, True, doubled, decay, "silu", ANY, low_rank, keys=keys, undecayed=undecayed),
+            RuleShape(2, 4, 12, 20, True, doubled, decay, "silu", low_rank, keys=keys, undecayed=undecayed),
         )
         for keys, decay, doubled, low_rank, undecayed in (
             ("gated", "channel", False, True, False),
@@ -444,7 +444,7 @@ CASES: list[Product | Rule | Gates] = [
     *(
         Rule(
             f"rule-{steps}-steps-{decay}-{step}-{int(undecayed)}",
-            RuleShape(2, 4, 12, 20, True, doubled, decay, "silu", ANY, step=step, micro_steps=steps,
+            RuleShape(2, 4, 12, 20, True, doubled, decay, "silu", step=step, micro_steps=steps,
                       undecayed=undecayed),
         )
         for steps, decay, step, doubled, undecayed in (
@@ -461,7 +461,7 @@ CASES: list[Product | Rule | Gates] = [
     ),
     Product("bias-half", dtype=HALF, bias=True, after="residual"),
     *(
-        Rule(f"rule-turned-{turned}-{rows}-{keys}-{decay}", RuleShape(2, 4, 12, 20, True, False, decay, "silu", ANY,
+        Rule(f"rule-turned-{turned}-{rows}-{keys}-{decay}", RuleShape(2, 4, 12, 20, True, False, decay, "silu",
              low_rank, keys=keys, micro_steps=steps, turned=turned), B=3, angles=rows)
         for turned, rows, keys, decay, low_rank, steps in (
             (12, 1, "tied", "scalar", False, 1),
@@ -471,8 +471,8 @@ CASES: list[Product | Rule | Gates] = [
             (12, 3, "unit_feedback", "scalar", False, 1),
         )
     ),
-    Rule("rule-wide", RuleShape(1, 1, 128, 128, True, False, "none", "none", ANY), B=1),
-    Rule("rule-one-channel", RuleShape(1, 2, 1, 1, False, False, "scalar", "none", ANY)),
+    Rule("rule-wide", RuleShape(1, 1, 128, 128, True, False, "none", "none"), B=1),
+    Rule("rule-one-channel", RuleShape(1, 2, 1, 1, False, False, "scalar", "none")),
     *(
         Gates(f"gates-{R}-{str(dtype)[6:]}", R, dtype=dtype)
         for R, dtype in itertools.product((1, 2, 33, 65), (torch.float32, HALF))

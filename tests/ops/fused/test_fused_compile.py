@@ -34,6 +34,7 @@ from deltazoo.ops.decoding import (  # noqa: E402
     rule,
     scaled_keys,
 )
+from deltazoo.ops.decoding.step_form import RuleShape  # noqa: E402
 from deltazoo.ops.fused import MOST_COLUMNS, gates, glu, loss, norms, rotary, short_conv, short_conv_step  # noqa: E402
 from deltazoo.ops.fused import keys as rule_keys  # noqa: E402
 from deltazoo.ops.fused import moment as moment_keys  # noqa: E402
@@ -60,7 +61,6 @@ LAUNCHED_AHEAD = (
     product,
     rule,
 )
-COLUMNS = rule.Columns()
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -213,7 +213,7 @@ def token_of(part: str) -> None:
 
 def apply_rule(rows: int, gate: str, V: int, **more: Any) -> None:
     """The step of a rule with 8 heads; its columns of `mixed` do not matter here."""
-    shape = rule.RuleShape(8, 8, 128, V, True, False, "none" if gate == "none" else "scalar", gate, COLUMNS)
+    shape = RuleShape(8, 8, 128, V, True, False, "none" if gate == "none" else "scalar", gate)
     shape, wide = shape._replace(**more), torch.float32
     A_log = empty(8, dtype=wide)
     dt_bias = None if shape.decay_form == "fixed" else A_log
@@ -227,7 +227,7 @@ def apply_rule(rows: int, gate: str, V: int, **more: Any) -> None:
 
 def apply_channel_rule(rows: int) -> None:
     """The step of KDA from its gates of low rank on."""
-    shape = rule.RuleShape(8, 8, 128, 128, True, False, "channel", "sigmoid", COLUMNS, True)
+    shape = RuleShape(8, 8, 128, 128, True, False, "channel", "sigmoid", True)
     wide = torch.float32
     mixed, weight = empty(rows, 3 * 1024 + 256 + 8, dtype=wide), empty(1024, 128)
     gate, decay = low_rank_maps.LowRankGate(3072, weight, empty(1024)), low_rank_maps.LowRankGate(3200, weight)
@@ -238,9 +238,7 @@ def apply_channel_rule(rows: int) -> None:
 
 def apply_log_sigmoid_rule(rows: int) -> None:
     """The step of GLA with its heads, from its decay's second map on."""
-    shape = rule.RuleShape(
-        4, 4, 256, 512, False, False, "channel", "silu", COLUMNS, False, False, "none", "log_sigmoid"
-    )
+    shape = RuleShape(4, 4, 256, 512, False, False, "channel", "silu", False, False, "none", "log_sigmoid")
     wide = torch.float32
     mixed = empty(rows, 2 * 1024 + 2 * 2048 + 16, dtype=wide)
     gates = low_rank_maps.low_rank_gates(mixed, [low_rank_maps.LowRankGate(6144, empty(1024, 16), empty(1024))])
@@ -249,8 +247,8 @@ def apply_log_sigmoid_rule(rows: int) -> None:
 
 def apply_erase_first_rule(rows: int) -> None:
     """The step of EDA from its maps of low rank on."""
-    shape = rule.RuleShape(
-        8, 8, 128, 128, True, False, "channel", "sigmoid", COLUMNS, True, decay_form="saturating", keys="erase_first"
+    shape = RuleShape(
+        8, 8, 128, 128, True, False, "channel", "sigmoid", True, decay_form="saturating", keys="erase_first"
     )
     wide, weight = torch.float32, empty(1024, 128)
     mixed = empty(rows, 3 * 1024 + 3 * 128 + 16, dtype=wide)

@@ -15,7 +15,7 @@ from ops.triton.machine_code import faults
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from deltazoo.ops.triton.launch import Tile
+from deltazoo.ops.triton.launch import TileView
 
 SHARED_MEMORY = 232_448
 """Bytes per thread block on Hopper."""
@@ -46,7 +46,7 @@ class Compiled:
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any]) -> Compiled:
-    """What a launch with these arguments by name needs: tensors (meta will do), `Tile`s, numbers, options."""
+    """What a launch with these arguments by name needs: tensors (meta will do), `TileView`s, numbers, options."""
     return _resources(build(kernel, arguments))
 
 
@@ -58,7 +58,7 @@ def build(kernel: Any, arguments: dict[str, Any]) -> Any:
     for position, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
         signature[parameter.name] = "constexpr"
-        if isinstance(value, Tile):
+        if isinstance(value, TileView):
             descriptor = value.descriptor()
             signature[parameter.name] = (
                 f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{descriptor.layout!r}>"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
@@ -24,12 +23,17 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
+from ops.triton.launches import arguments_of, launched_by, routed  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from deltazoo.ops.call import RuleCall  # noqa: E402
-from deltazoo.ops.triton import pipeline  # noqa: E402
+from deltazoo.ops.triton.backward import backward  # noqa: E402
+from deltazoo.ops.triton.forward import forward  # noqa: E402
+from deltazoo.ops.triton.launch import Constants  # noqa: E402
+from deltazoo.ops.triton.plan import Card  # noqa: E402
+from deltazoo.ops.triton.problem import Problem  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="with TRITON_INTERPRET=1 Triton cannot compile"
@@ -89,9 +93,9 @@ class Call:
         strict = None if self.precision is None else self.precision == "strict"
         update = (e if self.erase_key else None, self.undecayed, n)
         inputs = (q, k, v, beta, log_decay, 0.1, state, cu_seqlens, strict, *update)
-        problem = pipeline.Problem(RuleCall(*inputs))
-        output, final_state, kept = pipeline.forward(problem)
-        pipeline.backward(problem, kept, output, final_state if self.state else None, in_place=self.in_place)
+        call = RuleCall(*inputs)
+        output, final_state, kept = forward(Problem(call))
+        backward(call, kept, output, final_state if self.state else None, in_place=self.in_place)
 
 
 @dataclass(frozen=True)
@@ -125,31 +129,14 @@ class Launch:
         return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-class Recorder:
-    """Stands in for a kernel: `recorder[grid](...)` records the launch."""
-
-    def __init__(self, kernel: JITFunction, launches: list[Launch]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*positional: Any, **named: Any) -> None:
-            assert all(size > 0 for size in grid)
-            arguments = dict(zip(self.kernel.arg_names, positional, strict=False))
-            assert not arguments.keys() & named.keys()
-            self.launches.append(Launch(self.kernel, arguments | named))
-
-        return launch
-
-
-def launches_of(call: Call, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def launches_of(call: Call) -> list[Launch]:
     launches: list[Launch] = []
-    with monkeypatch.context() as patch:
-        for name, kernel in list(vars(pipeline).items()):
-            if isinstance(kernel, JITFunction):
-                patch.setattr(pipeline, name, Recorder(kernel, launches))
-        patch.setattr(pipeline, "shared_memory", lambda _: SHARED_MEMORY[call.arch])
-        if call.in_place:
-            patch.setattr(pipeline, "available", lambda _: True)
+
+    def record(kernel: Any, constants: Constants, *tensors: Any) -> None:
+        assert all(size > 0 for size in constants.grid)
+        launches.append(Launch(kernel, arguments_of(kernel, constants, tensors)))
+
+    with launched_by(record), routed(Card(SHARED_MEMORY[call.arch], gluon=call.in_place)):
         call.run()
     return launches
 
@@ -193,10 +180,10 @@ def spill_limit(call: Call, launch: Launch) -> int:
     return 512
 
 
-def check(call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def check(call: Call, folder: Path) -> None:
     """Compile every distinct launch of a call, print what each needs, and fail if any exceeds the limits."""
     failures, spilling, seen = [], {}, set()
-    for launch in launches_of(call, monkeypatch):
+    for launch in launches_of(call):
         constants = {p.name: launch.arguments[p.name] for p in launch.kernel.params if p.is_constexpr}
         key = (str(launch), *sorted(constants.items()))
         if key in seen or (call.only and str(launch) not in call.only):
@@ -264,8 +251,8 @@ SWEEP = [
 
 
 @pytest.mark.parametrize("call", REPRESENTATIVE, ids=str)
-def test_kernels_fit_the_card(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    check(call, monkeypatch, tmp_path)
+def test_kernels_fit_the_card(call: Call, tmp_path: Path) -> None:
+    check(call, tmp_path)
 
 
 PTXAS_GIVES_UP = known_miss(
@@ -293,10 +280,10 @@ JUST_OVER = {
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("call", SWEEP, ids=str)
-def test_every_kernel_fits_every_card(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_kernel_fits_every_card(call: Call, tmp_path: Path) -> None:
     gives_up = call.dtype == torch.float32 and call.K == 256 and call.decay != "channel" and call.arch != HOPPER
     channel_half = call.decay == "channel" and call.dtype != torch.float32
     row_before = call.undecayed and channel_half and call.K in ROW_BEFORE[call.arch]
     known = PTXAS_GIVES_UP if gives_up else of_row_before(call) if row_before else JUST_OVER.get(str(call))
     with known or nullcontext():
-        check(call, monkeypatch, tmp_path)
+        check(call, tmp_path)

@@ -22,13 +22,17 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
+from ops.triton.launches import launched_by  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
 from deltazoo.ops.call import RuleCall  # noqa: E402
-from deltazoo.ops.triton import pipeline  # noqa: E402
+from deltazoo.ops.triton.backward import backward  # noqa: E402
+from deltazoo.ops.triton.forward import forward  # noqa: E402
+from deltazoo.ops.triton.launch import Constants  # noqa: E402
+from deltazoo.ops.triton.problem import Problem  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="with TRITON_INTERPRET=1 Triton cannot compile"
@@ -92,19 +96,21 @@ class Modelled:
             self.hazards |= ThreadBlock(program, arguments, memory, position).run()
 
 
-def judge(case: DeltaRuleCase, strict: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def judge(case: DeltaRuleCase, strict: bool | None) -> None:
     """Results and gradients in bfloat16 within a few roundings of float64, and nothing that depends on timing."""
     hazards: dict[str, str] = {}
-    for name, kernel in list(vars(pipeline).items()):
-        if isinstance(kernel, JITFunction):
-            monkeypatch.setattr(pipeline, name, Modelled(kernel, hazards))
+
+    def on_the_model(kernel: Any, constants: Constants, *tensors: Any) -> None:
+        Modelled(kernel, hazards)[constants.grid](*tensors, **constants.named)
+
     x = case.make(dtype=torch.bfloat16)
     update = (x.erase_key, x.erase_reads == "undecayed", x.num_micro_steps)
     inputs = (x.q, x.k, x.v, x.beta, x.log_decay, case.K**-0.5, x.initial_state, x.cu_seqlens, strict)
-    problem = pipeline.Problem(RuleCall(*inputs, *update))
-    output, final_state, kept = pipeline.forward(problem)
-    gradients = pipeline.backward(problem, kept, x.d_output, x.d_final_state)
-    names = [f"d_{name}" for name in ("q", "k", "erase_key", "v", "beta", "log_decay", "initial_state")]
+    call = RuleCall(*inputs, *update)
+    with launched_by(on_the_model):
+        output, final_state, kept = forward(Problem(call))
+        gradients = backward(call, kept, x.d_output, x.d_final_state)
+    names = [f"d_{name}" for name in ("q", "k", "v", "beta", "log_decay", "initial_state", "erase_key")]
     actual = {"output": output, "final_state": final_state}
     actual |= {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
     exact = results_and_gradients(delta_rule, x.double(), backend="chunkwise")
@@ -149,12 +155,12 @@ MANY = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_compiled_kernels_are_right_whatever_the_timing(case: DeltaRuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge(case, None, monkeypatch)
+def test_compiled_kernels_are_right_whatever_the_timing(case: DeltaRuleCase) -> None:
+    judge(case, None)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("strict", [None, True], ids=["by_gain", "strict"])
 @pytest.mark.parametrize("case", MANY, ids=str)
-def test_many_compiled_kernels(case: DeltaRuleCase, strict: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge(case, strict, monkeypatch)
+def test_many_compiled_kernels(case: DeltaRuleCase, strict: bool | None) -> None:
+    judge(case, strict)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +17,17 @@ pytest.importorskip("triton")
 from delta_rule_cases import DeltaRuleCase, DeltaRuleInputs  # noqa: E402
 from helpers import assert_within_reference, relative_errors, results_and_gradients  # noqa: E402
 from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel  # noqa: E402
+from ops.triton.launches import HOPPER, arguments_of, is_gluon, launched_by, routed  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
 from deltazoo.ops.call import RuleCall  # noqa: E402
-from deltazoo.ops.triton import pipeline  # noqa: E402
-from deltazoo.ops.triton.hopper import gluon  # noqa: E402
-from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402
-from deltazoo.ops.triton.hopper.served_calls import refusal  # noqa: E402
-from deltazoo.ops.triton.launch import Constants  # noqa: E402
-from deltazoo.ops.triton.plan import Plan  # noqa: E402
+from deltazoo.ops.triton import gluon  # noqa: E402
+from deltazoo.ops.triton.backward import backward  # noqa: E402
+from deltazoo.ops.triton.forward import forward  # noqa: E402
+from deltazoo.ops.triton.gluon import MISSING  # noqa: E402
+from deltazoo.ops.triton.launch import Constants, launch  # noqa: E402
+from deltazoo.ops.triton.plan import OBSTACLES, Card, Plan  # noqa: E402
+from deltazoo.ops.triton.problem import Problem  # noqa: E402
 
 DECAYS = ("none", "scalar", "channel")
 pytestmark = [
@@ -47,20 +51,15 @@ class Call:
     keep: bool = True
     in_place: bool = False
 
-    def launches(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    def launches(self) -> list[tuple[Any, dict[str, Any]]]:
         """Kernels in Gluon and their arguments by name, of forward and backward on meta tensors."""
         launches = []
 
         def record(kernel: Any, constants: Constants, *tensors: Any) -> None:
-            if hasattr(kernel, "is_gluon") and kernel.is_gluon():
-                arguments = dict(zip(kernel.arg_names, tensors, strict=False))
-                assert not arguments.keys() & constants.named.keys()
-                launches.append((kernel, arguments | constants.named))
+            if is_gluon(kernel):
+                launches.append((kernel, arguments_of(kernel, constants, tensors)))
 
-        with monkeypatch.context() as patch:
-            patch.setattr(pipeline, "launch", record)
-            patch.setattr(pipeline, "available", lambda _: True)
-            patch.setattr(pipeline, "multiprocessors", lambda _: 132)
+        with launched_by(record), routed(HOPPER):
             self.run()
         return launches
 
@@ -76,9 +75,9 @@ class Call:
         state = empty(B, HV, 128, 128) if self.state else None
         update = (e if self.erase_key else None, self.undecayed, 1)
         inputs = (q, k, v, beta, log_decay, 0.1, state, None, self.strict, *update)
-        problem = pipeline.Problem(RuleCall(*inputs))
-        output, final_state, kept = pipeline.forward(problem, self.keep)
-        pipeline.backward(problem, kept, output, final_state if self.state else None, self.keep, self.in_place)
+        rule_call = RuleCall(*inputs)
+        output, final_state, kept = forward(Problem(rule_call), self.keep)
+        backward(rule_call, kept, output, final_state if self.state else None, self.in_place)
 
 
 CALLS = [
@@ -98,8 +97,8 @@ MORE_CALLS = [
 
 
 @pytest.mark.parametrize("call", CALLS + [pytest.param(x, marks=pytest.mark.sweep) for x in MORE_CALLS], ids=str)
-def test_compiles_without_spills_and_with_products_in_flight(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = call.launches(monkeypatch)
+def test_compiles_without_spills_and_with_products_in_flight(call: Call) -> None:
+    launches = call.launches()
     assert launches
     for kernel, arguments in launches:
         if kernel.fn.__name__.startswith(("backward", "hopper_chunk_gradients", "hopper_forward")):
@@ -115,19 +114,18 @@ def test_compiles_without_spills_and_with_products_in_flight(call: Call, monkeyp
 def sizes(**changes: Any) -> Plan:
     """The plan of a call that the kernels serve, but for the changes."""
     named = dict(
-        q=torch.Size([2, 256, 2, 128]), v=torch.Size([2, 256, 4, 128]), half=True, decay=1, has_beta=True,
-        sequences=None, strict=None, has_erase_key=False, undecayed=False, num_micro_steps=1, scale=0.1,
-        shared=SHARED_MEMORY, gluon=True,
+        q=torch.Size([2, 256, 2, 128]), v=torch.Size([2, 256, 4, 128]), dtype=torch.bfloat16, decay=1,
+        has_beta=True, sequences=None, strict=None, has_erase_key=False, undecayed=False, num_micro_steps=1, scale=0.1,
+        card=HOPPER,
     )  # fmt: skip
     return Plan(**named | changes)
 
 
 def test_says_why_a_call_is_left_to_plain_triton() -> None:
-    assert refusal(sizes()) is None and sizes().hopper
-    assert not sizes(gluon=False).hopper
+    assert sizes().route.scans == "gluon" and "scans" not in sizes().route.why
     refused = {
         "heads have 64 key and 128 value channels, not 128": dict(q=torch.Size([2, 256, 2, 64])),
-        "inputs are float32": dict(half=False),
+        "inputs are float32": dict(dtype=torch.float32),
         "there are no step sizes": dict(has_beta=False),
         "tokens have several micro-steps": dict(num_micro_steps=2, v=torch.Size([2, 512, 4, 128])),
         "rows are packed": dict(q=torch.Size([1, 256, 2, 128]), v=torch.Size([1, 256, 4, 128]), sequences=2),
@@ -136,14 +134,24 @@ def test_says_why_a_call_is_left_to_plain_triton() -> None:
             q=torch.Size([2**12, 2**16, 2, 128]), v=torch.Size([2**12, 2**16, 4, 128])
         ),
     }
+    refused["Gluon kernels run on Hopper GPUs, with Triton 3.6 or 3.7"] = dict(card=Card())
     for reason, changes in refused.items():
-        assert refusal(sizes(**changes)) == reason
-        assert not sizes(**changes).hopper
+        route = sizes(**changes).route
+        assert route == ("triton", "stages", "stages", "triton", "chunks", "chunks", route.why)
+        assert route.why == dict.fromkeys(("scans", "forward", "backward", "gradients"), reason)
+
+
+def test_the_documentation_lists_every_obstacle() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    table = text.partition("### Route")[2].partition("###")[0]
+    for _, _, reason in OBSTACLES:
+        words = re.split(r"\{.*?\}", reason)
+        assert re.search(".+?".join(map(re.escape, words)), table), reason
 
 
 def test_an_empty_batch_is_left_to_plain_triton() -> None:
     """The copy engine takes no tensor without elements."""
-    assert not sizes(q=torch.Size([0, 256, 2, 128]), v=torch.Size([0, 256, 4, 128])).hopper
+    assert not sizes(q=torch.Size([0, 256, 2, 128]), v=torch.Size([0, 256, 4, 128])).gluon
 
 
 def test_tensors_without_data_need_no_card() -> None:
@@ -186,15 +194,14 @@ def assert_right(inputs: DeltaRuleInputs, dtype: torch.dtype) -> None:
 
 def launched_kernels(inputs: DeltaRuleInputs, **options: Any) -> set[str]:
     """The Gluon kernels that a call launches."""
-    names, launch = set(), pipeline.launch
+    names = set()
 
     def record(kernel: Any, *arguments: Any) -> None:
-        if getattr(kernel, "is_gluon", lambda: False)():
+        if is_gluon(kernel):
             names.add(kernel.fn.__name__)
         launch(kernel, *arguments)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "launch", record)
+    with launched_by(record):
         results_and_gradients(delta_rule, inputs, backend="triton", **options)
     return names
 

@@ -24,11 +24,16 @@ from deltazoo.ops.call import RuleCall
 
 pytest.importorskip("triton")
 
-from deltazoo.ops.triton import pipeline, plan  # noqa: E402
-from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402
-from deltazoo.ops.triton.hopper.served_calls import forward_refusal  # noqa: E402
+from ops.triton.launches import arguments_of, launched_by, routed  # noqa: E402
+
+from deltazoo.ops.triton import plan  # noqa: E402
+from deltazoo.ops.triton.chunk import prepare  # noqa: E402
+from deltazoo.ops.triton.forward import complete, forward, infer  # noqa: E402
+from deltazoo.ops.triton.gluon import MISSING  # noqa: E402
+from deltazoo.ops.triton.kept import Kept  # noqa: E402
 from deltazoo.ops.triton.launch import Constants  # noqa: E402
-from deltazoo.ops.triton.plan import Plan, sizes_of  # noqa: E402
+from deltazoo.ops.triton.plan import Card  # noqa: E402
+from deltazoo.ops.triton.problem import Problem, fake_plan  # noqa: E402
 
 CHUNK = 64
 DECAYS = ("none", "scalar", "channel")
@@ -45,9 +50,10 @@ def shaped(name: str = "fused", **options: Any) -> DeltaRuleCase:
 # -- without a GPU ---------------------------------------------------------------------------------
 
 
-def problem(
-    decay: str, groups: int = 1, state: bool = False, strict: bool | None = None, **sizes: int
-) -> pipeline.Problem:
+def meta_call(
+    decay: str, groups: int = 1, state: bool = False, strict: bool | None = None, dtype: torch.dtype = torch.bfloat16,
+    **sizes: int,
+) -> RuleCall:  # fmt: skip
     """A call on meta tensors that fills a card."""
     size = dict(B=8, T=4096, HV=16, D=128) | sizes
     B, T, HV, D = size.values()
@@ -55,36 +61,31 @@ def problem(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    q, k = (empty(B, T, HV // groups, D, dtype=torch.bfloat16) for _ in range(2))
+    q, k = (empty(B, T, HV // groups, D, dtype=dtype) for _ in range(2))
     log_decay = {"none": None, "scalar": empty(B, T, HV), "channel": empty(B, T, HV, D)}[decay]
     initial = empty(B, HV, D, D) if state else None
-    v = empty(B, T, HV, D, dtype=torch.bfloat16)
-    return pipeline.Problem(RuleCall(q, k, v, empty(B, T, HV), log_decay, 0.1, initial, None, strict, None, False, 1))
+    return RuleCall(q, k, empty(B, T, HV, D, dtype=dtype), empty(B, T, HV), log_decay, 0.1, initial, None, strict)
 
 
-def launches(p: pipeline.Problem, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, dict[str, Any]]]:
+def launches(call: RuleCall) -> dict[str, tuple[Any, dict[str, Any]]]:
     """The launches of an inference call by kernel name: kernel and arguments by name."""
     found = {}
 
     def record(kernel: Any, constants: Constants, *tensors: Any) -> None:
-        arguments = dict(zip(kernel.arg_names, tensors, strict=False))
-        assert not arguments.keys() & constants.named.keys()
-        found[kernel.fn.__name__] = kernel, arguments | constants.named
+        found[kernel.fn.__name__] = kernel, arguments_of(kernel, constants, tensors)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "launch", record)
-        patch.setattr(pipeline, "serves_forward", lambda *_: True)
-        pipeline.infer(p)
+    with launched_by(record), routed(forward="fused"):
+        infer(Problem(call))
     return found
 
 
 @compiles
 @pytest.mark.parametrize("strict", [None, False], ids=["by_gain", "fast"])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_compiles_with_products_in_flight(decay: str, strict: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_with_products_in_flight(decay: str, strict: bool | None) -> None:
     from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel
 
-    compiled = compile_kernel(*launches(problem(decay, strict=strict), monkeypatch)["hopper_forward_kernel"])
+    compiled = compile_kernel(*launches(meta_call(decay, strict=strict))["hopper_forward_kernel"])
     print(compiled)
     assert not compiled.warnings
     assert compiled.spilled <= 256  # addresses and counters
@@ -92,46 +93,47 @@ def test_compiles_with_products_in_flight(decay: str, strict: bool | None, monke
 
 
 @compiles
-def test_preparing_the_rest_fits_the_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_preparing_the_rest_fits_the_card(tmp_path: Path) -> None:
     from ops.triton.test_compile import Launch, resources
 
-    kernel, arguments = launches(problem("scalar", groups=2), monkeypatch)["prepare_rest_kernel"]
+    kernel, arguments = launches(meta_call("scalar", groups=2))["prepare_rest_kernel"]
     used = resources(Launch(kernel, arguments).compile(90), tmp_path)
     print(used)
     assert used["registers"] <= 255 and used["spilled"] <= 512
 
 
 def test_completing_has_the_limits_of_a_grid() -> None:
-    assert problem("none").plan.prepare_rest().grid == (16, 4, 8)
+    assert prepare._constants_of_rest(fake_plan(meta_call("none"))).grid == (16, 4, 8)
     with pytest.raises(NotImplementedError, match="65535 rows"):
-        problem("none", B=2**16, T=64, HV=1).plan.prepare_rest()
+        prepare._constants_of_rest(fake_plan(meta_call("none", B=2**16, T=64, HV=1)))
 
 
-def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches() -> None:
     """Fast: one kernel; by gain three more, which complete what it leaves, per channel in any precision."""
     rest = ["prepare_rest_kernel", "invert_kernel", "scan_kernel"]
     if MISSING is None:
-        assert list(launches(problem("none", strict=False), monkeypatch)) == ["hopper_forward_kernel"]
-        assert list(launches(problem("none"), monkeypatch)) == ["hopper_forward_kernel", *rest]
+        assert list(launches(meta_call("none", strict=False))) == ["hopper_forward_kernel"]
+        assert list(launches(meta_call("none"))) == ["hopper_forward_kernel", *rest]
         rest = ["prepare_channel_kernel", "scan_kernel"]
-        assert list(launches(problem("channel", strict=False), monkeypatch)) == ["hopper_forward_kernel", *rest]
+        assert list(launches(meta_call("channel", strict=False))) == ["hopper_forward_kernel", *rest]
 
 
 def test_says_why_a_call_is_left_to_several_kernels() -> None:
-    def refusal(dtype: torch.dtype = torch.bfloat16, **options: Any) -> str | None:
-        return forward_refusal(problem(**dict(decay="scalar", T=1024) | options).plan, dtype, 132)
+    def obstacle(multiprocessors: int = 132, **options: Any) -> str | None:
+        with routed(Card(gluon=True, multiprocessors=multiprocessors)):
+            return fake_plan(meta_call(**dict(decay="scalar", T=1024) | options)).route.why.get("forward")
 
-    assert refusal() is None and refusal(decay="none", groups=4, state=True, strict=False) is None
-    assert refusal(decay="channel") is None
-    assert refusal(B=1, HV=80) is None and refusal(B=1, HV=264) is None
+    assert obstacle() is None and obstacle(decay="none", groups=4, state=True, strict=False) is None
+    assert obstacle(decay="channel") is None
+    assert obstacle(B=1, HV=80) is None and obstacle(B=1, HV=264) is None
     for heads in (32, 79, 133, 158):
-        assert refusal(B=1, HV=heads) == f"{heads} heads in all leave multiprocessors idle"
+        assert obstacle(B=1, HV=heads) == f"{heads} heads in all leave multiprocessors idle"
     # Of a card with fewer multiprocessors they keep enough busy, but rows are cut to make more scans of them.
-    assert forward_refusal(problem("none", B=1, HV=60).plan, torch.bfloat16, 78) == "long rows are cut into segments"
-    assert forward_refusal(problem("none", B=1, HV=60, T=2048).plan, torch.bfloat16, 78) is None
-    assert refusal(torch.float16) == "inputs are torch.float16"
-    assert refusal(strict=True) == "precision is strict"
-    assert refusal(D=64) == "heads have 64 key and 64 value channels, not 128"
+    few = dict(multiprocessors=78, decay="none", B=1, HV=60)
+    assert obstacle(**few, T=4096) == "long rows are cut into segments" and obstacle(**few, T=2048) is None
+    assert obstacle(dtype=torch.float16) == "inputs are torch.float16"
+    assert obstacle(strict=True) == "precision is strict"
+    assert obstacle(D=64) == "heads have 64 key and 64 value channels, not 128"
 
 
 def complete_what_is_left() -> None:
@@ -141,20 +143,18 @@ def complete_what_is_left() -> None:
         inputs = case.make(dtype=torch.float16)
         inputs.beta[1, 150, 1] = 1.9
 
-        def cut(tokens: int, x: DeltaRuleInputs = inputs) -> pipeline.Problem:
+        def cut(tokens: int, x: DeltaRuleInputs = inputs) -> Problem:
             q, k, v, beta = (t[:, :tokens] for t in (x.q, x.k, x.v, x.beta))
             log_decay = None if x.log_decay is None else x.log_decay[:, :tokens]
-            return pipeline.Problem(
-                RuleCall(q, k, v, beta, log_decay, 0.25, x.initial_state, None, None, None, False, 1)
-            )
+            return Problem(RuleCall(q, k, v, beta, log_decay, 0.25, x.initial_state, None, None, None, False, 1))
 
-        output, final, _ = pipeline.forward(cut(200))
-        _, state, _ = pipeline.forward(cut(128))
+        output, final, _ = forward(cut(200))
+        _, state, _ = forward(cut(128))
         found, found_final = output.clone(), final.clone()
         found[1, 128:, 1], found_final[1, 1] = float("nan"), state[1, 1]
         left, stopped = cut(200), torch.tensor([[4, 4], [4, 2]], dtype=torch.int32)
-        kept = pipeline.Kept.empty(left.plan, left.q, keep=False)
-        pipeline.complete(left, kept, stopped, found, found_final)
+        kept = Kept.empty(left.plan, left.q, keep=False)
+        complete(left, kept, stopped, found, found_final)
         assert torch.equal(found, output) and torch.equal(found_final, final), decay
 
 
@@ -172,15 +172,13 @@ def test_completes_what_is_left_interpreted() -> None:
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few heads take the fused kernel too."""
-    from deltazoo.ops.triton.hopper.gluon import available
+    from deltazoo.ops.triton.gluon import available
 
     if not available(torch.device("cuda", 0)):
         pytest.skip("needs a Hopper GPU and a Triton with Gluon")
-    monkeypatch.setattr(pipeline, "serves_forward", lambda *_: True)
     monkeypatch.setattr(plan, "segments_of", lambda chunks, programs: (1, chunks))  # the kernel takes whole rows
-    plan.plan_for.cache_clear()
-    yield
-    plan.plan_for.cache_clear()
+    with routed(forward="fused"):
+        yield
 
 
 def call(inputs: DeltaRuleInputs, **options: Any) -> dict[str, Tensor]:
@@ -295,13 +293,9 @@ def test_in_a_graph_the_gain_decides_at_every_replay(decay: str) -> None:
 def test_serves_where_heads_fill_the_card(decay: str) -> None:
     """Within rounding of the kernels that a recorded call takes if its backward pass is to scan again."""
     inputs = shaped(B=8, H=16, decay=decay).make(device="cuda", dtype=torch.bfloat16)
-    x = inputs
-    plan = Plan(
-        *sizes_of(RuleCall(x.q, x.k, x.v, x.beta, x.log_decay, 0.1, None, None)), 0.1, 232_448
-    )  # fmt: skip
-    count = torch.cuda.get_device_properties(0).multi_processor_count
-    if forward_refusal(plan, torch.bfloat16, count) is not None:
-        pytest.skip("needs a card with up to 213 multiprocessors")
+    given = RuleCall(inputs.q, inputs.k, inputs.v, inputs.beta, inputs.log_decay, 0.1, None, None)
+    if fake_plan(given).route.forward != "fused":
+        pytest.skip("needs a Hopper card with up to 213 multiprocessors")
     with scanning_again():
         recorded = call(replace(inputs, v=inputs.v.clone().requires_grad_()), backend="triton")
     for name, found in call(inputs, backend="triton").items():

@@ -16,17 +16,19 @@ pytest.importorskip("triton")
 from delta_rule_cases import DeltaRuleCase  # noqa: E402
 from helpers import assert_within_reference, relative_errors, results_and_gradients  # noqa: E402
 from ops.triton.gluon_compile import SHARED_MEMORY, Compiled, compile_kernel  # noqa: E402
+from ops.triton.launches import HOPPER, arguments_of, launched_by, routed  # noqa: E402
 from ops.triton.test_compiled_code import Modelled  # noqa: E402
 from ops.triton.test_hopper import sizes  # noqa: E402
 from ptx.thread_block import Program  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
 from deltazoo.ops.call import RuleCall  # noqa: E402
-from deltazoo.ops.triton import pipeline  # noqa: E402
-from deltazoo.ops.triton.hopper.gluon import MISSING, available  # noqa: E402
-from deltazoo.ops.triton.hopper.served_calls import channel_gradients_refusal  # noqa: E402
-from deltazoo.ops.triton.launch import Constants  # noqa: E402
+from deltazoo.ops.triton.backward import backward  # noqa: E402
+from deltazoo.ops.triton.forward import forward  # noqa: E402
+from deltazoo.ops.triton.gluon import MISSING, available  # noqa: E402
+from deltazoo.ops.triton.launch import Constants, launch  # noqa: E402
 from deltazoo.ops.triton.plan import Plan  # noqa: E402
+from deltazoo.ops.triton.problem import Problem  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Gluon has no interpreter"),
@@ -75,36 +77,35 @@ def compiled_well(kernel: Any, arguments: dict[str, Any]) -> Compiled:
 @pytest.mark.parametrize(("erase", "in_place"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("groups", "decays"), [(1, torch.bfloat16), (2, torch.float32)])
 def test_compiles_well_and_sums_decays_in_float32(
-    groups: int, decays: torch.dtype, erase: bool, in_place: bool, monkeypatch: pytest.MonkeyPatch
+    groups: int, decays: torch.dtype, erase: bool, in_place: bool
 ) -> None:
     def record(kernel: Any, constants: Constants, *tensors: Any) -> None:
-        launches[kernel.fn.__name__] = kernel, dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
+        launches[kernel.fn.__name__] = kernel, arguments_of(kernel, constants, tensors)
 
     launches: dict[str, Any] = {}
     rows = (40, 128) if in_place else (1, 100)
     q, k = (torch.empty(*rows, 2 // groups, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
     v, log_decay = (torch.empty(*rows, 2, 128, dtype=dtype, device="meta") for dtype in (torch.bfloat16, decays))
     beta = torch.empty(*rows, 2, device="meta")
-    monkeypatch.setattr(pipeline, "launch", record)
-    monkeypatch.setattr(pipeline, "available", lambda _: in_place)
-    monkeypatch.setattr(pipeline, "gradients_on_hopper", lambda _: True)
     erase_key = torch.empty_like(k) if erase else None
-    problem = pipeline.Problem(RuleCall(q, k, v, beta, log_decay, 0.1, None, None, None, erase_key, False, 1))
-    output, _, kept = pipeline.forward(problem)
-    pipeline.backward(problem, kept, output, None, in_place=in_place)
+    call = RuleCall(q, k, v, beta, log_decay, 0.1, None, None, None, erase_key)
+    with launched_by(record), routed(HOPPER if in_place else None, gradients="gluon"):
+        output, _, kept = forward(Problem(call))
+        backward(call, kept, output, None, in_place=in_place)
     for name in SPILLED:
         assert (launches[name][1]["d_states_high"] is not None) == in_place
         assert "mul.bf16" not in compiled_well(*launches[name]).ptx
 
 
 def test_says_why_a_call_is_left_to_the_plain_kernel() -> None:
-    assert channel_gradients_refusal(sizes(decay=2), torch.bfloat16) is None
-    assert channel_gradients_refusal(sizes(decay=2), torch.float16) == "inputs are torch.float16"
+    def obstacle(**changes: Any) -> str | None:
+        return sizes(**dict(decay=2) | changes).route.why.get("gradients")
+
+    assert obstacle() is None and obstacle(has_erase_key=True) is None
+    assert obstacle(dtype=torch.float16) == "inputs are torch.float16"
     packed = dict(sequences=2, q=torch.Size([1, 256, 2, 128]), v=torch.Size([1, 256, 4, 128]))
-    assert channel_gradients_refusal(sizes(decay=2, **packed), torch.bfloat16) == "rows are packed"
-    undecayed, other_key = sizes(decay=2, undecayed=True), sizes(decay=2, has_erase_key=True)
-    assert channel_gradients_refusal(undecayed, torch.bfloat16) == "the erase reads before the decay"
-    assert channel_gradients_refusal(other_key, torch.bfloat16) is None
+    assert obstacle(**packed) == "rows are packed"
+    assert obstacle(decay=1) == "decay is not per channel"
 
 
 @pytest.mark.sweep
@@ -127,24 +128,22 @@ def test_as_compiled_on_a_model_of_a_thread_block(
         if kernel.fn.__name__ not in SPILLED:
             Modelled(kernel, hazards)[constants.grid](*tensors, **constants.named)
             return
-        arguments = dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
+        arguments = arguments_of(kernel, constants, tensors)
         compiled = compiled_well(kernel, arguments)
         given = [arguments[p.name] for p in kernel.params if not p.is_constexpr and arguments[p.name] is not None]
         Modelled(kernel, hazards).run(Program(compiled.ptx), given, constants.grid)
         ran.append(kernel)
 
-    monkeypatch.setattr(pipeline, "launch", on_the_model)
     # One program looks at both chunks.
     monkeypatch.setattr(Plan, "neighbour_grid", lambda plan: ((1,), dict(chunks=plan.slots, slots=plan.slots)))
     x = inputs
-    problem = pipeline.Problem(
-        RuleCall(x.q, x.k, x.v, x.beta, x.log_decay, CASE.K**-0.5, x.initial_state, None, None, x.erase_key, False, 1)
-    )
-    output, final_state, kept = pipeline.forward(problem)
-    monkeypatch.setattr(pipeline, "gradients_on_hopper", lambda _: True)
-    gradients = pipeline.backward(problem, kept, x.d_output, x.d_final_state)
+    call = RuleCall(x.q, x.k, x.v, x.beta, x.log_decay, CASE.K**-0.5, x.initial_state, None, None, x.erase_key)
+    with launched_by(on_the_model):
+        output, final_state, kept = forward(Problem(call))
+        with routed(gradients="gluon"):
+            gradients = backward(call, kept, x.d_output, x.d_final_state)
     assert len(ran) == 2
-    names = [f"d_{name}" for name in ("q", "k", "erase_key", "v", "beta", "log_decay", "initial_state")]
+    names = [f"d_{name}" for name in ("q", "k", "v", "beta", "log_decay", "initial_state", "erase_key")]
     actual = {"output": output, "final_state": final_state}
     actual |= {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
     exact = results_and_gradients(delta_rule, x.double(), backend="chunkwise")
@@ -175,18 +174,16 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.gpu
 @pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
-def test_agrees_with_the_reference(
-    case: DeltaRuleCase, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names, launch = set(), pipeline.launch
+def test_agrees_with_the_reference(case: DeltaRuleCase, make: Callable[..., Any]) -> None:
+    names = set()
 
     def record(kernel: Any, *arguments: Any) -> None:
         names.add(kernel.fn.__name__)
         launch(kernel, *arguments)
 
-    monkeypatch.setattr(pipeline, "launch", record)
     inputs = make(case, device="cuda")
-    actual = results_and_gradients(delta_rule, inputs, backend="triton")
+    with launched_by(record):
+        actual = results_and_gradients(delta_rule, inputs, backend="triton")
     assert names.issuperset(SPILLED)
     exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")
     plain = results_and_gradients(delta_rule, inputs, backend="chunkwise")

@@ -26,14 +26,17 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from ops.triton.gluon_compile import compile_kernel  # noqa: E402
+from ops.triton.launches import HOPPER, launched_by, routed  # noqa: E402
 from ops.triton.test_compiled_code import Modelled  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
 from deltazoo.ops.call import RuleCall  # noqa: E402
-from deltazoo.ops.triton import pipeline, plan  # noqa: E402
-from deltazoo.ops.triton.hopper import served_calls  # noqa: E402
-from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402
-from deltazoo.ops.triton.launch import Constants, Tile  # noqa: E402
+from deltazoo.ops.triton import plan  # noqa: E402
+from deltazoo.ops.triton.backward import backward  # noqa: E402
+from deltazoo.ops.triton.forward import forward, infer  # noqa: E402
+from deltazoo.ops.triton.gluon import MISSING  # noqa: E402
+from deltazoo.ops.triton.launch import Constants, TileView  # noqa: E402
+from deltazoo.ops.triton.problem import Problem  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Gluon has no interpreter"),
@@ -50,7 +53,7 @@ class Timing:
 
 
 class Model:
-    """Stands in for `pipeline.launch`."""
+    """Launches that run on the model."""
 
     def __init__(self, change: Callable[[Program], None] = lambda _: None) -> None:
         self.hazards: dict[str, str] = {}
@@ -59,13 +62,13 @@ class Model:
         self.names: list[str] = []
         self.change = change
 
-    def launch(self, kernel: Any, constants: Constants, *tensors: Tensor | Tile | None) -> None:
+    def launch(self, kernel: Any, constants: Constants, *tensors: Tensor | TileView | None) -> None:
         self.names.append(kernel.fn.__name__)
         if not getattr(kernel, "is_gluon", lambda: False)():
             Modelled(kernel, self.hazards)[constants.grid](*tensors, **constants.named)
             return
         arguments = dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
-        key = kernel.fn.__name__, constants, tuple(x is None for x in tensors)
+        key = kernel.fn.__name__, tuple(constants.named.items()), tuple(x is None for x in tensors)
         if key not in self.programs:
             self.programs[key] = Program(compile_kernel(kernel, arguments).ptx)
             self.change(self.programs[key])
@@ -74,7 +77,7 @@ class Model:
 
     def run(self, program: Program, given: list[Any], grid: tuple[int, ...]) -> None:
         """Copies the tensors into one memory, runs the grid, copies them back."""
-        tensors = [x.base if isinstance(x, Tile) else x for x in given]
+        tensors = [x.base if isinstance(x, TileView) else x for x in given]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if isinstance(x, Tensor)}
         starts, end = {}, 256
         for pointer, storage in storages.items():
@@ -89,7 +92,7 @@ class Model:
 
         arguments: list[Any] = []
         for x in given:
-            if isinstance(x, Tile):
+            if isinstance(x, TileView):
                 arguments.append(TileInMemory(start(x.base), x.shape, x.strides, x.block_shape[-2], x.base.itemsize))
                 arguments += [*x.shape, *x.strides]
             else:
@@ -119,31 +122,19 @@ def results(
         tensor = new_empty(like, *shape, **options)
         return tensor.fill_(torch.nan if tensor.dtype.is_floating_point else 77)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "launch", model.launch)
-        patch.setattr(pipeline, "available", lambda _: True)
-        patch.setattr(pipeline, "multiprocessors", lambda _: 132)
-        patch.setattr(served_calls, "MIN_HEADS", 1)
-        patch.setattr(served_calls, "MIN_BUSY", 0.0)
+    with monkeypatch.context() as patch, launched_by(model.launch), routed(HOPPER):
+        patch.setattr(plan, "MIN_HEADS", 1)
+        patch.setattr(plan, "MIN_BUSY", 0.0)
         patch.setattr(Tensor, "new_empty", uninitialised)
         inputs = (x.q, x.k, x.v, x.beta, x.log_decay, scale, x.initial_state, None, None, x.erase_key, False, 1)
-        problem = pipeline.Problem(RuleCall(*inputs))
+        call = RuleCall(*inputs)
         if not recorded:
-            return dict(zip(("output", "final_state"), pipeline.infer(problem), strict=True))
-        output, final_state, kept = pipeline.forward(problem, keep)
-        gradients = pipeline.backward(problem, kept, x.d_output, x.d_final_state, keep, in_place)
-    names = [f"d_{name}" for name in ("q", "k", "erase_key", "v", "beta", "log_decay", "initial_state")]
+            return dict(zip(("output", "final_state"), infer(Problem(call)), strict=True))
+        output, final_state, kept = forward(Problem(call), keep)
+        gradients = backward(call, kept, x.d_output, x.d_final_state, in_place)
+    names = [f"d_{name}" for name in ("q", "k", "v", "beta", "log_decay", "initial_state", "erase_key")]
     found = dict(zip(names, gradients, strict=True))
     return {"output": output, "final_state": final_state} | {n: g for n, g in found.items() if g is not None}
-
-
-@pytest.fixture(autouse=True)
-def fresh_plans() -> Any:
-    for cached in (plan.plan_for, served_calls.forward_refusal):
-        cached.cache_clear()
-    yield
-    for cached in (plan.plan_for, served_calls.forward_refusal):
-        cached.cache_clear()
 
 
 SHORT = DeltaRuleCase("short", B=1, T=130, H=1, K=128, V=128, decay="scalar", initial_state=True, beta=0.7)
@@ -254,7 +245,7 @@ def test_gradients_in_place_are_the_same(case: DeltaRuleCase, monkeypatch: pytes
         assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
     assert_right(x, expected)
     assert model.hazards == others and (not others or case.name == "segments"), model.hazards
-    assert any(constants.named.get("IN_PLACE") for _, constants, _ in model.programs)
+    assert any(dict(named).get("IN_PLACE") for _, named, _ in model.programs)
 
 
 MANY = [

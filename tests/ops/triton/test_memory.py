@@ -13,12 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from ops.triton.launches import launched_by, routed  # noqa: E402
+
 from deltazoo.ops import operator
 from deltazoo.ops.autograd_modes import scanning_again  # noqa: E402
 from deltazoo.ops.call import RuleCall  # noqa: E402
-from deltazoo.ops.triton import pipeline, plan  # noqa: E402
 from deltazoo.ops.triton.delta_rule import triton_delta_rule  # noqa: E402
-from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402
+from deltazoo.ops.triton.gluon import MISSING  # noqa: E402
+from deltazoo.ops.triton.plan import Card  # noqa: E402
 
 B, T, H, D = 8, 4096, 16, 128
 UNIT = 2 * B * T * H * D
@@ -66,18 +68,13 @@ def peak_and_kept(
     shape = {"none": None, "scalar": (B, T, H), "channel": (B, T, H, D)}[decay]
     log_decay = None if shape is None else empty(*shape, dtype=gates)
     d_output, allocations = torch.empty_like(v), Allocations()
-    plan.plan_for.cache_clear()
-    with monkeypatch.context() as patch, allocations:
-        patch.setattr(pipeline, "launch", lambda *_: None)
-        patch.setattr(pipeline, "available", lambda _: gluon)
-        patch.setattr(pipeline, "multiprocessors", lambda _: 132)
+    with monkeypatch.context() as patch, launched_by(lambda *_: None), routed(Card(gluon=gluon)), allocations:
         patch.setattr(operator, "_dispatching", lambda: False)  # the counting mode is none that sees the operator
         with nullcontext() if keep else scanning_again():
             output = triton_delta_rule(RuleCall(q, k, v, beta, log_decay, D**-0.5, None, None, strict))[0]
             kept = allocations.now() - UNIT
         inputs = [x for x in (q, k, v, beta, log_decay) if x is not None]
         gradients = torch.autograd.grad(output, inputs, d_output)
-    plan.plan_for.cache_clear()
     assert [x.shape for x in gradients] == [x.shape for x in inputs]
     return allocations.peak / UNIT, kept / UNIT
 

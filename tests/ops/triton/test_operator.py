@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from deltazoo.ops import DeltaRuleOutput, delta_rule
-from deltazoo.ops.triton.tiling import CHUNK
+from deltazoo.ops.triton.tiles import CHUNK
 
 pytest.importorskip("triton")
 

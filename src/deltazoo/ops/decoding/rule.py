@@ -4,10 +4,10 @@
     S' = exp(log_decay) S + k u^T      o = scale S'^T q      z = o w act(g)      squares = sum of o^2
 
 with `u = beta (v - S^T e)`, beta being made of b and `|k|^2` (`deltazoo.ops.step_size`), or `u = v` where nothing is
-erased. The erase key e is k, or what the rule makes of it (`RuleShape.keys`). The decay is per head or per key channel,
-and its logarithm has one of several forms. Micro-steps repeat the correction with further keys and values. What follows
-applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a head is divided among programs here. The rule is computed
-as in `deltazoo.ops.triton.step`.
+erased. The erase key e is k, or what the rule makes of it (`step_form.STEP_KEYS`). The decay is per head or per key
+channel, and its logarithm has one of several forms. Micro-steps repeat the correction with further keys and values. The
+next kernel applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a head is divided among programs here. The rule
+is computed as in `deltazoo.ops.triton.step`.
 """
 
 from collections.abc import Sequence
@@ -20,81 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from deltazoo.ops.decoding.launch_ahead import launch_options, launches_ahead, wait_for_inputs
+from deltazoo.ops.decoding.step_form import RuleShape
 from deltazoo.ops.fused.device_math import exponential_minus_1, softplus
-from deltazoo.ops.step_size import largest_gain
 from deltazoo.ops.triton.launch import Constants, launch
 
-__all__ = ["Columns", "RuleShape", "Tile", "choose_tile", "token_rule", "unit_head"]
-
-
-class Columns(NamedTuple):
-    """Where in `mixed` begins what a rule reads besides q, k and v; any number for what it does not read."""
-
-    gate: int = 0
-    """Of the output, `[HV, V]`, unless it is of low rank."""
-    decay: int = 0
-    """a of a decay per head, `[HV]`."""
-    step: int = 0
-    """b, `[HV]` per micro-step; with gates per channel that of the keys, `[H, K]`."""
-    keys: int = 0
-    """What `keys` takes besides: see there."""
-
-
-class RuleShape(NamedTuple):
-    """Sizes and choices of a layer whose rule `token_rule` computes."""
-
-    H: int
-    HV: int
-    K: int
-    V: int
-    normalize_q: bool
-    doubled_step: bool
-    """The step size is twice as large; with gates per channel those of the keys are."""
-    decay: str
-    """"none", "scalar" or "channel"."""
-    gate: str
-    """Of the output: "none", "silu" or "sigmoid"."""
-    columns: Columns
-    low_rank_gate: bool = False
-    """The output gate comes from `low_rank_gates`, as a decay per channel always does."""
-    normalize_k: bool = True
-    step: str = "euler"
-    """Name of the step size; "none": nothing is erased, and `mixed` has no b."""
-    decay_form: str = "softplus"
-    """Of the log-decay: "softplus", "saturating", "log_sigmoid", or "fixed", which is per head and takes no a."""
-    keys: str = "tied"
-    """Under which keys a token erases and writes, with s for the sigmoid:
-
-    "tied": both under k.
-    "gated": it erases under `s(b) * k` and writes `s(w) * v`, with w `[HV, V]`; b and w are per channel, the step is 1.
-    "gated_query": likewise, erasing under `s(b) * k + s(p0) / 4 (I - k k^T) (s(b) * q)` too.
-    "roots": `sqrt(s(b)) * k` and `sqrt(s(w)) * v` take the place of k and v.
-    "query_share": it erases under `k + s(lambda - 0.9) q`, with lambda `[H]`.
-    "feedback": it erases under `s(p0) k`, and is read by `q - p1 k`.
-    "unit_feedback": k and the query `q - p1 s(p0) k` are normalised after that.
-    "erase_first": a step before k's erases under a unit key of its own, from `low_rank_gates`, with the size s(c), c
-        `[HV]`.
-    "scaled": it writes under what `scaled_keys` makes of k.
-
-    In a layer's `StepForm` the maps, or the parameters, of "scaled" are those of the moment: decay gate and step gate;
-    `A_log`, `dt_bias` and `log_scale`. p0 and p1 are the parameters of the others, in this order.
-    """
-    micro_steps: int = 1
-    """Steps per token with keys, values and b of their own."""
-    undecayed: bool = False
-    """What is erased is read before the decay."""
-    turned: int = 0
-    """The first channels of queries and keys, which a rotary embedding turns before they are normalised."""
-    scale_queries: bool = True
-    """By K^-1/2."""
-
-    @property
-    def largest_gain(self) -> float:
-        """What the erase gain `beta e . k` is bounded by, as it could exceed that; 0: it cannot."""
-        if self.keys in ("feedback", "unit_feedback"):
-            return 1.0
-        may_exceed = self.doubled_step or (self.step == "euler" and not self.normalize_k) or self.keys == "query_share"
-        return largest_gain(decays=self.decay != "none") if may_exceed else 0.0
+__all__ = ["Tile", "choose_tile", "token_rule", "unit_head"]
 
 
 @triton.jit
@@ -166,7 +96,7 @@ def _step_size(b, squared_norm, STEP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["scale"])
 def token_rule_kernel(
-    mixed,  # [B, M] float32: q, then k and v of each micro-step after SiLU; then what COLUMNS say
+    mixed,  # [B, M] float32: q, then k and v of each micro-step after SiLU; then what begins at the columns X_AT
     gates,  # [B, N] float32: g if it is of low rank, a if it is per channel, a further key if KEYS has one; or None
     state,  # [B, HV, K, V] float32, advanced in place
     A_log,  # [HV] float32, the log-decay itself if it is fixed; or None
@@ -180,40 +110,20 @@ def token_rule_kernel(
     z,  # [B, HV, V] float32
     squares,  # [B, HV, BLOCKS] float32
     scale,
-    M: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    GATE_AT: tl.constexpr,
-    DECAY_AT: tl.constexpr,
-    STEP_AT: tl.constexpr,
-    KEYS_AT: tl.constexpr,
-    NORMALIZE_Q: tl.constexpr,
-    NORMALIZE_K: tl.constexpr,
-    STEP: tl.constexpr,
-    KEYS: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-    UNDECAYED: tl.constexpr,
-    TURNED: tl.constexpr,
-    ANGLE_ROW: tl.constexpr,
-    DOUBLED: tl.constexpr,
-    LARGEST_GAIN: tl.constexpr,
-    DECAY: tl.constexpr,
-    DECAY_FORM: tl.constexpr,
-    GATE: tl.constexpr,
-    LOW_RANK: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    M: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    GATE_AT: tl.constexpr, DECAY_AT: tl.constexpr, STEP_AT: tl.constexpr, KEYS_AT: tl.constexpr,
+    NORMALIZE_Q: tl.constexpr, NORMALIZE_K: tl.constexpr, STEP: tl.constexpr, KEYS: tl.constexpr,
+    MICRO_STEPS: tl.constexpr, UNDECAYED: tl.constexpr, TURNED: tl.constexpr, ANGLE_ROW: tl.constexpr,
+    DOUBLED_STEP: tl.constexpr, LARGEST_GAIN: tl.constexpr, DECAY: tl.constexpr, DECAY_FORM: tl.constexpr,
+    GATE: tl.constexpr, LOW_RANK_GATE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     V_AT: tl.constexpr = (1 + MICRO_STEPS) * H * K
-    A_IN_GATES: tl.constexpr = HV * V if LOW_RANK else 0
+    A_IN_GATES: tl.constexpr = HV * V if LOW_RANK_GATE else 0
     KEY_IN_GATES: tl.constexpr = A_IN_GATES + (HV * K if DECAY == "channel" else 0)
     GATES: tl.constexpr = KEY_IN_GATES + (H * K if KEYS == "erase_first" else 0)
     PER_CHANNEL: tl.constexpr = KEYS == "gated" or KEYS == "gated_query" or KEYS == "roots"
-    LARGEST: tl.constexpr = 2.0 if DOUBLED else 1.0
+    LARGEST: tl.constexpr = 2.0 if DOUBLED_STEP else 1.0
     block = tl.program_id(0) % BLOCKS
     matrix = (tl.program_id(0) // BLOCKS).to(tl.int64)
     head = matrix % HV
@@ -252,7 +162,7 @@ def token_rule_kernel(
         sin = tl.load(sin + angles, mask=keys < TURNED, other=0.0).to(tl.float32)
     raw_query = _load_turned(mixed + key_head * K, keys, key_mask, cos, sin, TURNED)
     if GATE != "none":
-        g = tl.load((gates if LOW_RANK else mixed + GATE_AT) + head * V + columns, mask=column_mask, other=0.0)
+        g = tl.load((gates if LOW_RANK_GATE else mixed + GATE_AT) + head * V + columns, mask=column_mask, other=0.0)
     if DECAY_FORM == "fixed":
         decay = rate
     elif DECAY == "scalar":
@@ -342,7 +252,7 @@ def token_rule(
 
     Args:
         mixed: `[B, M]` float32: per row q `[H, K]`, then k `[H, K]` and v `[HV, V]` of all micro-steps, convolved and
-            activated; then what `shape.columns` names.
+            activated; then what begins at the columns of `shape`.
         gates: of low rank, as `low_rank_gates` returns them: output gate `[HV, V]`, decay gate `[HV, K]`, first key
             `[H, K]`, as far as the rule has them; None if it has none.
         state: `[B, HV, K, V]` float32, contiguous; advanced in place.
@@ -377,13 +287,10 @@ def token_rule(
 
 @lru_cache(maxsize=1024)
 def _constants(B: int, M: int, shape: RuleShape, tile: Tile, several_angles: bool, ahead: bool) -> Constants:
-    at, scale = shape.columns, shape.K**-0.5 if shape.scale_queries else 1.0
+    fields = {name.upper(): value for name, value in shape._asdict().items()}
+    scale = shape.K**-0.5 if fields.pop("SCALE_QUERIES") else 1.0
     return Constants(
-        B * shape.HV * -(-shape.V // tile.columns), scale=scale, M=M, H=shape.H, HV=shape.HV, K=shape.K,
-        V=shape.V, GATE_AT=at.gate, DECAY_AT=at.decay, STEP_AT=at.step, KEYS_AT=at.keys, NORMALIZE_Q=shape.normalize_q,
-        NORMALIZE_K=shape.normalize_k, STEP=shape.step, KEYS=shape.keys, MICRO_STEPS=shape.micro_steps,
-        UNDECAYED=shape.undecayed, TURNED=shape.turned, ANGLE_ROW=several_angles * shape.turned,
-        DOUBLED=shape.doubled_step, LARGEST_GAIN=shape.largest_gain, DECAY=shape.decay, DECAY_FORM=shape.decay_form,
-        GATE=shape.gate, LOW_RANK=shape.low_rank_gate, BK=triton.next_power_of_2(shape.K), BV=tile.columns,
-        AHEAD=ahead, num_warps=tile.warps, **launch_options(ahead),
+        B * shape.HV * -(-shape.V // tile.columns), scale=scale, M=M, **fields, LARGEST_GAIN=shape.largest_gain,
+        ANGLE_ROW=several_angles * shape.turned, BK=triton.next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead,
+        num_warps=tile.warps, **launch_options(ahead),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Constants", "Tile", "launch"]
+__all__ = ["Constants", "TileView", "launch"]
 
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
 """Whether this version is known to pass arguments to kernels in the order used here; with others, Triton launches."""
@@ -38,7 +38,7 @@ class Constants:
         self.compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
-class Tile:
+class TileView:
     """A tensor as a Gluon kernel takes it: as tiles that the copy engine (TMA) moves. Swizzled for matrix products.
 
     Triton's `TensorDescriptor` checks its arguments for longer than a launch takes, so it is made at the first launch
@@ -68,11 +68,11 @@ class Tile:
         return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.block_shape), layout)
 
 
-def _triton_arguments(tensors: tuple[Tensor | Tile | None, ...]) -> list[Any]:
-    return [x.descriptor() if type(x) is Tile else x for x in tensors]
+def _triton_arguments(tensors: tuple[Tensor | TileView | None, ...]) -> list[Any]:
+    return [x.descriptor() if type(x) is TileView else x for x in tensors]
 
 
-def launch(kernel: Any, constants: Constants, *tensors: Tensor | Tile | None) -> None:
+def launch(kernel: Any, constants: Constants, *tensors: Tensor | TileView | None) -> None:
     """`kernel[grid](*tensors, **named)` on the current device and stream; the kernel takes tensors first.
 
     The caller makes sure that the tensors are on this device; Triton checks it at the first launch only.
@@ -88,7 +88,7 @@ def launch(kernel: Any, constants: Constants, *tensors: Tensor | Tile | None) ->
         if tensor is None:
             key.append(None)
             pointers.append(None)
-        elif isinstance(tensor, Tile):
+        elif isinstance(tensor, TileView):
             bits |= tensor.base.data_ptr()
             key.append((tensor.base.dtype, tensor.block_shape))
             pointers.append(tensor)

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from deltazoo.ops.call import SCHEMA, RuleCall
 from deltazoo.ops.operator import Operator
-from deltazoo.ops.triton import pipeline
-from deltazoo.ops.triton.pipeline import Kept, Problem, fake_plan
+from deltazoo.ops.triton.backward import backward
+from deltazoo.ops.triton.kept import Kept, new_states
 from deltazoo.ops.triton.plan import Plan
+from deltazoo.ops.triton.problem import Problem, contiguous, fake_plan
+from deltazoo.ops.triton.stages import prepare, reverse_scan, scan, scan_for_states
 
 __all__ = ["segment_gradients", "segment_outputs", "segment_pairs", "segment_start_gradients", "segment_states"]
 
@@ -28,10 +30,8 @@ def _parts(arguments):
     return (RuleCall(*inputs), segments), others[:_PREPARED], others[_PREPARED:]
 
 
-def _kept(plan: Plan, prepared: tuple[Tensor, ...], U: Tensor | None = None, states: Tensor | None = None) -> Kept:
-    """With None for what the plan does not have, in place of the empty tensors that an operator returns for it."""
-    fields = [x if here else None for x, here in zip(prepared, pipeline.prepared_fields(plan), strict=True)]
-    return Kept._make([*fields, None, None, U, states])
+def _kept(prepared: tuple[Tensor | None, ...], U: Tensor | None = None, states: Tensor | None = None) -> Kept:
+    return Kept._make([*prepared, None, None, U, states])
 
 
 def _new_state(q: Tensor, plan: Plan, columns: int) -> Tensor:
@@ -43,10 +43,10 @@ def _pairs(*arguments):
     with torch.cuda.device_of(inputs[0].q):
         p = Problem(*inputs)
         kept = Kept.empty(p.plan, p.q, keep=False)
-        pipeline.prepare(p, kept)
+        prepare(p, kept)
         M, X = _new_state(p.q, p.plan, p.plan.K), _new_state(p.q, p.plan, p.plan.V)
-        pipeline.scan(p, kept, p.v, None, X)
-        pipeline.scan(p, kept, None, None, M)
+        scan(p, kept, p.v, None, X)
+        scan(p, kept, None, None, M)
     return M, X, *kept[:_PREPARED]
 
 
@@ -61,16 +61,16 @@ def _outputs(*arguments):
     with torch.cuda.device_of(inputs[0].q):
         p = Problem(*inputs)
         plan = p.plan
-        U, states = pipeline.new_states(plan, p.v) if keep and plan.keeps_states else (None, None)
+        U, states = new_states(plan, p.v) if keep and plan.route.keeps == "states" else (None, None)
         output, ends = p.v.new_empty(plan.B, plan.tokens, plan.HV, plan.V), _new_state(p.q, plan, plan.V)
-        pipeline.scan(p, _kept(plan, prepared), p.v, p.initial_state, ends, output, U, states)
+        scan(p, _kept(prepared), p.v, p.initial_state, ends, output, U, states)
     return output, ends, U, states
 
 
 def _fake_outputs(*arguments):
     inputs, _, (keep,) = _parts(arguments)
     v, plan = inputs[0].v, fake_plan(*inputs)
-    U, states = pipeline.new_states(plan, v) if keep and plan.keeps_states else (None, None)
+    U, states = new_states(plan, v) if keep and plan.route.keeps == "states" else (None, None)
     return v.new_empty(plan.B, plan.tokens, plan.HV, plan.V), _new_state(v, plan, plan.V), U, states
 
 
@@ -78,8 +78,8 @@ def _start_gradients(*arguments):
     inputs, prepared, (d_output, d_end) = _parts(arguments)
     with torch.cuda.device_of(inputs[0].q):
         p = Problem(*inputs)
-        d_output, d_end = pipeline.contiguous(d_output, p.alignment), d_end.contiguous()
-        return pipeline.reverse_scan(p, _kept(p.plan, prepared), d_output, d_end, keep=False, initial=True)[2]
+        d_output, d_end = contiguous(d_output, p.plan), d_end.contiguous()
+        return reverse_scan(p, _kept(prepared), d_output, d_end, keep=False, initial=True)[2]
 
 
 def _fake_start_gradients(*arguments):
@@ -92,24 +92,21 @@ def _states(*arguments):
     inputs, prepared, _ = _parts(arguments)
     with torch.cuda.device_of(inputs[0].q):
         p = Problem(*inputs)
-        return pipeline.scan_for_states(p, _kept(p.plan, prepared), p.initial_state)
+        return scan_for_states(p, _kept(prepared), p.initial_state)
 
 
 def _fake_states(*arguments):
     inputs, _, _ = _parts(arguments)
-    return pipeline.new_states(fake_plan(*inputs), inputs[0].v)
+    return new_states(fake_plan(*inputs), inputs[0].v)
 
 
 def _gradients(*arguments):
-    inputs, prepared, (U, states, d_output, d_end) = _parts(arguments)
-    with torch.cuda.device_of(inputs[0].q):
-        p = Problem(*inputs)
-        found = pipeline.backward(p, _kept(p.plan, prepared, U, states), d_output, d_end)
-    dq, dk, de, dv, d_beta, d_log_decay, d_start = found
-    d_beta, d_log_decay = (
-        None if d is None else d.to(x.dtype) for d, x in zip((d_beta, d_log_decay), inputs[0][3:5], strict=True)
-    )
-    return dq, dk, dv, d_beta, d_log_decay, de, d_start
+    (call, segments), prepared, (U, states, d_output, d_end) = _parts(arguments)
+    with torch.cuda.device_of(call.q):
+        *first, d_start, d_erase_key = backward(
+            call, _kept(prepared, U, states), d_output, d_end, whole_segments=segments
+        )
+    return *first, d_erase_key, d_start
 
 
 def _fake_gradients(*arguments):

@@ -37,7 +37,7 @@ def centred_range(dtype):
     """How far a chunk may decay, in log2, if its factors are those from and to `middle_of`.
 
     In bfloat16 each factor is then within 2^96, which leaves 2^30 for what it is multiplied by: gradients of a mean
-    over many tokens are small. Float32 gradients take other factors (`gradients_exact.py`).
+    over many tokens are small. Float32 gradients take other factors (`gradients_levels.py`).
     """
     return 12.0 if dtype == tl.float16 else 192.0 if dtype == tl.bfloat16 else exponent_range(dtype)
 

@@ -1,10 +1,17 @@
 """The gradients of a chunk's inputs from U, Z, S and dS, in parallel over chunks; no decay, or one per head."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
 from deltazoo.ops.triton.chunk.score_gradients import load_values, score_gradients, store_step_gradient
+from deltazoo.ops.triton.kept import Gradients, Kept
+from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.plan import Plan, per_plan
+from deltazoo.ops.triton.problem import Problem
 
 
 @triton.jit
@@ -303,3 +310,24 @@ def chunk_gradients_kernel(
         if UNDECAYED:
             b_dg -= b_dF
         tl.store(d_log_decay, tl.where(keeps, b_dg, 0.0), mask=m_decay)
+
+
+def gradient_arguments(plan: Plan, tiles: dict[str, int]) -> dict[str, Any]:
+    """Arguments of all kernels in plain Triton that make gradients of chunks."""
+    key_tiles, value_tiles = -(-plan.K // tiles["BK"]), -(-plan.V // tiles["BV"])
+    return dict(V=plan.V, key_tiles=key_tiles, value_tiles=value_tiles, **plan.per_chunk, **tiles)
+
+
+@per_plan
+def _constants(plan: Plan) -> Constants:
+    arguments = gradient_arguments(plan, plan.tiles.gradients)
+    return Constants(*plan.chunk_grid(), DECAY=plan.decay, **plan.precisions, **arguments)
+
+
+def launch_gradients(p: Problem, kept: Kept, scanned: tuple[Tensor | None, ...], gradients: Gradients) -> None:
+    """Fill the gradients, from the tensors that the scans made: U, Z, d_output, the states and their gradients."""
+    launch(
+        chunk_gradients_kernel, _constants(p.plan),
+        p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.large_gain, *scanned, *gradients,
+        *p.chunk_offsets,
+    )  # fmt: skip

@@ -2,11 +2,18 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, middle_of
+from deltazoo.ops.triton.chunk.gradients import gradient_arguments
 from deltazoo.ops.triton.chunk.score_gradients import load_values, score_gradients, store_step_gradient
 from deltazoo.ops.triton.chunk.terms import masked_sum
+from deltazoo.ops.triton.kept import Gradients, Kept
+from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.plan import Plan, per_plan
+from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.tiles import CHUNK
 
 
 @triton.jit(do_not_specialize=["key_tiles", "value_tiles", "T", "NT", "H", "HV"])
@@ -224,3 +231,22 @@ def chunk_gradients_channel_kernel(
 
     if HAS_BETA:
         tl.store(d_beta + first * HV + i_h + o_c * HV, b_dbeta, mask=m_c & (stored == 0))
+
+
+@per_plan
+def _constants(plan: Plan) -> Constants:
+    return Constants(*plan.chunk_grid(), **gradient_arguments(plan, plan.tiles.gradients))
+
+
+def channel_tensors(
+    p: Problem, kept: Kept, scanned: tuple[Tensor | None, ...], gradients: Gradients
+) -> tuple[Tensor | None, ...]:
+    """The tensors of all kernels in plain Triton for decay per channel, in their order, but for scratch and offsets."""
+    inputs = p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay
+    return *inputs, *scanned, p.float32(p.plan.slots, CHUNK), *gradients
+
+
+def launch_gradients_channel(p: Problem, kept: Kept, scanned: tuple[Tensor | None, ...], gradients: Gradients) -> None:
+    """Fill the gradients of chunks without strong decay; arguments as of `gradients.launch_gradients`."""
+    tensors = channel_tensors(p, kept, scanned, gradients)
+    launch(chunk_gradients_channel_kernel, _constants(p.plan), *tensors, *p.chunk_offsets)

@@ -13,6 +13,11 @@ own registers, and rows reach the threads that need them by shuffles.
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.plan import Plan, per_plan
+from deltazoo.ops.triton.tiles import CHUNK
 
 # The largest erase gain `beta |k|^2` of a chunk that fast precision is right for; with an erase key, the largest
 # `beta |e . k|` of any two tokens. Step sizes up to 1 on unit keys stay below: rounding to bfloat16 makes |k|^2 at most
@@ -136,7 +141,7 @@ def strict_L_offsets(slot, i_h, HV, C: tl.constexpr):
     """Where the rows of a chunk's L lie, in `[B, NT * C, HV, C]`.
 
     Heads are side by side, as in the states by token, so that L can lie where those of its own chunk will be
-    (`pipeline.complete`) and spares those of other heads.
+    (`forward.complete`) and spares those of other heads.
     """
     o_c = tl.arange(0, C)
     return (slot - i_h) * (C * C) + i_h * C + o_c[:, None] * (HV * C) + o_c[None, :]
@@ -187,3 +192,14 @@ def invert_kernel(large_gain, strict_L, AP, chunks, slots, HV, C: tl.constexpr):
             none = tl.zeros([C, 16], dtype=AP.dtype.element_ty)
             L = tl.dot(none, tl.trans(none), L)
             store_strict(L, AP + slot * (2 * C * C), C)
+
+
+@per_plan
+def _constants(plan: Plan) -> Constants:
+    grid, neighbours = plan.neighbour_grid()
+    return Constants(*grid, HV=plan.HV, C=CHUNK, **neighbours, **plan.tiles.invert)
+
+
+def launch_invert(plan: Plan, large_gain: Tensor | None, strict_L: Tensor, AP: Tensor | None) -> None:
+    """Fill A of strict chunks, all of them or, by the gain, those with a large one."""
+    launch(invert_kernel, _constants(plan), large_gain, strict_L, AP)

@@ -5,10 +5,16 @@ One program owns one chunk of one value head.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
 from deltazoo.ops.triton.chunk.inverse import store_inverse
+from deltazoo.ops.triton.kept import Kept
+from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.plan import Plan, per_plan
+from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.tiles import CHUNK, HOPPER
 
 
 @triton.jit
@@ -176,3 +182,42 @@ def prepare_rest_kernel(
             tl.minimum(T - i_t * C, C), i_h, tl.where(i_t == begin, float("inf"), 0.0), scale, H, HV, K, BK, C, DECAY,
             True, False, True, 1, False, GROUPED, PRECISION,
         )  # fmt: skip
+
+
+@per_plan
+def _constants(plan: Plan) -> Constants:
+    options = plan.tiles.prepare
+    more = plan.num_micro_steps > 1 or plan.has_erase_key
+    if more and plan.half and plan.tiles.BK <= 128 and plan.card.shared >= HOPPER:  # older cards spill
+        options = options | dict(maxnreg=128)  # a few less let four programs share a multiprocessor
+    return Constants(
+        *plan.chunk_grid(), DECAY=plan.decay, BK=plan.tiles.BK, **plan.precisions, **plan.per_chunk, **options,
+    )  # fmt: skip
+
+
+def launch_prepare(p: Problem, kept: Kept, strict_L: Tensor | None) -> None:
+    """Fill what is kept of chunks, and L of strict ones; no decay, or one per head."""
+    launch(
+        prepare_kernel, _constants(p.plan),
+        p.q, p.k, p.erase_key, p.beta, p.log_decay, kept.AP, kept.beta, kept.G, kept.large_gain, strict_L,
+        *p.chunk_offsets,
+    )  # fmt: skip
+
+
+@per_plan
+def _constants_of_rest(plan: Plan) -> Constants:
+    chunks = plan.neighbours
+    HV, NT, B = plan.chunk_grid()
+    return Constants(
+        HV, -(-NT // chunks), B, chunks=chunks, scale=plan.scale, T=plan.T, NT=plan.NT, H=plan.H, HV=plan.HV,
+        K=plan.K, BK=plan.tiles.BK, C=CHUNK, DECAY=plan.decay, GROUPED=plan.grouped, PRECISION="tf32", maxnreg=168,
+        **plan.tiles.prepare,
+    )  # fmt: skip
+
+
+def launch_prepare_rest(p: Problem, kept: Kept, stopped: Tensor, strict_L: Tensor) -> None:
+    """Fill what is kept of the chunks that the fused forward pass left, all of them strict."""
+    launch(
+        prepare_rest_kernel, _constants_of_rest(p.plan),
+        p.q, p.k, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.large_gain, strict_L,
+    )  # fmt: skip

@@ -15,6 +15,7 @@ log-decays takes plain additions. Only the first micro-step of a token has a log
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
 from deltazoo.ops.triton.chunk.decay_factors import (
@@ -29,6 +30,10 @@ from deltazoo.ops.triton.chunk.decay_factors import (
 from deltazoo.ops.triton.chunk.inverse import store_inverse
 from deltazoo.ops.triton.chunk.prepare import store_scores
 from deltazoo.ops.triton.chunk.terms import masked_sum
+from deltazoo.ops.triton.kept import Kept
+from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.plan import Plan, per_plan
+from deltazoo.ops.triton.problem import Problem
 
 
 @triton.jit
@@ -374,3 +379,26 @@ def prepare_channel_kernel(
             PRECISION, UNDECAYED, MICRO_STEPS,
         )  # fmt: skip
         tl.store(strong_decay + slot, flag)
+
+
+@per_plan
+def _constants(plan: Plan) -> list[Constants]:
+    """One launch, or a second one for strong decay if the channels take several tiles."""
+    tiles = plan.tiles.prepare_channel
+    return [
+        Constants(
+            *plan.chunk_grid(), level_tiles=tiles["BK"] // tiles["LEVEL_BK"], PART=part, **plan.precisions,
+            **plan.per_chunk, **tiles,
+        )
+        for part in ((0,) if tiles["BK"] >= plan.K else (1, 2))
+    ]  # fmt: skip
+
+
+def launch_prepare_channel(p: Problem, kept: Kept, strict_L: Tensor | None, stopped: Tensor | None) -> None:
+    """Fill what is kept of chunks, and L of strict ones; if `stopped` is given, of the chunks from its number on."""
+    for constants in _constants(p.plan):
+        launch(
+            prepare_channel_kernel, constants,
+            p.q, p.k, p.erase_key, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.strong_decay,
+            kept.large_gain, strict_L, kept.q_in, kept.k_in, kept.k_out, *p.chunk_offsets,
+        )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Kernels for Hopper (compute capability 9.0) in Gluon; `served_calls` says for which calls."""
+"""Kernels for Hopper (compute capability 9.0) in Gluon; `plan.OBSTACLES` says which calls they do not serve."""

@@ -4,7 +4,7 @@ Four warps own one chunk of one value head. dO, U and Z stay in shared memory, a
 single buffer.
 """
 
-from deltazoo.ops.triton.hopper.gluon import (
+from deltazoo.ops.triton.gluon import (
     async_copy,
     barrier,
     fence_async_shared,

@@ -1,4 +1,4 @@
-"""Queries and keys with the decay per channel multiplied in, for the fused forward pass (`hopper_forward`).
+"""Queries and keys with the decay per channel multiplied in, for the fused forward pass (`hopper.forward`).
 
 With G the decay since the chunk's start, in log2, the state is read by `q o exp2(G - m)` and `k o exp2(G - m)`, and
 `k o exp2(m - G)` is written. These serve the products of a chunk with itself as well as the state:
@@ -11,7 +11,7 @@ channel decays by more than twice RANGE is left to other kernels (`chunk.prepare
 """
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2E
-from deltazoo.ops.triton.hopper.gluon import gl, jit
+from deltazoo.ops.triton.gluon import gl, jit
 
 __all__ = ["RANGE", "add", "decay_keys"]
 

@@ -2,12 +2,16 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from deltazoo.ops.triton.chunk.scan import add_product, times_terms, unpack_inverse
+from deltazoo.ops.triton.kept import Kept
+from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.plan import Plan, per_plan
+from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.tiles import CHUNK
 
-__all__ = [
-    "log_decay_gradient_kernel", "small_step", "small_steps_kernel", "sum_of_groups_kernel", "tiny_steps_kernel",
-]  # fmt: skip
+__all__ = ["launch_log_decay_gradient", "launch_sum_of_groups", "launch_tiny_steps", "small_step"]
 
 
 @triton.constexpr_function
@@ -17,80 +21,6 @@ def small_step(DTYPE):
     As bfloat16 has the range of float32, even products with 2^-40 have all digits.
     """
     return 2.0**-40 if tl.bfloat16 == DTYPE else 2.0**-4
-
-
-@triton.jit(do_not_specialize=["T", "NT", "H", "HV", "value_tiles", "slots"])
-def small_steps_kernel(
-    k,
-    v,
-    beta,
-    G,
-    AP,
-    states,
-    dv,
-    d_beta,
-    T,
-    NT,
-    H,
-    HV,
-    value_tiles,
-    slots,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    DECAY: tl.constexpr,
-):
-    """d_beta and dv of the tokens with a small step size, whose rows of dv are Z; grid (slots / CHUNKS).
-
-    `d_beta = <z, v - y>`, y what the token reads of its key: of the state that enters the chunk, and of the corrections
-    of the tokens before, which are computed again. Chunks without such a token take no time. A branch in the fused
-    kernel would cost every chunk registers and addresses.
-    """
-    DTYPE: tl.constexpr = k.dtype.element_ty
-    SMALL: tl.constexpr = small_step(DTYPE)
-    o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, K), tl.arange(0, BV)
-    begin = tl.program_id(0) * CHUNKS
-    o_all = tl.arange(0, CHUNKS * C)
-    b_all = tl.load(beta + begin.to(tl.int64) * C + o_all, mask=begin * C + o_all < slots * C, other=1.0)
-    if tl.min(b_all, 0) > SMALL:
-        return
-    for i in tl.range(0, CHUNKS, num_stages=1):
-        slot = tl.minimum(begin + i, slots - 1)  # the last program may look at the last chunk several times
-        i_b, i_t, i_h = slot // (NT * HV), slot // HV % NT, slot % HV
-        b_beta = tl.load(beta + slot.to(tl.int64) * C + o_c)
-        m_c = i_t * C + o_c < T
-        small = m_c & (b_beta <= SMALL) & (begin + i < slots)
-        if tl.max(small.to(tl.int32), 0) != 0:
-            first = i_b.to(tl.int64) * T + i_t * C
-            o_values = (first * HV + i_h) * V + o_c[:, None] * (HV * V) + o_v[None, :]
-            o_keys = (first * H + i_h // (HV // H)) * K + o_c[:, None] * (H * K) + o_k[None, :]
-            b_k = tl.load(k + o_keys, mask=m_c[:, None], other=0.0)
-            N = tl.dot(b_k, tl.trans(b_k))
-            if DECAY == 1:
-                b_G = tl.load(G + slot.to(tl.int64) * C + o_c)
-                entry = tl.exp2(b_G)[:, None]
-                N *= tl.exp2(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
-            N = tl.where(o_c[:, None] > o_c[None, :], N, 0.0).to(DTYPE)
-            A = tl.load(AP + slot.to(tl.int64) * (2 * C * C) + o_c[:, None] * C + o_c[None, :])
-            upper = o_c[:, None] <= o_c[None, :]  # the transposed inverse, the second term of a strict one below
-            A, A_rest = tl.trans(tl.where(upper, A, 0.0).to(DTYPE)), tl.where(upper, 0.0, A).to(DTYPE)
-            b_dbeta = tl.zeros([C], dtype=tl.float32)
-            for i_v in tl.range(0, value_tiles, num_stages=1):
-                tokens = i_v * (slots // HV * C) + i_b * (NT * C) + i_t * C  # BV = C value channels in place of them
-                p_S = states + (tokens.to(tl.int64) * HV + i_h) * K + o_v[:, None] * (HV * K) + o_k[None, :]
-                Y = tl.dot(b_k, tl.trans(tl.load(p_S)))
-                if DECAY == 1:
-                    Y *= entry
-                b_v = tl.load(v + o_values + i_v * BV, mask=m_c[:, None], other=0.0).to(tl.float32)
-                R = (b_beta[:, None] * (b_v - Y)).to(DTYPE)
-                U = tl.dot(A_rest, R, tl.dot(A, R))
-                Y = tl.dot(N, U.to(DTYPE), Y)
-                b_Z = tl.load(dv + o_values + i_v * BV, mask=m_c[:, None], other=0.0).to(tl.float32)
-                b_dbeta += tl.sum(b_Z * (b_v - Y), 1)
-                tl.store(dv + o_values + i_v * BV, (b_beta[:, None] * b_Z).to(DTYPE), mask=small[:, None])
-            tl.store(d_beta + (first + o_c) * HV + i_h, b_dbeta, mask=small)
 
 
 @triton.jit
@@ -128,7 +58,11 @@ def tiny_steps_kernel(
     C: tl.constexpr,
     DECAY: tl.constexpr,
 ):
-    """As `small_steps_kernel`, without the states, which gradients may have replaced; grid (N * HV).
+    """d_beta and dv of the tokens with a small step size, whose rows of dv are Z; grid (N * HV).
+
+    `d_beta = <z, v - y>`, y what the token reads of its key: of the state that enters the chunk, and of the corrections
+    of the tokens before. All are computed again, since gradients may have replaced the states. A branch in the fused
+    kernel would cost every chunk registers and addresses.
 
     A program walks through a head of a sequence or segment, as `chunk.scan.scan_kernel` with STRICT, and ends after the
     last token with a small step size. Heads without one take no time.
@@ -217,3 +151,41 @@ def sum_of_groups_kernel(dq_heads, dk_heads, dq, dk, rows, GROUP: tl.constexpr, 
     for i in tl.static_range(GROUP):
         total += tl.load(heads + (o * GROUP + i)[:, None] * D + o_d, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + o[:, None] * D + o_d, total.to(out.dtype.element_ty), mask=mask)
+
+
+@per_plan
+def _tiny_steps(plan: Plan) -> Constants:
+    return Constants(
+        plan.scans * plan.HV, T=plan.T, H=plan.H, HV=plan.HV, segments=plan.segments, chunks=plan.segment_chunks,
+        value_tiles=plan.V // 64, K=plan.K, V=plan.V, BV=64, C=CHUNK, DECAY=plan.decay, num_warps=4,
+    )  # fmt: skip
+
+
+def launch_tiny_steps(p: Problem, kept: Kept, starts: Tensor | None, dv: Tensor, d_beta: Tensor | None) -> None:
+    """Fill dv and d_beta where step sizes are tiny; `starts`: the states that sequences or segments start from."""
+    launch(tiny_steps_kernel, _tiny_steps(p.plan), p.k, p.v, kept.beta, kept.G, kept.AP, starts, dv, d_beta)
+
+
+@per_plan
+def _log_decay_gradient(plan: Plan) -> Constants:
+    HV, NT, B = plan.chunk_grid()
+    heads = min(16, triton.next_power_of_2(HV))
+    return Constants(-(-HV // heads), NT, B, T=plan.T, HV=HV, C=CHUNK, D=plan.V, HEADS=heads, num_warps=4)
+
+
+def launch_log_decay_gradient(
+    plan: Plan, d_G: Tensor | None, overlap: Tensor | None, log_decay: Tensor | None, d_log_decay: Tensor
+) -> None:
+    """Fill the gradient of log-decay."""
+    launch(log_decay_gradient_kernel, _log_decay_gradient(plan), d_G, overlap, log_decay, d_log_decay)
+
+
+@per_plan
+def _sum_of_groups(plan: Plan) -> Constants:
+    rows, tile = plan.B * plan.T * plan.H, 16
+    return Constants(-(-rows // tile), 2, rows=rows, GROUP=plan.HV // plan.H, D=plan.K, ROWS=tile, num_warps=4)
+
+
+def launch_sum_of_groups(plan: Plan, dq_heads: Tensor, dk_heads: Tensor, dq: Tensor, dk: Tensor) -> None:
+    """Sum dq and dk over the value heads that share a key head."""
+    launch(sum_of_groups_kernel, _sum_of_groups(plan), dq_heads, dk_heads, dq, dk)

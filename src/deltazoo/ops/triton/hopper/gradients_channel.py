@@ -7,6 +7,20 @@ issued, and move tiles through shared memory from layout to layout; two thirds o
 (docs/kernels.md).
 """
 
+from typing import Any
+
+from torch import Tensor
+
+from deltazoo.ops.triton.gluon import (
+    async_copy,
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    mma_v2,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from deltazoo.ops.triton.hopper.channel_tiles import (
     BK,
     CHANNELS,
@@ -32,16 +46,10 @@ from deltazoo.ops.triton.hopper.channel_tiles import (
     score_gradients,
     store_two_terms,
 )
-from deltazoo.ops.triton.hopper.gluon import (
-    async_copy,
-    barrier,
-    fence_async_shared,
-    gl,
-    jit,
-    mma_v2,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from deltazoo.ops.triton.kept import Gradients, Kept
+from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.plan import Plan, per_plan
+from deltazoo.ops.triton.problem import Problem
 
 
 @jit(do_not_specialize=["channels", "nothing", "T", "NT", "H", "HV"])
@@ -243,3 +251,22 @@ def hopper_chunk_gradients_channel_kernel(
                 gl.store(d_erase_key + (o_gradients + o), written.load(ROWS), mask=m_rows)
         gl.store(d_log_decay + (o_tile + o), gl.convert_layout(b_dg, TILE) + b_dG, mask=m_tokens[:, None])
     gl.store(d_beta + token * HV, b_dbeta, mask=m_tokens & (b_beta <= 0.0625))
+
+
+def channel_arguments(plan: Plan) -> dict[str, Any]:
+    """Arguments of both Gluon kernels for gradients with decay per channel."""
+    return dict(
+        scale=plan.scale, channels=plan.K, nothing=0, T=plan.T, NT=plan.NT, H=plan.H, HV=plan.HV,
+        GROUPED=plan.grouped, num_warps=4,
+    )  # fmt: skip
+
+
+@per_plan
+def _constants(plan: Plan) -> Constants:
+    return Constants(*plan.chunk_grid(), **channel_arguments(plan))
+
+
+def launch_gradients_channel(p: Problem, kept: Kept, scanned: tuple[Tensor | None, ...], gradients: Gradients) -> None:
+    """Fill the gradients of chunks without strong decay; `scanned`: U, Z, d_output, states, both `StateGradients`."""
+    inputs = p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay
+    launch(hopper_chunk_gradients_channel_kernel, _constants(p.plan), *inputs, *scanned, *gradients)

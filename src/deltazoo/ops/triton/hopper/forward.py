@@ -23,20 +23,24 @@ that barrier only. What ordinary loads read needs the barriers alone.
 """
 
 import triton
+from torch import Tensor
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
-from deltazoo.ops.triton.hopper.decayed_keys import add
-from deltazoo.ops.triton.hopper.gluon import (
+from deltazoo.ops.triton.gluon import (
     barrier,
     fence_async_shared,
     gl,
     jit,
+    matrix_tiles,
     mbarrier,
+    states_tiles,
     tma,
+    token_tiles,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from deltazoo.ops.triton.hopper.hopper_forward_chunks import (
+from deltazoo.ops.triton.hopper.decayed_keys import add
+from deltazoo.ops.triton.hopper.forward_chunks import (
     LOG2_DECAY,
     OUTPUT,
     SINCE_START,
@@ -48,6 +52,11 @@ from deltazoo.ops.triton.hopper.hopper_forward_chunks import (
     halves,
     prepare_chunks,
 )
+from deltazoo.ops.triton.kept import Kept
+from deltazoo.ops.triton.launch import Constants, TileView, launch
+from deltazoo.ops.triton.plan import Plan, per_plan
+from deltazoo.ops.triton.problem import Problem, contiguous
+from deltazoo.ops.triton.tiles import CHUNK, fused_forward_options
 
 __all__ = ["hopper_forward_kernel"]
 
@@ -413,3 +422,31 @@ def hopper_forward_kernel(
         [4, 4, 1],
         [STATE_REGISTERS, PREPARE_REGISTERS, COPY_REGISTERS],
     )
+
+
+@per_plan
+def _constants(plan: Plan, initial: bool, keep: bool) -> Constants:
+    return Constants(
+        plan.row_heads, scale=plan.scale, T=plan.T, H=plan.H, HV=plan.HV, DECAY=plan.decay, INITIAL=initial,
+        BY_GAIN=plan.by_gain, KEEP=keep, **fused_forward_options(keep, plan.decay),
+    )  # fmt: skip
+
+
+def launch_forward(p: Problem, kept: Kept | None, output: Tensor, final: Tensor, stopped: Tensor | None) -> None:
+    """Fill output, final state, for each head the number of the chunk it `stopped` at, and if wanted what is `kept`."""
+    plan, log_decay = p.plan, p.log_decay
+    filled: tuple[TileView | Tensor | None, ...] = (None,) * 5
+    if kept is not None:
+        assert kept.U is not None and kept.states is not None and kept.AP is not None
+        U, states, AP = token_tiles(kept.U, plan.V // 2), states_tiles(kept.states), matrix_tiles(kept.AP, CHUNK)
+        filled = U, states, AP, kept.beta, kept.G
+    gates: TileView | Tensor | None = log_decay
+    if plan.per_channel:
+        assert log_decay is not None
+        gates = token_tiles(contiguous(log_decay if log_decay.itemsize < 8 else log_decay.float(), plan), plan.K)
+    launch(
+        hopper_forward_kernel, _constants(plan, p.initial_state is not None, kept is not None),
+        token_tiles(p.q, plan.K), token_tiles(p.k, plan.K),
+        token_tiles(p.v, plan.V // 2), token_tiles(output, plan.V // 2),
+        p.beta, gates, p.initial_state, final, stopped, *filled,
+    )  # fmt: skip

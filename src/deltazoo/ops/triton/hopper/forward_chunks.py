@@ -1,4 +1,4 @@
-"""What the fused forward pass makes of a chunk without its state: P, T11, T22 and -L21 (`hopper_forward`).
+"""What the fused forward pass makes of a chunk without its state: P, T11, T22 and -L21 (`hopper.forward`).
 
 Where the backward pass follows, step sizes are factors of L, and A stands in place of T: then A and P go to memory too.
 
@@ -9,8 +9,7 @@ block fits them, and one key repeated errs less than with products in higher pre
 """
 
 from deltazoo.ops.triton.chunk.inverse import MAX_FAST_GAIN
-from deltazoo.ops.triton.hopper.decayed_keys import RANGE, decay_keys
-from deltazoo.ops.triton.hopper.gluon import (
+from deltazoo.ops.triton.gluon import (
     barrier,
     fence_async_shared,
     gl,
@@ -21,6 +20,7 @@ from deltazoo.ops.triton.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from deltazoo.ops.triton.hopper.decayed_keys import RANGE, decay_keys
 
 __all__ = ["C", "halves", "prepare_chunks"]
 

@@ -1,15 +1,20 @@
-"""Block sizes: one static table, no autotuning."""
+"""Tiles, warps and stages of every launch: static tables, no autotuning."""
 
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 import triton
 
-__all__ = ["CHUNK", "HOPPER", "Tiles", "shared_memory", "tiles_for"]
+__all__ = [
+    "CHUNK", "FUSED_BACKWARD", "HEAD", "HOPPER", "Tiles", "fused_forward_options", "gluon_reverse_scan_options",
+    "gluon_scan_options", "tiles_for",
+]  # fmt: skip
 
 CHUNK = 64
 """Tokens per chunk, in every kernel."""
+
+HEAD = 128
+"""Channels per head, of keys and of values, that the Gluon kernels are made for."""
 
 HOPPER = 232_448
 """Shared memory that a thread block can use on Hopper, in bytes; data-center Ampere (8.0) has 166,912, and cards for
@@ -28,8 +33,6 @@ class Tiles(NamedTuple):
     scan: dict[str, int]
     scan_keep: dict[str, int]
     """It stores U and the states in place of the output."""
-    scan_both: dict[str, int]
-    """It stores all of them."""
     reverse_scan: dict[str, int]
     gradients: dict[str, int]
     gradients_strong: dict[str, int]
@@ -42,14 +45,6 @@ def _options(warps: int, stages: int, BV: int | None = None) -> dict[str, int]:
 
 def _scan_options(warps: int, stages: int, BV: int, BK: int, ahead: bool = False) -> dict[str, int]:
     return _options(warps, stages, BV) | dict(BK=BK, AHEAD=ahead)
-
-
-@lru_cache
-def shared_memory(device: torch.device) -> int:
-    """Shared memory that a thread block can use on a device, in bytes; Hopper's if there is no GPU."""
-    if device.type != "cuda":
-        return HOPPER
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 @lru_cache
@@ -93,8 +88,8 @@ def tiles_for(
         serial = _scan_options(8, 1, min(BV, 32), min(BK, 64))
         reverse = _scan_options(8, 1, min(BV, 32 if BK <= 64 else 16), min(BK, 64))
         gradients = _options(4, 1, min(BV, 32)) | tile
-        return Tiles(BK, prepare, invert, channel, chain, serial, serial, serial, reverse, gradients, gradients)
-    output, keep, both, reverse = _serial(BK, BV, V, decay, has_beta, strict, separate, shared, many_scans)
+        return Tiles(BK, prepare, invert, channel, chain, serial, serial, reverse, gradients, gradients)
+    output, keep, reverse = _serial(BK, BV, V, decay, has_beta, strict, separate, shared, many_scans)
     gradients = _options(4, 2, BV) | tile
     if shared >= HOPPER:
         gradients = _options(4, 3, BV) | tile
@@ -105,13 +100,13 @@ def tiles_for(
             )
     # In 16 bits ptxas 12.8 loses a descriptor of shared memory in tiles of 16 key channels.
     gradients_strong = _options(4, 1, min(BV, 32)) | dict(BK=32)
-    return Tiles(BK, prepare, invert, channel, chain, output, keep, both, reverse, gradients, gradients_strong)
+    return Tiles(BK, prepare, invert, channel, chain, output, keep, reverse, gradients, gradients_strong)
 
 
 def _serial(
     BK: int, BV: int, V: int, decay: int, has_beta: bool, strict: bool, separate: bool, shared: int, many_scans: bool
-) -> tuple[dict[str, int], dict[str, int], dict[str, int], dict[str, int]]:
-    """The scan for the output, the one that keeps states, the one for both, and the reverse scan; 16-bit inputs."""
+) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """The scan for the output, the one that keeps states, and the reverse scan; 16-bit inputs."""
     keys = (2 if separate else 1) * CHUNK * BK * 2  # bytes of one chunk's keys
     A, P, q = has_beta * CHUNK * CHUNK * 2, CHUNK * CHUNK * 2, CHUNK * BK * 2
     split = 2 * A if strict else 0  # the two terms of A, unpacked
@@ -121,11 +116,10 @@ def _serial(
         else:
             large = decay == 2 or separate or strict
             serial = _scan_options(8 if BV == 64 else 4, 1 if large and shared < 160_000 else 2, BV, BK)
-        return serial, serial, serial, serial
+        return serial, serial, serial
     return (
         _hopper_scan(BK, BV, V, keys + A + P + q, split, 0, many_scans),
         _hopper_scan(BK, BV, V, keys + A, split, 2, many_scans),
-        _hopper_scan(BK, BV, V, keys + A + P + q, split, 2, many_scans),
         _hopper_scan(BK, BV, V, keys + A + P + q, split, 2, many_scans, largest=64 if decay else 128),
     )
 
@@ -153,3 +147,63 @@ def _hopper_scan(
             return _scan_options(8 if wide else 4, stages, BV, tile, ahead=wide)
     # Tiles of 32 rows take synchronous products (docs/log.md), with a single copy of the operands.
     return _scan_options(8, 2, min(BV, 32), BK)
+
+
+FUSED_BACKWARD = dict(WALK_REGISTERS=168, GRADIENT_REGISTERS=160, COPY_REGISTERS=24, num_warps=4)
+"""Options of the fused backward pass: registers per thread of its partitions; the one that is not named gets what
+remains."""
+
+_FUSED_FORWARD = dict(STATE_REGISTERS=184, PREPARE_REGISTERS=120, COPY_REGISTERS=24, num_warps=4)
+
+KEYS, PART, MATRIX, STATE = 2 * CHUNK * HEAD, 2 * CHUNK * HEAD // 2, 2 * CHUNK * CHUNK, 2 * HEAD * HEAD // 2
+"""Bytes of tiles: keys of a chunk, values for a part of their channels, A or P, and a part of a state."""
+
+BARRIERS = 448
+"""Bytes at most of barriers, and of what Triton hands to the partitions."""
+
+
+def fused_forward_options(keep: bool, decay: int) -> dict[str, int]:
+    """Options of the fused forward pass: 219 of 227 KiB of shared memory, and all registers of a multiprocessor.
+
+    Three stages, or two where it keeps something for the backward pass, which takes buffers, or has a decay per
+    channel (2), whose keys and log-decays do.
+    """
+    return _FUSED_FORWARD | dict(STAGES=2 if keep or decay == 2 else 3)
+
+
+def gluon_scan_options(
+    output: bool, keep: bool, values: bool, decay: int, separate: bool, strict: bool, many_scans: bool
+) -> dict[str, int]:
+    """Value channels per program, as parts of 64, and the stages of both rings of operands that shared memory holds.
+
+    Args:
+        output, keep, values: the scan stores the output, U and the states, and has values (`chunk.scan`).
+        decay: 0 none, 1 per head, 2 per channel.
+        separate: the scan reads other keys than it writes.
+        strict: the second term of A has a buffer.
+        many_scans: two parts per program fill the card.
+    """
+    parts = 2 if many_scans else 1
+    factors = 4 * ((CHUNK, 4 * CHUNK + 1, CHUNK + HEAD)[decay])
+    stage = (1 + output) * KEYS + values * parts * PART + factors
+    late_stage = separate * KEYS + (1 + output + strict) * MATRIX
+    once = (output or keep) * parts * PART + keep * parts * STATE + BARRIERS
+    return dict(PARTS=parts, num_warps=4) | _stages(HOPPER - once, stage, late_stage)
+
+
+def gluon_reverse_scan_options(keep: bool, decay: int, separate: bool, many_scans: bool) -> dict[str, int]:
+    """Options of the reverse scan, likewise; `keep`: it stores Z and the gradients of the states."""
+    parts = 2 if many_scans else 1
+    factors = 4 * ((CHUNK, 3 * CHUNK + 1, CHUNK + HEAD)[decay])
+    stage = (2 + separate) * KEYS + parts * PART + factors
+    once = keep * parts * (PART + STATE) + BARRIERS
+    return dict(PARTS=parts, num_warps=4) | _stages(HOPPER - once, stage, 2 * MATRIX)
+
+
+def _stages(free: int, stage: int, late_stage: int) -> dict[str, int]:
+    """The most stages, at most four, and of what a chunk needs late as many or one less."""
+    for count in (4, 3, 2):
+        for late in (count, count - 1):
+            if late > 1 and count * stage + late * late_stage <= free:
+                return dict(STAGES=count, LATE_STAGES=late)
+    raise AssertionError("two stages fit every kernel")

@@ -20,18 +20,28 @@ D]`, whose value channels stand in place of tokens. A program reads and writes t
 what replaces a tile is computed from the copy of it in shared memory.
 """
 
-from deltazoo.ops.triton.hopper.backward_rest import small_step
-from deltazoo.ops.triton.hopper.gluon import (
+from torch import Tensor
+
+from deltazoo.ops.triton.gluon import (
     barrier,
     fence_async_shared,
     gl,
     jit,
+    matrix_tiles,
     mbarrier,
+    states_tiles,
     tma,
+    token_tiles,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from deltazoo.ops.triton.hopper.hopper_scan import split_inverse
+from deltazoo.ops.triton.hopper.scan import split_inverse
+from deltazoo.ops.triton.hopper.small_step_gradients import small_step
+from deltazoo.ops.triton.kept import Gradients, Kept
+from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.plan import Plan, per_plan
+from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.tiles import CHUNK, FUSED_BACKWARD
 
 __all__ = ["backward_kernel"]
 
@@ -549,3 +559,28 @@ def backward_kernel(
         [4, 4, 1],
         [WALK_REGISTERS, GRADIENT_REGISTERS, COPY_REGISTERS],
     )
+
+
+@per_plan
+def _constants(plan: Plan, strict: bool) -> Constants:
+    return Constants(
+        plan.scans * plan.HV, scale=plan.scale, T=plan.T, H=plan.H, HV=plan.HV, segments=plan.segments,
+        chunks=plan.segment_chunks, ZERO=0, DECAY=plan.decay, STRICT=strict, **FUSED_BACKWARD,
+    )  # fmt: skip
+
+
+def launch_gradients(
+    p: Problem, kept: Kept, U: Tensor, states: Tensor, d_output: Tensor, d_final: Tensor | None, gradients: Gradients,
+    d_G: Tensor | None, overlap: Tensor | None, d_initial: Tensor | None,
+) -> None:  # fmt: skip
+    """Fill the gradients but that of log_decay, for which `d_G` and the sums `overlap` are left, and `d_initial`."""
+    plan, (dq, dk, _, dv, d_beta, _) = p.plan, gradients
+    assert kept.AP is not None
+    for strict in plan.scan_modes:  # by the gain each of both makes the gradients of some heads
+        launch(
+            backward_kernel, _constants(plan, strict),
+            token_tiles(p.q, plan.K), token_tiles(p.k, plan.K), token_tiles(d_output, plan.V), token_tiles(U, plan.V),
+            matrix_tiles(kept.AP, CHUNK), states_tiles(states),
+            token_tiles(dq, plan.K), token_tiles(dk, plan.K), token_tiles(dv, plan.V // 2),
+            kept.beta, kept.G, kept.large_gain, d_beta, d_G, overlap, d_final, d_initial,
+        )  # fmt: skip

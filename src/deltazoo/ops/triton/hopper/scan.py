@@ -9,15 +9,27 @@ read with, has a ring of its own: with fewer stages of it more fit of all the re
 A strict launch multiplies with two terms where the plain one does: the inverse, what it multiplies, and corrections.
 """
 
-from deltazoo.ops.triton.hopper.gluon import (
+from typing import Any
+
+from torch import Tensor
+
+from deltazoo.ops.triton.gluon import (
     fence_async_shared,
     gl,
     jit,
+    matrix_tiles,
     mbarrier,
+    states_tiles,
     tma,
+    token_tiles,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from deltazoo.ops.triton.kept import Kept
+from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.plan import Plan, per_plan
+from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.tiles import CHUNK, gluon_scan_options
 
 C = gl.constexpr(64)  # tokens per chunk
 D = gl.constexpr(128)  # channels of a head, of keys and of values
@@ -444,3 +456,42 @@ def hopper_scan_kernel(
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
                               HAS_V, OUTPUT, PARTS, STAGES, LATE_STAGES)),
         ], [1], [24])  # fmt: skip
+
+
+def gluon_scan_arguments(plan: Plan, options: dict[str, int], **named: Any) -> Constants:
+    """Constants of a serial scan in Gluon: a program for one part of 64 value channels of a head, or for both."""
+    return Constants(
+        2 // options["PARTS"] * plan.HV * plan.scans, UNDECAYED=plan.undecayed, scale=plan.scale, T=plan.T,
+        NT=plan.NT, HV=plan.HV, **plan.scanned_heads, **named, **options,
+    )  # fmt: skip
+
+
+@per_plan
+def _constants(plan: Plan, start: int, values: bool, output: bool, keep: bool, strict: bool) -> Constants:
+    options = gluon_scan_options(output, keep, values, plan.decay, plan.separate, strict, plan.many_scans)
+    return gluon_scan_arguments(
+        plan, options, HAS_V=values, INITIAL=start, OUTPUT=output, KEEP=keep,
+        BY_TOKEN=keep and plan.fused_backward, STRICT=strict,
+    )  # fmt: skip
+
+
+def launch_scan(
+    p: Problem, kept: Kept, start: int, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
+    output: Tensor | None, U: Tensor | None, states: Tensor | None, strict: bool, stopped: Tensor | None = None,
+) -> None:  # fmt: skip
+    """One launch of `stages.scan_once`, from `start`; it stores any of the output, and U with the states."""
+    plan, ((q_in, k_in, k_out), (beta, G, AP, large_gain)) = p.plan, kept.scanned(p)
+    assert q_in is not None and k_in is not None and k_out is not None and AP is not None
+    with_output = output is not None
+    launch(
+        hopper_scan_kernel, _constants(plan, start, v is not None, with_output, states is not None, strict),
+        token_tiles(q_in, plan.K) if with_output else None,
+        token_tiles(k_in, plan.K),
+        token_tiles(k_out, plan.K) if plan.separate else None,
+        None if v is None else token_tiles(v, plan.V // 2),
+        matrix_tiles(AP, 2 * CHUNK if with_output else CHUNK),
+        None if output is None else token_tiles(output, plan.V // 2),
+        None if U is None else token_tiles(U, plan.V // 2),
+        None if states is None else states_tiles(states),
+        beta, G, large_gain, stopped, initial, final,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Gluon, as the installed Triton has it, and whether its kernels can run on a device.
+"""Gluon, as the installed Triton has it, whether its kernels can run on a device, and tensors as tiles to copy.
 
 Gluon is Triton's language for kernels that choose layouts, copies and barriers themselves. It is experimental: names
 may move from version to version. On a version that is not known, or that lacks a name, the plain Triton kernels serve
@@ -10,6 +10,10 @@ from functools import lru_cache
 
 import torch
 import triton
+from torch import Tensor
+
+from deltazoo.ops.triton.launch import TileView
+from deltazoo.ops.triton.tiles import CHUNK
 
 MISSING: str | None = None
 """What the installed Triton lacks for the Gluon kernels; None if it has everything."""
@@ -40,9 +44,12 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "jit",
+    "matrix_tiles",
     "mbarrier",
     "mma_v2",
+    "states_tiles",
     "tma",
+    "token_tiles",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -66,3 +73,36 @@ def available(device: torch.device) -> bool:
 @lru_cache
 def _warn_once(reason: str) -> None:
     warnings.warn(f"{reason}. Plain Triton kernels, which are slower, take their place.", stacklevel=2)
+
+
+@lru_cache(maxsize=1024)
+def _token_tiles(shape: torch.Size, channels: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    B, T, H, D = shape
+    return (B, T, H * D), (T * H * D, H * D, 1), (1, CHUNK, channels)
+
+
+@lru_cache(maxsize=1024)
+def _matrix_tiles(shape: torch.Size, rows: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    D = shape[-1]
+    return (shape.numel() // D, D), (D, 1), (rows, D)
+
+
+def token_tiles(x: Tensor, channels: int) -> TileView:
+    """Tiles of a chunk of tokens by `channels` of one head, for x `[B, T, H, D]`.
+
+    Coordinates are row of the batch, token, `head * D + channel`. Tokens beyond T are read as zero and not written.
+    """
+    return TileView(x, *_token_tiles(x.shape, channels))
+
+
+def matrix_tiles(x: Tensor, rows: int) -> TileView:
+    """Tiles of `rows` full rows of x `[..., D]`; coordinates are the row, over all leading dimensions, and 0."""
+    return TileView(x, *_matrix_tiles(x.shape, rows))
+
+
+def states_tiles(states: Tensor) -> TileView:
+    """Tiles of half of the value channels of the kept states `[slots, V, K]` or `[2, B, tokens, HV, K]`."""
+    if states.ndim == 5:  # value channels in place of the tokens
+        two, B, T, H, D = states.shape
+        return TileView(states, *_token_tiles(torch.Size((two * B, T, H, D)), D))
+    return matrix_tiles(states, states.shape[1] // 2)

@@ -1,20 +1,24 @@
 """The reverse scan on Hopper: the gradient of the state from the last chunk to the first.
 
-Built as `hopper_scan`: two partitions hold the gradient for 64 value channels each, and one warp copies operands. What
+Built as `scan`: two partitions hold the gradient for 64 value channels each, and one warp copies operands. What
 the store of the gradients leaves of shared memory holds three chunks of queries, keys and output gradients, but only
 two of the matrices, which are needed later in a chunk; so these have a ring of buffers of their own.
 """
 
-from deltazoo.ops.triton.hopper.gluon import (
+from torch import Tensor
+
+from deltazoo.ops.triton.gluon import (
     fence_async_shared,
     gl,
     jit,
+    matrix_tiles,
     mbarrier,
     tma,
+    token_tiles,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from deltazoo.ops.triton.hopper.hopper_scan import (
+from deltazoo.ops.triton.hopper.scan import (
     ERASE,
     HALF,
     LEFT,
@@ -29,9 +33,15 @@ from deltazoo.ops.triton.hopper.hopper_scan import (
     decayed,
     factor,
     first_large,
+    gluon_scan_arguments,
     store_factors,
     store_tile,
 )
+from deltazoo.ops.triton.kept import Kept
+from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.plan import Plan, per_plan
+from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.tiles import CHUNK, gluon_reverse_scan_options
 
 
 @jit
@@ -272,3 +282,39 @@ def hopper_reverse_scan_kernel(
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
                               PARTS, STAGES, LATE_STAGES)),
         ], [1], [24])  # fmt: skip
+
+
+@per_plan
+def _constants(plan: Plan, final: bool, initial: bool, keep: bool, in_place: bool) -> Constants:
+    options = gluon_reverse_scan_options(keep, plan.decay, plan.separate, plan.many_scans)
+    return gluon_scan_arguments(
+        plan, options, HAS_FINAL=final, HAS_INITIAL=initial, KEEP=keep, IN_PLACE=in_place,
+    )  # fmt: skip
+
+
+def launch_reverse_scan(
+    p: Problem, kept: Kept, d_output: Tensor, Z: Tensor | None, d_states: tuple[Tensor | None, Tensor | None],
+    d_final: Tensor | None, d_initial: Tensor | None, initial: bool,
+) -> None:  # fmt: skip
+    """The launch of `stages.reverse_scan` that is not strict; `initial`: the gradients of the first states are wanted.
+
+    If `d_states` are two tensors, these have the place of queries and keys.
+    """
+    plan, ((q_in, k_in, k_out), (beta, G, AP, large_gain)) = p.plan, kept.scanned(p)
+    assert q_in is not None and k_in is not None and k_out is not None and AP is not None
+    low, high = d_states
+    low_tiles, high_tiles = None if low is None else matrix_tiles(low, plan.V // 2), None
+    if low is not None and high is not None:
+        low_tiles, high_tiles = token_tiles(low, plan.K), token_tiles(high, plan.K)
+    launch(
+        hopper_reverse_scan_kernel,
+        _constants(plan, d_final is not None, initial, low is not None, high is not None),
+        token_tiles(q_in, plan.K),
+        token_tiles(k_in, plan.K) if plan.separate else None,
+        token_tiles(k_out, plan.K),
+        token_tiles(d_output, plan.V // 2),
+        matrix_tiles(AP, 2 * CHUNK),
+        None if Z is None else token_tiles(Z, plan.V // 2),
+        low_tiles, high_tiles,
+        beta, G, large_gain, d_final, d_initial,
+    )  # fmt: skip

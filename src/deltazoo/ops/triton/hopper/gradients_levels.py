@@ -1,6 +1,6 @@
-"""The gradients of the chunks that `hopper_gradients_channel` leaves out: no one product spans the decay of a channel.
+"""The gradients of the chunks that `gradients_channel` leaves out: no one product spans the decay of a channel.
 
-As in `chunk.gradients_strong`, pairs of tokens take products of their own where they are far apart. From the largest
+As in `chunk.gradients_levels`, pairs of tokens take products of their own where they are far apart. From the largest
 blocks down: if no channel decays too far from the middle of a block to its ends, one product serves all pairs within
 such blocks. Otherwise it serves those with a token in each half, and blocks half as long come next.
 
@@ -8,6 +8,18 @@ Products over tokens are synchronous (mma.sync): their left operands are masked 
 ones are assembled wrongly (docs/kernels.md).
 """
 
+from torch import Tensor
+
+from deltazoo.ops.triton.gluon import (
+    async_copy,
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    mma_v2,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from deltazoo.ops.triton.hopper.channel_tiles import (
     BK,
     CHANNELS,
@@ -32,16 +44,11 @@ from deltazoo.ops.triton.hopper.channel_tiles import (
     score_gradients,
     store_two_terms,
 )
-from deltazoo.ops.triton.hopper.gluon import (
-    async_copy,
-    barrier,
-    fence_async_shared,
-    gl,
-    jit,
-    mma_v2,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from deltazoo.ops.triton.hopper.gradients_channel import channel_arguments
+from deltazoo.ops.triton.kept import Gradients, Kept
+from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.plan import Plan, per_plan
+from deltazoo.ops.triton.problem import Problem
 
 HALF_RANGE = gl.constexpr(96.0)
 """How far a channel may decay between the middle of a block and an end, in log2: half of `centred_range`."""
@@ -290,3 +297,14 @@ def hopper_chunk_gradients_strong_kernel(
                 raw_g = gl.load(log_decay + o_tile, mask=m_tile, other=0.0).to(gl.float32)
                 gl.store(d_log_decay + o_tile, gl.where(raw_g > float("-inf"), b_dg, 0.0), mask=m_tile)
             gl.store(step_gradients + token * HV, b_dbeta, mask=m_tokens & (b_beta <= 0.0625))
+
+
+@per_plan
+def _constants(plan: Plan) -> Constants:
+    return Constants(*plan.neighbour_grid()[0], **plan.neighbour_grid()[1], **channel_arguments(plan))
+
+
+def launch_gradients_levels(p: Problem, kept: Kept, scanned: tuple[Tensor | None, ...], gradients: Gradients) -> None:
+    """Fill the gradients of chunks with strong decay; `scanned`: U, Z, d_output, states and both `StateGradients`."""
+    inputs = p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay
+    launch(hopper_chunk_gradients_strong_kernel, _constants(p.plan), *inputs, *scanned, *gradients)

@@ -1,0 +1,78 @@
+"""Order of the forward pass: one fused kernel, which other kernels complete, or a preparation and scans."""
+
+import torch
+from torch import Tensor
+
+from deltazoo.ops.triton.chunk.inverse import launch_invert
+from deltazoo.ops.triton.chunk.prepare import launch_prepare_rest
+from deltazoo.ops.triton.chunk.scan import FROM_STATE
+from deltazoo.ops.triton.gluon import MISSING
+from deltazoo.ops.triton.kept import Kept, new_kept
+from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.stages import prepare, scan, scan_once, segment_starts
+from deltazoo.ops.triton.tiles import CHUNK
+
+if MISSING is None:
+    from deltazoo.ops.triton.hopper.forward import launch_forward
+
+__all__ = ["complete", "forward", "infer"]
+
+
+def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
+    """Output, final state, and what the backward pass needs; with `keep` so that it need not scan again."""
+    kept, route = new_kept(p.plan, p.q, keep), p.plan.route
+    if kept.AP is None:
+        return *infer(p), kept
+    if keep and route.forward == route.backward == "fused":
+        return *fused(p, kept), kept
+    return *in_stages(p, kept), kept
+
+
+def infer(p: Problem) -> tuple[Tensor, Tensor]:
+    """Output and final state, if nothing has to be kept for gradients."""
+    if p.plan.route.forward == "fused":
+        return fused(p, None)
+    return in_stages(p, Kept.empty(p.plan, p.q, keep=False))
+
+
+def in_stages(p: Problem, kept: Kept) -> tuple[Tensor, Tensor]:
+    """Output and final state by a preparation and scans, which fill what is kept."""
+    plan = p.plan
+    prepare(p, kept)
+    starts = p.initial_state if plan.segments == 1 else segment_starts(p, kept)
+    output = p.v.new_empty(plan.B, plan.tokens, plan.HV, plan.V)
+    final = p.float32(plan.scans, plan.HV, plan.K, plan.V)
+    scan(p, kept, p.v, starts, final, output, kept.U, kept.states)
+    if plan.segments > 1:
+        final = final.unflatten(0, (plan.N, plan.segments))[:, -1].contiguous()
+    return output, final
+
+
+def fused(p: Problem, kept: Kept | None) -> tuple[Tensor, Tensor]:
+    """Output and final state in one kernel, which fills what is `kept` if a backward pass follows.
+
+    It stops a head at its first chunk with a large erase gain, or with a decay per channel beyond its range, with the
+    state so far in `final` and the number of the chunk in `stopped`. Other kernels complete these heads. Where none
+    stopped they return at once, so that the host need not know.
+    """
+    plan = p.plan
+    output, final = torch.empty_like(p.v), p.float32(plan.B, plan.HV, plan.K, plan.V)
+    stopped = p.v.new_empty(plan.B, plan.HV, dtype=torch.int32) if plan.by_gain or plan.per_channel else None
+    launch_forward(p, kept, output, final, stopped)
+    if stopped is not None:
+        complete(p, Kept.empty(plan, p.q, keep=False) if kept is None else kept, stopped, output, final)
+    return output, final
+
+
+def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor, final: Tensor) -> None:
+    """The chunks that the fused forward pass left, from the states in `final`; strict, but with a decay per channel."""
+    plan = p.plan
+    if plan.per_channel:
+        prepare(p, kept, stopped)
+        scan(p, kept, p.v, final, final, output, stopped=stopped)
+        return
+    # With heads of 128 the rows of L are as long as those of the states, which the last launch stores over them.
+    strict_L = p.float32(plan.slots, CHUNK, CHUNK) if kept.states is None else kept.states[0].view(torch.float32)
+    launch_prepare_rest(p, kept, stopped, strict_L)
+    launch_invert(plan, kept.large_gain, strict_L, kept.AP)
+    scan_once(p, kept, FROM_STATE, p.v, final, final, output, kept.U, kept.states, strict=True)
