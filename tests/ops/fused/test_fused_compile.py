@@ -28,6 +28,7 @@ from deltazoo.ops.decoding import (  # noqa: E402
     between_products,
     convolution,
     greedy_token,
+    launch_ahead,
     low_rank_maps,
     product,
     row_product,
@@ -59,15 +60,6 @@ TYPES = {
     torch.int64: "i64",
     torch.uint8: "u8",
 }
-LAUNCHED_AHEAD = (
-    row_product,
-    convolution,
-    low_rank_maps,
-    scaled_keys,
-    between_products,
-    product,
-    rule,
-)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -411,8 +403,7 @@ def compile_call(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile
     with monkeypatch.context() as patch:
         patch.setattr(launch, "DIRECT", False)
         patch.setattr(JITFunction, "__getitem__", record)
-        for module in LAUNCHED_AHEAD:
-            patch.setattr(module, "launches_ahead", lambda device: True)
+        patch.setattr(launch_ahead, "launches_ahead", lambda device: True)
         CALLS[name][1]()
     assert len(launched) == launches_of(name)
     for kernel, args, options in launched:
