@@ -11,7 +11,7 @@ from deltazoo.layers.initialization import short_conv_
 from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, RightPaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.state import StateAccess, is_decoding_step
 from deltazoo.ops import fused as fused_ops
-from deltazoo.ops.context.token_exchange import last_tokens, tokens_before
+from deltazoo.ops.context.exchange import last_tokens, tokens_before
 from deltazoo.ops.linear_maps import PLAIN_WEIGHTS, is_hooked
 from deltazoo.ops.recompute import recomputable
 
