@@ -96,23 +96,29 @@ def short_convolution(
                 "the fused convolution gives no gradient to its state: detach it, or leave fused_kernels off"
             )
         past = None if past is None else past.to(x.dtype)
-        return recomputable(
-            lambda x, weight: _short_conv(x, weight, past, sequence, cu_seqlens, silu, head_dim), x, weight
-        )
+        return recomputable(_short_conv, x, weight, past, sequence, cu_seqlens, silu, head_dim)
     if past is not None and sequence is None and x.shape[1] == 1:
         y, _ = convolve_window(past, x, weight, silu)
         return unit_heads(y, head_dim)
+    return recomputable(_in_torch, x, weight, past, sequence, cu_seqlens, silu, head_dim)
 
-    def compute(x: Tensor, weight: Tensor) -> Tensor:
-        if past is None:
-            number = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-            before = x.new_zeros(number, weight.shape[-1] - 1, x.shape[2])
-        else:
-            before = past.transpose(1, 2).to(x.dtype)
-        total = causal_sum(x, weight, before, sequence, cu_seqlens)
-        return unit_heads((F.silu(total) if silu else total).to(x.dtype), head_dim)
 
-    return recomputable(compute, x, weight)
+def _in_torch(
+    x: Tensor,
+    weight: Tensor,
+    past: Tensor | None,
+    sequence: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    head_dim: int,
+) -> Tensor:
+    if past is None:
+        number = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        before = x.new_zeros(number, weight.shape[-1] - 1, x.shape[2])
+    else:
+        before = past.transpose(1, 2).to(x.dtype)
+    total = causal_sum(x, weight, before, sequence, cu_seqlens)
+    return unit_heads((F.silu(total) if silu else total).to(x.dtype), head_dim)
 
 
 def short_convolutions(
@@ -142,10 +148,7 @@ def short_convolutions(
     q, k, v = inputs
     together = pasts[0] is None and q.dtype == k.dtype == v.dtype and q.numel() and not torch.compiler.is_compiling()
     if together and takes_kernel(fused, *inputs, *weights, sequence, cu_seqlens):
-        silu = is_silu(activation)
-        return recomputable(
-            lambda *tensors: _short_convs(*tensors, sequence, cu_seqlens, silu, *head_dims), *inputs, *weights
-        )
+        return recomputable(_short_convs, *inputs, *weights, sequence, cu_seqlens, is_silu(activation), *head_dims)
     packing = {"sequence": sequence, "cu_seqlens": cu_seqlens}
     first, second, third = (
         short_convolution(x, weight, past, **packing, activation=activation, head_dim=head_dim, fused=fused)
