@@ -41,7 +41,7 @@ from deltazoo.layers.short_convolution import last_inputs
 from deltazoo.layers.state import LayerState, is_decoding_step
 from deltazoo.models.forward_arguments import refuse_dropped
 from deltazoo.ops import DeltaRuleOutput, fused
-from deltazoo.ops.context.token_exchange import tokens_before
+from deltazoo.ops.context.exchange import tokens_before
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit
 from deltazoo.ops.linear_maps import is_hooked
