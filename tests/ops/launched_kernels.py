@@ -88,7 +88,7 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 
 
 def check_registers(compiled: CompiledKernel, blocks: int, folder: Path, *, stack: int = 0) -> None:
-    """No spills, `stack` bytes at most, no float64, and registers for so many blocks of four warps on a multiprocessor."""
+    """No spills beyond `stack` bytes, no float64, registers for so many blocks of four warps on a multiprocessor."""
     found = resources(compiled.asm["cubin"], folder)
     assert "f64" not in compiled.asm["ttir"], compiled.name  # as a constant that is no normal float32 makes it
     assert found["LOCAL"] == 0 and found["STACK"] <= stack, (compiled.name, found)

@@ -605,7 +605,7 @@ _short_conv = row_operator(
 def _together(inputs, weights, heads):
     """Whether one launch serves all three: tensors of one kind, heads of one size, queries and keys normed alike."""
     q_head, k_head, v_head = heads
-    alike = {(x.dtype, x.shape[:2], w.dtype, w.shape[1]) for x, w in zip(inputs, weights, strict=True)}
+    alike = {(x.dtype, x.shape[:2], w.dtype, w.shape[-1]) for x, w in zip(inputs, weights, strict=True)}
     return len(alike) == 1 and q_head == k_head and v_head in (0, q_head)
 
 
@@ -616,7 +616,7 @@ def _forward_three(q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, 
         return tuple([_forward(x, weight, None, sequence, cu_seqlens, silu, head) for x, weight, head in calls])
     y, y_k, y_v = (torch.empty_like(x) for x in inputs)
     channels = q.shape[2], k.shape[2], v.shape[2]
-    _, constants = _constants(*q.shape[:2], channels, q_weight.shape[1], silu, q_head, v_head == q_head)
+    _, constants = _constants(*q.shape[:2], channels, q_weight.shape[-1], silu, q_head, v_head == q_head)
     launch(
         short_conv_forward_kernel, constants, q, q_weight, None, sequence, cu_seqlens, y, k, k_weight, y_k,
         v, v_weight, y_v,
@@ -634,8 +634,8 @@ def _backward_three(
         return *(d_x for d_x, _ in pairs), *(d_weight for _, d_weight in pairs)
     d_q, d_k, d_v = (torch.empty_like(x) for x in inputs)
     channels = q.shape[2], k.shape[2], v.shape[2]
-    programs, constants = _constants(*q.shape[:2], channels, q_weight.shape[1], silu, q_head, v_head == q_head)
-    parts = q.new_empty(programs, sum(channels), q_weight.shape[1], dtype=torch.float32)
+    programs, constants = _constants(*q.shape[:2], channels, q_weight.shape[-1], silu, q_head, v_head == q_head)
+    parts = q.new_empty(programs, sum(channels), q_weight.shape[-1], dtype=torch.float32)
     launch(
         short_conv_backward_kernel, constants, q, q_weight, None, sequence, cu_seqlens, d_y, d_q, parts,
         k, k_weight, d_y_k, d_k, v, v_weight, d_y_v, d_v,
