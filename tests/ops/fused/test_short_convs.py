@@ -33,7 +33,7 @@ def results(
         lengths = torch.tensor(LENGTHS, device=device)
         sequence = torch.arange(len(LENGTHS), device=device).repeat_interleave(lengths)
         cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    inputs, weights = [draw(rows, T, C) for C in channels], [draw(C, 4) for C in channels]
+    inputs, weights = [draw(rows, T, C) for C in channels], [draw(C, 1, 4) for C in channels]
     heads, packing = (head, head, v_head), (sequence, cu_seqlens)
     if together:
         outputs = short_conv._short_convs(*inputs, *weights, *packing, True, *heads)

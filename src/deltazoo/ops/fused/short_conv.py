@@ -96,23 +96,29 @@ def short_convolution(
                 "the fused convolution gives no gradient to its state: detach it, or leave fused_kernels off"
             )
         past = None if past is None else past.to(x.dtype)
-        return recomputable(
-            lambda x, weight: _short_conv(x, weight, past, sequence, cu_seqlens, silu, head_dim), x, weight
-        )
+        return recomputable(_short_conv, x, weight, past, sequence, cu_seqlens, silu, head_dim)
     if past is not None and sequence is None and x.shape[1] == 1:
         y, _ = convolve_window(past, x, weight, silu)
         return unit_heads(y, head_dim)
+    return recomputable(_in_torch, x, weight, past, sequence, cu_seqlens, silu, head_dim)
 
-    def compute(x: Tensor, weight: Tensor) -> Tensor:
-        if past is None:
-            number = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-            before = x.new_zeros(number, weight.shape[-1] - 1, x.shape[2])
-        else:
-            before = past.transpose(1, 2).to(x.dtype)
-        total = causal_sum(x, weight, before, sequence, cu_seqlens)
-        return unit_heads((F.silu(total) if silu else total).to(x.dtype), head_dim)
 
-    return recomputable(compute, x, weight)
+def _in_torch(
+    x: Tensor,
+    weight: Tensor,
+    past: Tensor | None,
+    sequence: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    head_dim: int,
+) -> Tensor:
+    if past is None:
+        number = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        before = x.new_zeros(number, weight.shape[-1] - 1, x.shape[2])
+    else:
+        before = past.transpose(1, 2).to(x.dtype)
+    total = causal_sum(x, weight, before, sequence, cu_seqlens)
+    return unit_heads((F.silu(total) if silu else total).to(x.dtype), head_dim)
 
 
 def short_convolutions(
@@ -142,10 +148,7 @@ def short_convolutions(
     q, k, v = inputs
     together = pasts[0] is None and q.dtype == k.dtype == v.dtype and q.numel() and not torch.compiler.is_compiling()
     if together and takes_kernel(fused, *inputs, *weights, sequence, cu_seqlens):
-        silu = is_silu(activation)
-        return recomputable(
-            lambda *tensors: _short_convs(*tensors, sequence, cu_seqlens, silu, *head_dims), *inputs, *weights
-        )
+        return recomputable(_short_convs, *inputs, *weights, sequence, cu_seqlens, is_silu(activation), *head_dims)
     packing = {"sequence": sequence, "cu_seqlens": cu_seqlens}
     first, second, third = (
         short_convolution(x, weight, past, **packing, activation=activation, head_dim=head_dim, fused=fused)
@@ -602,7 +605,7 @@ _short_conv = row_operator(
 def _together(inputs, weights, heads):
     """Whether one launch serves all three: tensors of one kind, heads of one size, queries and keys normed alike."""
     q_head, k_head, v_head = heads
-    alike = {(x.dtype, x.shape[:2], w.dtype, w.shape[1]) for x, w in zip(inputs, weights, strict=True)}
+    alike = {(x.dtype, x.shape[:2], w.dtype, w.shape[-1]) for x, w in zip(inputs, weights, strict=True)}
     return len(alike) == 1 and q_head == k_head and v_head in (0, q_head)
 
 
@@ -613,7 +616,7 @@ def _forward_three(q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, 
         return tuple([_forward(x, weight, None, sequence, cu_seqlens, silu, head) for x, weight, head in calls])
     y, y_k, y_v = (torch.empty_like(x) for x in inputs)
     channels = q.shape[2], k.shape[2], v.shape[2]
-    _, constants = _constants(*q.shape[:2], channels, q_weight.shape[1], silu, q_head, v_head == q_head)
+    _, constants = _constants(*q.shape[:2], channels, q_weight.shape[-1], silu, q_head, v_head == q_head)
     launch(
         short_conv_forward_kernel, constants, q, q_weight, None, sequence, cu_seqlens, y, k, k_weight, y_k,
         v, v_weight, y_v,
@@ -631,8 +634,8 @@ def _backward_three(
         return *(d_x for d_x, _ in pairs), *(d_weight for _, d_weight in pairs)
     d_q, d_k, d_v = (torch.empty_like(x) for x in inputs)
     channels = q.shape[2], k.shape[2], v.shape[2]
-    programs, constants = _constants(*q.shape[:2], channels, q_weight.shape[1], silu, q_head, v_head == q_head)
-    parts = q.new_empty(programs, sum(channels), q_weight.shape[1], dtype=torch.float32)
+    programs, constants = _constants(*q.shape[:2], channels, q_weight.shape[-1], silu, q_head, v_head == q_head)
+    parts = q.new_empty(programs, sum(channels), q_weight.shape[-1], dtype=torch.float32)
     launch(
         short_conv_backward_kernel, constants, q, q_weight, None, sequence, cu_seqlens, d_y, d_q, parts,
         k, k_weight, d_y_k, d_k, v, v_weight, d_y_v, d_v,
