@@ -12,6 +12,8 @@ import torch
 from delta_rule_cases import DeltaRuleCase
 
 from deltazoo.ops import (
+    ContextParallel,
+    api,
     check_values,
     delta_rule,
     delta_rule_step,
@@ -350,6 +352,16 @@ def test_a_scale_that_is_not_finite_is_refused(scale: float) -> None:
 def test_a_context_of_another_class_is_refused() -> None:
     with pytest.raises(TypeError, match="context must be a ContextParallel, got str"):
         delta_rule(**arguments(), context="cp")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "context", [None, ContextParallel(), ContextParallel(lengths=(T,))], ids=["none", "one", "lengths"]
+)
+def test_arguments_are_checked_once(context: ContextParallel | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+    monkeypatch.setattr(api, "check_shapes", lambda *given: checked.append(given))
+    delta_rule(**arguments(), context=context)
+    assert len(checked) == 1
 
 
 def test_no_step_size_is_refused() -> None:
