@@ -15,6 +15,7 @@ from deltazoo.layers import DeltaRuleAttention, LayerInput, LayerStates, RuleInp
 from deltazoo.layers.norm import l2_normalize_both
 from deltazoo.layers.rule import run_rule
 from deltazoo.layers.sequences import WHOLE_ROWS
+from deltazoo.layers.short_convolution import convolve
 from deltazoo.layers.state import StateAccess
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.ops import linear_attention
@@ -163,8 +164,8 @@ def test_gated_linear_attention_with_equal_channels_has_one_decay_per_head() -> 
 
 def test_gated_linear_attention_without_convolutions_has_no_activation() -> None:
     layer, x = make("gla", use_short_conv=False), tokens()
-    q, _, _, _ = layer._convolve(x, x, x, StateAccess(None, None), WHOLE_ROWS)
-    assert torch.equal(q, x)
+    q, k, v, _ = convolve(layer._convolutions(), x, x, x, StateAccess(None, None), WHOLE_ROWS, layer.activation)
+    assert all(torch.equal(y, x) for y in (q, k, v))
 
 
 def test_lightning_attention_decays_by_head_and_layer_alone() -> None:

@@ -16,7 +16,7 @@ from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
 from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
 from deltazoo.layers.sequences import Sequences, describe_sequences, describe_shared
-from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve
+from deltazoo.layers.short_convolution import Convolutions, ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
 from deltazoo.names import function_of
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
@@ -127,7 +127,7 @@ class DeltaRuleAttention(Float32Parameters):
         self.conv_size = given.conv_size if given.use_short_conv else 0
         self.conv_initializer_range = given.conv_initializer_range
         self.activation = given.activation
-        self._activate = activation_function(given.activation)
+        activation_function(given.activation)  # refuses others
         self.allow_neg_eigval: bool = given.of(self.spec, "allow_neg_eigval")
         self.neg_eigval = given.neg_eigval
         self._gain_at_most_one = self.promises.gain_at_most_one  # compiled code cannot look into the registry
@@ -232,8 +232,8 @@ class DeltaRuleAttention(Float32Parameters):
         past = StateAccess(past_key_values, self.layer_idx)
         sequences = self._describe(hidden_states, attention_mask, cu_seqlens, sequences, past)
         x = LayerInput(sequences.arrange(hidden_states), self, apart=sequences.computed_meanwhile)
-        q, k, v = x.project("q_proj"), x.project("k_proj"), x.project("v_proj")
-        q, k, v, conv_state = self._convolve(q, k, v, past, sequences)
+        q, k, v = (x.project(name) for name in ("q_proj", "k_proj", "v_proj"))
+        q, k, v, conv_state = convolve(self._convolutions(), q, k, v, past, sequences, self.activation)
         q, k, v = self._split_heads(q, k, v)
         q, k = rotate_queries_and_keys(q, k, rotary, sequences, fused=self.fused_kernels)
         q, k = self._normalize(q, k)
@@ -267,18 +267,8 @@ class DeltaRuleAttention(Float32Parameters):
             )
         return sequences
 
-    def _convolve(
-        self, q: Tensor, k: Tensor, v: Tensor, past: StateAccess, sequences: Sequences
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        if not self.conv_size:
-            if past.conv is not None:
-                raise ValueError(
-                    f"past_key_values has a convolution state of shape {tuple(past.conv.shape)}, and this layer has no "
-                    "short convolutions: it is the state of another layer"
-                )
-            q, k, v = (recomputable(self._activate, x) for x in (q, k, v))
-            return q, k, v, None
-        return convolve((self.q_conv1d, self.k_conv1d, self.v_conv1d), q, k, v, past, sequences)
+    def _convolutions(self) -> Convolutions | None:
+        return (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.conv_size else None
 
     def _split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         K, V = self.head_k_dim, self.head_v_dim

@@ -13,6 +13,7 @@ from deltazoo.layers.state import StateAccess, is_decoding_step
 from deltazoo.ops import fused as fused_ops
 from deltazoo.ops.context.token_exchange import last_tokens, tokens_before
 from deltazoo.ops.linear_maps import PLAIN_WEIGHTS, is_hooked
+from deltazoo.ops.recompute import recomputable
 
 __all__ = ["Convolutions", "ShortConvolution", "activation_function", "convolve", "last_inputs", "packing_of"]
 
@@ -151,19 +152,34 @@ Convolutions = tuple[ShortConvolution, ShortConvolution, ShortConvolution]
 
 
 def convolve(
-    convolutions: Convolutions, q: Tensor, k: Tensor, v: Tensor, past: StateAccess, sequences: Sequences
+    convolutions: Convolutions | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: StateAccess,
+    sequences: Sequences,
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Convolve queries, keys and values, in one call unless something must see a call of each.
 
     Args:
-        convolutions: one each, of the same taps, activation and way to compute.
+        convolutions: one each, of the same taps, activation and way to compute; None: the activation alone.
         q, k, v: `[B, T, channels]`, arranged by `sequences`.
         past: the state before, that of the three concatenated along the channels.
         sequences: of the batch.
+        activation: without convolutions.
 
     Returns:
         The three outputs, and the new state `[N, C, kernel_size - 1]`, None unless it is wanted.
     """
+    if convolutions is None:
+        if past.conv is not None:
+            raise ValueError(
+                f"past_key_values has a convolution state of shape {tuple(past.conv.shape)}, and this layer has no "
+                "short convolutions: it is the state of another layer"
+            )
+        q, k, v = (recomputable(activation_function(activation), x) for x in (q, k, v))
+        return q, k, v, None
     inputs, width = (q, k, v), convolutions[0].kernel_size - 1
     if isinstance(sequences, SharedSequences):
         return _convolve_piece(convolutions, inputs, past, sequences)
@@ -171,8 +187,8 @@ def convolve(
     before, pasts = None, (None, None, None)
     if past.recurrent is not None:
         before = _checked_state(past.conv, sum(widths))
-        _check_state(before, _number(q, sequences), sum(widths), width)
         pasts = before.split(widths, dim=1)
+        _check_state(pasts[0], _number(q, sequences), widths[0], width)
     outputs: Sequence[Tensor]
     if _can_join(convolutions, q):
         q_conv, k_conv, v_conv = convolutions
@@ -211,10 +227,11 @@ def _convolve_piece(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Convolve a piece of rows that several ranks share, together with the inputs before it, from other ranks."""
     width = convolutions[0].kernel_size - 1
+    joined = sequences.with_tokens_before(width)
     before = tokens_before(inputs, width, sequences.context)
-    q, k, v = (torch.cat(parts, 1) for parts in zip(before, inputs, strict=True))
-    q, k, v, _ = convolve(convolutions, q, k, v, StateAccess(None, None), sequences.with_tokens_before(width))
     state = last_tokens(inputs, width, sequences.context).mT if past.wanted else None
+    q, k, v = (torch.cat(parts, 1) for parts in zip(before, inputs, strict=True))
+    q, k, v, _ = convolve(convolutions, q, k, v, StateAccess(None, None), joined)
     return q[:, width:], k[:, width:], v[:, width:], state
 
 

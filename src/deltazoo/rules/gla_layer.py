@@ -7,7 +7,6 @@ from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_, spaced_decay_rates
-from deltazoo.layers.short_convolution import activation_function
 from deltazoo.ops import fused
 
 __all__ = ["GatedLinearAttention"]
@@ -31,7 +30,6 @@ class GatedLinearAttention(DeltaRuleAttention):
         """None; but without convolutions queries, keys and values have no activation."""
         if not self.conv_size:
             self.activation = "identity"
-            self._activate = activation_function(self.activation)
 
     def neutral_initializers(self) -> dict[str, Initializer]:
         """Slow decays, the same for all tokens, spaced over the channels of each head."""
