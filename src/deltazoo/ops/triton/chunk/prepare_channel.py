@@ -81,25 +81,9 @@ def by_token(x, RUNS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def add_levels(
-    b_P,
-    b_N,
-    q,
-    k,
-    erase_key,
-    log_decay,
-    k_out,
-    first,
-    o_c,
-    o_k,
-    m_ck,
-    q_stride,
-    g_stride,
-    direct,
-    HAS_BETA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UNDECAYED: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-):
+    b_P, b_N, q, k, erase_key, log_decay, k_out, first, o_c, o_k, m_ck, q_stride, g_stride, direct,
+    HAS_BETA: tl.constexpr, PRECISION: tl.constexpr, UNDECAYED: tl.constexpr, MICRO_STEPS: tl.constexpr,
+):  # fmt: skip
     """Add the pairs of the rows that are not `direct`, over some channels, and store these channels of `k_out`."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     RANGE: tl.constexpr = exponent_range(DTYPE)
@@ -155,41 +139,11 @@ def add_levels(
 
 @triton.jit
 def prepare_chunk(
-    q,
-    k,
-    erase_key,
-    beta,
-    log_decay,
-    AP,
-    chunk_beta,
-    G,
-    large_gain,
-    strict_L,
-    q_in,
-    k_in,
-    k_out,
-    slot,
-    first,
-    rows,
-    i_h,
-    scale,
-    level_tiles,
-    H,
-    HV,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    LEVEL_BK: tl.constexpr,
-    RUNS: tl.constexpr,
-    C: tl.constexpr,
-    STRONG: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    STRICT: tl.constexpr,
-    BY_GAIN: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UNDECAYED: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-):
+    q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, slot, first, rows,
+    i_h, scale, level_tiles, H, HV, K: tl.constexpr, BK: tl.constexpr, LEVEL_BK: tl.constexpr, RUNS: tl.constexpr,
+    C: tl.constexpr, STRONG: tl.constexpr, HAS_BETA: tl.constexpr, STRICT: tl.constexpr, BY_GAIN: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, UNDECAYED: tl.constexpr, MICRO_STEPS: tl.constexpr,
+):  # fmt: skip
     """Prepare one chunk; returns its flag `strong_decay`. Without STRONG returns early if that is not 0."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     RANGE: tl.constexpr = exponent_range(DTYPE)
@@ -302,45 +256,12 @@ def prepare_chunk(
 
 @triton.jit(do_not_specialize=["level_tiles", "T", "NT", "H", "HV"])
 def prepare_channel_kernel(
-    q,
-    k,
-    erase_key,
-    beta,
-    log_decay,
-    stopped,
-    AP,
-    chunk_beta,
-    G,
-    strong_decay,
-    large_gain,
-    strict_L,
-    q_in,
-    k_in,
-    k_out,
-    cu_seqlens,
-    chunk_sequence,
-    chunk_offsets,
-    scale,
-    level_tiles,
-    T,
-    NT,
-    H,
-    HV,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    LEVEL_BK: tl.constexpr,
-    RUNS: tl.constexpr,
-    C: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    STRICT: tl.constexpr,
-    BY_GAIN: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PART: tl.constexpr,
-    UNDECAYED: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-):
+    q, k, erase_key, beta, log_decay, stopped, AP, chunk_beta, G, strong_decay, large_gain, strict_L, q_in, k_in, k_out,
+    cu_seqlens, chunk_sequence, chunk_offsets, scale, level_tiles, T, NT, H, HV, K: tl.constexpr, BK: tl.constexpr,
+    LEVEL_BK: tl.constexpr, RUNS: tl.constexpr, C: tl.constexpr, HAS_BETA: tl.constexpr, STRICT: tl.constexpr,
+    BY_GAIN: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr,
+    UNDECAYED: tl.constexpr, MICRO_STEPS: tl.constexpr,
+):  # fmt: skip
     """A, P, step sizes, log2-decay G, q and k with the decay multiplied in, and the flag `strong_decay` of every chunk.
 
     `k_in` has the erase keys if there are any; UNDECAYED, with the decay up to the token before.

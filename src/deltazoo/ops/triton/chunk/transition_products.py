@@ -6,15 +6,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["X"])
 def transition_product_kernel(
-    a,
-    b,
-    added,
-    out,
-    X,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    BX: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    a, b, added, out, X, K: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
     """`out = a b + added`, or `a^T b + added`; a `[n, K, K]`, the others `[n, K, X]` float32, added may be None.
 
