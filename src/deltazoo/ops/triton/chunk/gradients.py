@@ -282,7 +282,8 @@ def gradient_arguments(plan: Plan, tiles: dict[str, int]) -> dict[str, Any]:
 @per_plan
 def _constants(plan: Plan) -> Constants:
     arguments = gradient_arguments(plan, plan.tiles.gradients)
-    return Constants(*plan.chunk_grid(), DECAY=plan.decay, **plan.precisions, **arguments)
+    named = dict(DECAY=plan.decay, UNDECAYED=plan.undecayed) | plan.precisions
+    return Constants(*plan.chunk_grid(), **named, **arguments)
 
 
 def launch_gradients(p: Problem, kept: Kept, scanned: tuple[Tensor | None, ...], gradients: Gradients) -> None:

@@ -146,7 +146,8 @@ def _constants(plan: Plan) -> Constants:
     if more and plan.half and plan.tiles.BK <= 128 and plan.card.shared >= HOPPER:  # older cards spill
         options = options | dict(maxnreg=128)  # a few less let four programs share a multiprocessor
     return Constants(
-        *plan.chunk_grid(), DECAY=plan.decay, BK=plan.tiles.BK, **plan.precisions, **plan.per_chunk, **options,
+        *plan.chunk_grid(), DECAY=plan.decay, UNDECAYED=plan.undecayed, BK=plan.tiles.BK, **plan.precisions,
+        **plan.per_chunk, **options,
     )  # fmt: skip
 
 

@@ -282,7 +282,7 @@ FROM_ZERO, FROM_STATE, FROM_IDENTITY = 0, 1, 2
 def scan_arguments(plan: Plan, tiles: dict[str, int], V: int, **named: Any) -> Constants:
     """Constants of a serial scan of states with V value channels in plain Triton: a program per tile of them."""
     programs = -(-V // tiles["BV"]) * plan.HV * plan.scans
-    return Constants(programs, V=V, **plan.common, **plan.scanned_heads, **named, **tiles)
+    return Constants(programs, V=V, UNDECAYED=plan.undecayed, **plan.common, **plan.scanned_heads, **named, **tiles)
 
 
 @per_plan
