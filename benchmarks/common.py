@@ -24,7 +24,7 @@ from torch import Tensor
 Call = Callable[[], object]
 Row = dict[str, Any]
 
-PACKAGES = ("torch", "triton", "transformers", "fla-core", "liger-kernel", "flash-qla", "tilelang")
+PACKAGES = ("torch", "triton", "transformers", "fla-core", "flash-qla", "tilelang")
 
 # Time to spend before and while measuring, in milliseconds of the call's own time, and bounds on measured repeats.
 _WARM_UP_MS, _REPEAT_MS = 25.0, 150.0

@@ -71,7 +71,7 @@ class Step(TrainingStep):
         places = [
             (module, name, value)
             for module in list(sys.modules.values())
-            if module.__name__.startswith("deltazoo.")
+            if getattr(module, "__name__", "").startswith("deltazoo.")
             for name, value in list(vars(module).items())
             if isinstance(value, FunctionType) and value.__name__ == "launch"
         ]

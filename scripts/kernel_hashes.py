@@ -39,7 +39,7 @@ import test_step_compile as decoding  # noqa: E402
 from ops.triton import gluon_compile  # noqa: E402
 from ops.triton.launches import HOPPER, arguments_of, launched_by, routed  # noqa: E402
 
-from deltazoo.ops.triton.transition_product import transition_product  # noqa: E402
+from deltazoo.ops.context.product import transition_product  # noqa: E402
 
 Kernels = Iterable[tuple[str, CompiledKernel]]
 """What each is, its call first, and the kernel."""

@@ -6,12 +6,14 @@ from typing import Any, Literal, get_args
 
 from deltazoo.names import unknown
 
-__all__ = ["BACKENDS", "RECOMPUTE_LEVELS", "RUNTIME_OPTIONS", "RuntimeOptions"]
+__all__ = ["BACKENDS", "FORMER_OPTIONS", "RECOMPUTE_LEVELS", "RUNTIME_OPTIONS", "RuntimeOptions"]
 
 Backend = Literal["triton", "chunkwise", "reference"]
 RecomputeLevel = Literal["none", "elementwise", "states", "block"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 RECOMPUTE_LEVELS: tuple[str, ...] = get_args(RecomputeLevel)
+FORMER_OPTIONS = {"liger": "Liger kernels left with 0.2; deltazoo's own are the default"}
+"""Options that are no more, which saved configurations may hold, and what to say to who asks for one."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,6 @@ class RuntimeOptions:
         fused_kernels: Triton kernels around the operator of the linear layers, for norms, with the residual that comes
             before them, for rotary embeddings and for SwiGLU, see `deltazoo.ops.fused`. None: these kernels wherever
             they run, else plain torch; True: these kernels, on NVIDIA GPUs only; False: plain torch.
-        liger: Liger's kernels for norms, with the residual that comes before them, for SwiGLU, and with
-            `fuse_linear_cross_entropy` for the loss. True: on GPUs only, and the package (the extra `fast`) is needed.
         fuse_linear_cross_entropy: training computes the loss from `labels` without the logits of all positions, see
             `deltazoo.models.loss`. True: a model whose loss cannot be computed so raises.
         recompute: what training computes again in the backward pass instead of keeping it: `"none"`, `"elementwise"`,
@@ -41,7 +41,6 @@ class RuntimeOptions:
 
     backend: Backend | None = None
     fused_kernels: bool | None = None
-    liger: bool | None = None
     fuse_linear_cross_entropy: bool | None = None
     recompute: RecomputeLevel | None = None
 
@@ -51,7 +50,7 @@ class RuntimeOptions:
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise ValueError(f"{name}: {unknown('value', value, known)}")
-        for name in ("fused_kernels", "liger", "fuse_linear_cross_entropy"):
+        for name in ("fused_kernels", "fuse_linear_cross_entropy"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise ValueError(f"{name} must be True, False or None, got {value!r}")
@@ -68,6 +67,8 @@ class RuntimeOptions:
             ValueError: a value that an option does not have.
         """
         for name in options:
+            if name in FORMER_OPTIONS:
+                raise TypeError(f"no runtime option {name!r}: {FORMER_OPTIONS[name]}")
             if name not in known:
                 raise TypeError(unknown("runtime option", name, known))
         return replace(self, **options)

@@ -36,7 +36,7 @@ for line in json.loads(sys.argv[2]):
     said[line[0]] = status, "".join(shown.getvalue().split())  # a narrow console breaks lines anywhere
 json.dump(said, open(sys.argv[3], "w"))
 """
-EXTRAS = "matplotlib,fastapi,uvicorn,prometheus_client,openai,trl,peft,lm_eval,pytest,sklearn,liger_kernel"
+EXTRAS = "matplotlib,fastapi,uvicorn,prometheus_client,openai,trl,peft,lm_eval,pytest,sklearn"
 
 
 def test_the_core_alone_is_enough_but_for_what_says_so(tmp_path: Path) -> None:

@@ -51,3 +51,10 @@ def test_mlp_has_the_width_of_the_published_models() -> None:
     expected = mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
     assert torch.equal(mlp(x), expected)
     assert sum(p.numel() for p in mlp.parameters()) == 3 * 8 * 16
+
+
+def test_a_residual_in_plain_torch() -> None:
+    norm, x, residual = RMSNorm(16), torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    normalized, total = norm(x, residual=residual)
+    assert torch.equal(total, residual + x) and torch.equal(normalized, norm(residual + x))
+    assert norm(x.bfloat16(), residual=residual)[0].dtype == torch.float32

@@ -10,7 +10,7 @@ from tiny_models import tiny_model, tokens
 from torch import nn
 
 from deltazoo.models.late_logits import OutputWithLateLogits
-from deltazoo.ops.fused import linear_cross_entropy as pieces
+from deltazoo.ops.fused import loss as pieces
 from deltazoo.runtime import RECOMPUTE_LEVELS as LEVELS
 
 

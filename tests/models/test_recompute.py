@@ -15,14 +15,12 @@ from torch import nn
 from torch.func import functional_call, grad, jvp
 from torch.profiler import ProfilerActivity, profile
 
-import deltazoo.layers.mlp
-import deltazoo.layers.norm
 import deltazoo.layers.rule
 from deltazoo.layers import recompute_levels
 from deltazoo.models import block
 from deltazoo.ops import DeltaRuleOutput
 from deltazoo.ops.autograd_modes import scans_again
-from deltazoo.ops.fused import short_conv
+from deltazoo.ops.fused import glu, norms, short_conv
 from deltazoo.runtime import RECOMPUTE_LEVELS as LEVELS
 
 CASES = [
@@ -258,15 +256,21 @@ def saving_its_inputs(shapes_like):
 
 def test_what_is_kept_around_kernels(monkeypatch):
     """Matrix products, the rule's output and the block's input: 5 + 2 * 2.75 numbers of 19.25 per token and channel."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that kernels, which are stand-ins here, pass for a CPU
     like_first, like_third = saving_its_inputs([0]), saving_its_inputs([2])
     layers = deltazoo.layers
-    add = saving_its_inputs([0, 0])
-    monkeypatch.setattr(layers.norm, "liger_rms_norm", lambda x, weight, eps: like_first(x, weight))
-    monkeypatch.setattr(layers.norm, "liger_add_rms_norm", lambda x, residual, weight, eps: add(x, residual, weight))
-    monkeypatch.setattr(layers.norm, "fused_rms_norm", lambda x, weight, eps, dtype: like_first(x, weight))
+
+    def added(x, residual):
+        """The kernel keeps the sum in place of both."""
+        total = x + residual
+        return like_first(total), total
+
+    monkeypatch.setattr(norms, "_rms_operator", lambda x, weight, *_: like_first(x, weight))
+    monkeypatch.setattr(norms, "_add_rms_operator", lambda x, residual, *_: added(x, residual))
     # The norm of the rule's output and the map that reads it are one function at every level.
-    monkeypatch.setattr(layers.norm, "fused_rms_norm_linear", lambda x, *others: like_first(x, *others[:-1]).flatten(2))
-    monkeypatch.setattr(layers.mlp, "liger_swiglu", like_first)
+    monkeypatch.setattr(norms, "_rms_linear_operator", lambda x, *others: like_first(x, *others[:-1]).flatten(2))
+    monkeypatch.setattr(glu, "_swiglu_operator", like_first)
+    monkeypatch.setattr(glu, "takes_weight", lambda linear: False)  # as of an adapted map, so that a product is kept
 
     like_three = saving_its_inputs([0, 1, 2])
     monkeypatch.setattr(short_conv, "_short_convs", lambda *arguments: like_three(*arguments[:6]))
@@ -277,7 +281,7 @@ def test_what_is_kept_around_kernels(monkeypatch):
 
     monkeypatch.setattr(layers.rule, "delta_rule", rule)
     sizes = {"hidden_size": 64, "num_heads": 2, "head_dim": 32, "intermediate_size": 176}
-    options = {"fused_kernels": True, "liger": True, "fuse_linear_cross_entropy": False, **sizes}
+    options = {"fused_kernels": True, "fuse_linear_cross_entropy": False, **sizes}
     kept = {level: kept_per_layer(level, case="delta_net", **options) for level in LEVELS[:2]}
     number = 4 * 64
     # The step size and its gate are small; the profiler counts a few bytes per tensor.

@@ -14,12 +14,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import deltazoo
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM, DeltaRuleModel
-from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
+from deltazoo.runtime import FORMER_OPTIONS, RUNTIME_OPTIONS, RuntimeOptions
 
 ON_A_GPU = {
     "backend": "triton",
     "fused_kernels": True,
-    "liger": True,
     "fuse_linear_cross_entropy": True,
     "recompute": "block",
 }
@@ -29,14 +28,13 @@ def runtime_of(model):
     """The options of the modules themselves, not those that the model records."""
     block = model.model.layers[0]
     convolutions = [block.attn.q_conv1d.fused, block.attn.v_conv1d.fused, block.attn.o_norm.fused]
-    ligers = [block.attn_norm.liger, block.mlp_norm.liger, block.mlp.liger, model.model.norm.liger]
     norms = [block.attn_norm.fused, block.mlp_norm.fused, block.mlp.fused, model.model.norm.fused]
     mixers = [layer.attn.fused_kernels for layer in model.model.layers]  # of which one is softmax attention
     fused = convolutions + norms + mixers
-    return block.attn.backend, fused, ligers, model.runtime.fuse_linear_cross_entropy, block.recompute
+    return block.attn.backend, fused, model.runtime.fuse_linear_cross_entropy, block.recompute
 
 
-ON = ("triton", [True] * 9, [True] * 4, True, "block")
+ON = ("triton", [True] * 9, True, "block")
 
 
 def test_every_option_reaches_what_it_acts_on_however_it_is_given(tmp_path):
@@ -57,8 +55,8 @@ def test_every_option_reaches_what_it_acts_on_however_it_is_given(tmp_path):
     ):
         assert runtime_of(model) == ON
         assert model.runtime == model.model.runtime == RuntimeOptions(**ON_A_GPU)
-    made.set_runtime(recompute="none", liger=None)  # the others stay
-    assert (made.runtime.recompute, made.runtime.liger, made.runtime.backend) == ("none", None, "triton")
+    made.set_runtime(recompute="none", fused_kernels=None)  # the others stay
+    assert (made.runtime.recompute, made.runtime.fused_kernels, made.runtime.backend) == ("none", None, "triton")
     assert made.model.layers[1].recompute == "none"
 
 
@@ -80,7 +78,7 @@ def test_a_model_with_every_option_at_its_gpu_value_loads_on_a_cpu(model_type, t
 
 def runtime_options_in(folder):
     text = (folder / "config.json").read_text()
-    return [name for name in (*RUNTIME_OPTIONS, "fuse_cross_entropy") if f'"{name}"' in text]
+    return [name for name in (*RUNTIME_OPTIONS, *FORMER_OPTIONS, "fuse_cross_entropy") if f'"{name}"' in text]
 
 
 @pytest.mark.parametrize("name", RUNTIME_KEYS)
@@ -124,7 +122,8 @@ def test_unknown_names_and_values_are_refused_and_change_nothing():
             "unknown value 'elementwize'; did you mean 'elementwise'",
         ),
         ({"backend": "trition"}, ValueError, "backend: unknown value 'trition'; did you mean 'triton'"),
-        ({"liger": 1}, ValueError, "liger must be True, False or None, got 1"),
+        ({"fused_kernels": 1}, ValueError, "fused_kernels must be True, False or None, got 1"),
+        ({"liger": True}, TypeError, "Liger kernels left with 0.2; deltazoo's own are the default"),
     ]:
         for call in (model.set_runtime, lambda **given: DeltaRuleForCausalLM(model.config, **given)):
             with pytest.raises(error, match=message):
@@ -193,9 +192,9 @@ def test_the_report_says_how_a_model_trains_and_why():
     assert "loss in training: without the logits of all positions (default in torch.float32)" in text
     model.set_runtime(fused_kernels=True)
     assert "norms: our Triton kernel (fused_kernels=True was asked for)" in deltazoo.report(model).training
-    model.set_runtime(recompute="block", fuse_linear_cross_entropy=False, liger=True, fused_kernels=None)
+    model.set_runtime(recompute="block", fuse_linear_cross_entropy=False, fused_kernels=None)
     text = str(deltazoo.report(model))
-    assert "recomputed in training: block (recompute='block' was asked for)" in text and "norms: Liger" in text
+    assert "recomputed in training: block (recompute='block' was asked for)" in text and "norms: plain torch" in text
     assert "from the logits of all positions (fuse_linear_cross_entropy=False was asked for)" in text
     model.set_runtime(fuse_linear_cross_entropy=None)
     model.lm_head = torch.nn.Linear(32, 61)

@@ -208,7 +208,7 @@ class TestChangesInPlace:
         assert_same(torch.autograd.grad(loss, network.first), expected)
 
     def test_by_the_backward_pass_of_the_function_itself(self, network: Network) -> None:
-        """As Liger's SwiGLU does; a result that is needed again later must not come from what was written there."""
+        """As some kernels do; a result that is needed again later must not come from what was written there."""
         with recomputing():
             x, y = network.x * 1, network.x * 2
             loss = F.linear(recomputable(_Overwriting.apply, x, y), network.first).sum()

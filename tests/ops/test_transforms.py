@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jvp, vjp, vmap
 
 from deltazoo.ops import delta_rule, delta_rule_step, linear_attention, linear_attention_step
-from deltazoo.ops.fused.linear_cross_entropy import linear_cross_entropy
+from deltazoo.ops.fused import linear_cross_entropy
 
 CASES = [
     DeltaRuleCase("plain", B=1, T=20, H=1, K=3, V=2),
@@ -218,12 +218,12 @@ import pytest, torch
 from torch.func import grad, jvp
 from torch.utils.flop_counter import FlopCounterMode
 from deltazoo.ops import delta_rule, delta_rule_step
-from deltazoo.ops.fused import fused_gated_rms_norm, short_convolution
+from deltazoo.ops.fused import gated_rms_norm, short_convolution
 
 x, beta, state = torch.randn(1, 4, 1, 16) / 4, torch.rand(1, 4, 1), torch.zeros(1, 1, 16, 16)
 sequences = lambda x, backend="triton": delta_rule(x, x, x, beta, backend=backend).output.sin().sum()
 step = lambda s, backend="triton": delta_rule_step(*[x[:, :1]] * 3, beta[:, :1], state=s, backend=backend).output.sum()
-norm = lambda x: fused_gated_rms_norm(x, x, torch.ones(16), 1e-6, "silu").sum()
+norm = lambda x: gated_rms_norm(x, x, torch.ones(16), 1e-6, "silu", fused=True).sum()
 convolution = lambda x: short_convolution(x.flatten(2), torch.ones(16, 4), fused=True).sum()
 for function, argument in [(sequences, x), (step, state), (norm, x), (convolution, x)]:
     for transform in (lambda f, x: jvp(f, (x,), (x,)), lambda f, x: grad(f)(x)):

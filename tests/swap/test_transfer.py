@@ -9,7 +9,7 @@ from tiny_families import OWN, tiny_original, tokens
 
 import deltazoo
 from deltazoo.layers import LayerInput, norm
-from deltazoo.layers.rotary import rotate
+from deltazoo.ops.fused import rotate
 from deltazoo.swap import FAMILIES, swapped_layers
 from deltazoo.swap.families import decoder_layers_of
 from deltazoo.swap.layer import DropInDeltaAttention

@@ -302,7 +302,6 @@ def test_what_can_run_is_not_refused(architecture: str) -> None:
         ({"model": {"vocab_size": 99}}, "model.vocab_size is set by the tokenizer"),
         ({"model": {"backend": "reference"}}, "give runtime.backend instead"),
         ({"runtime": {"recompute": "block"}}, "runtime.recompute acts on our own models.*gradient_checkpointing"),
-        ({"runtime": {"liger": True}}, "runtime.liger acts on our own models"),
     ],
 )
 def test_sections_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

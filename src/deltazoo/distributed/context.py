@@ -17,9 +17,9 @@ from deltazoo.generation.cache_argument import cache_in
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.sequences import SharedSequences
 from deltazoo.ops import ContextParallel
-from deltazoo.ops.context.context_group import agreed_lengths, sum_over_ranks
-from deltazoo.ops.context.token_exchange import all_tokens, next_tokens
-from deltazoo.ops.fused.linear_cross_entropy import IGNORED
+from deltazoo.ops.context.exchange import all_tokens, next_tokens
+from deltazoo.ops.context.group import agreed_lengths, sum_over_ranks
+from deltazoo.ops.fused import IGNORED
 
 __all__ = ["context_parallel", "local_batch", "piece_of_batch"]
 

@@ -27,7 +27,7 @@ from deltazoo.layers.sequences import (
 )
 from deltazoo.names import unknown
 from deltazoo.ops import ContextParallel
-from deltazoo.ops.context.token_exchange import all_tokens
+from deltazoo.ops.context.exchange import all_tokens
 from deltazoo.ops.validation import check_tensor
 
 __all__ = [

@@ -27,7 +27,7 @@ from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.static_cache import fixed_cache
 from deltazoo.generation.step_capture import CapturedStep
 from deltazoo.layers import DeltaRuleAttention
-from deltazoo.ops.fused import fused_kernels_fit
+from deltazoo.ops.fused import takes_kernel
 
 __all__ = ["Decoder", "check_model", "generate", "prepared_inputs"]
 
@@ -241,7 +241,7 @@ class Decoder:
 
     def _take(self, logits: Tensor) -> None:
         """Choose the next tokens; rows that have ended get padding, rows of NaN `NO_TOKEN`."""
-        if self.sampling.temperature == 0 and fused_kernels_fit(logits):
+        if self.sampling.temperature == 0 and takes_kernel(None, logits):
             from deltazoo.ops.decoding.greedy_token import greedy_token
 
             return greedy_token(logits, self.ends, self.finished, self.pad, self.token)

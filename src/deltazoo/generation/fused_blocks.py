@@ -36,7 +36,7 @@ from deltazoo.layers.rotary import Rotary
 from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import LayerState, is_decoding_step
 from deltazoo.ops.decoding.step_form import STEP_KEYS, STEP_SIZES, RuleShape
-from deltazoo.ops.fused import FUSED_ACTIVATIONS, MOST_NORM_COLUMNS, fused_kernels_fit
+from deltazoo.ops.fused import FUSED_ACTIVATIONS, MOST_COLUMNS, takes_kernel
 from deltazoo.ops.linear_maps import is_hooked, is_plain_sequence
 
 __all__ = ["FusedBlocks", "why_not_fused"]
@@ -123,7 +123,7 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
     norms_known = all(type(x) is RMSNorm if own else is_row_norm(x) for x in (norm, mlp_norm))
     if not norms_known or type(layer.o_norm) not in (RMSNorm, GatedRMSNorm):
         return "a norm is of another kind"
-    if layer.fused_kernels is False or (own and any(x.liger or x.fused is False for x in (norm, mlp_norm, mlp))):
+    if layer.fused_kernels is False or (own and any(x.fused is False for x in (norm, mlp_norm, mlp))):
         return "other kernels were asked for"
     if layer.backend not in (None, "triton"):
         return f"backend={layer.backend!r} was asked for"
@@ -135,10 +135,10 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
             return "the maps of one input could not be merged"
     if not all(_is_plain_linear(x) and x.bias is None for x in (layer.o_proj, mlp.down_proj)):
         return "a linear map is not a plain one"
-    if layer.head_k_dim > 256 or layer.head_v_dim > 512 or layer.hidden_size > MOST_NORM_COLUMNS:
+    if layer.head_k_dim > 256 or layer.head_v_dim > 512 or layer.hidden_size > MOST_COLUMNS:
         return "it is wider than the kernels"
     weights = [linear.weight for linear in (layer.q_proj, layer.o_proj, mlp.gate_proj, mlp.down_proj)]
-    if len({(x.dtype, x.device) for x in weights}) > 1 or not fused_kernels_fit(weights[0]):
+    if len({(x.dtype, x.device) for x in weights}) > 1 or not takes_kernel(None, weights[0]):
         return f"its weights are in {', '.join(sorted({f'{x.dtype} on {x.device}' for x in weights}))}"
     if not all(x.is_contiguous() and x.device == weights[0].device for x in block.parameters()):
         return "its parameters are not contiguous on one device"
@@ -280,7 +280,7 @@ class _FusedBlock:
         """Whether a call is one token per row without gradients, with tensors that the kernels take."""
         if not is_decoding_step(x) or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
             return False
-        if not len(x) or not fused_kernels_fit(x) or x.dtype != self._into_layer.weight.dtype:
+        if not len(x) or not takes_kernel(None, x) or x.dtype != self._into_layer.weight.dtype:
             return False
         if state.conv is None or state.conv.dtype != x.dtype:
             return False

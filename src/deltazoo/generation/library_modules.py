@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from deltazoo.generation.one_thread import replaced_forwards, replaced_here
-from deltazoo.ops.fused import MOST_NORM_COLUMNS, fused_kernels_fit, fused_rms_norm, fused_swiglu
+from deltazoo.ops import fused
+from deltazoo.ops.fused import MOST_COLUMNS, takes_kernel
 from deltazoo.ops.linear_maps import is_hooked
 
 __all__ = ["LibraryModules", "LibraryNorm", "block_parts", "is_row_norm", "is_swiglu", "joint_maps"]
@@ -88,27 +89,28 @@ _Kernel = Callable[[Any, Tensor], Tensor | None]
 
 
 def _run(module: nn.Module, kernel: _Kernel, x: Tensor) -> Tensor:
-    serves = replaced_here() and not torch.is_grad_enabled() and fused_kernels_fit(x)
+    serves = replaced_here() and not torch.is_grad_enabled() and takes_kernel(None, x)
     output = kernel(module, x) if serves else None
     return type(module).forward(module, x) if output is None else output
 
 
 def _norm(module: Any, x: Tensor) -> Tensor | None:
-    fits = x.dtype == module.weight.dtype and x.shape[-1] <= MOST_NORM_COLUMNS
-    return fused_rms_norm(x, module.weight, module.variance_epsilon) if fits else None
+    fits = x.dtype == module.weight.dtype and x.shape[-1] <= MOST_COLUMNS
+    return fused.rms_norm(x, module.weight, module.variance_epsilon, fused=True) if fits else None
 
 
 def _norm_around_one(module: Any, x: Tensor) -> Tensor | None:
     """With a weight that is kept as its difference from one."""
-    fits = x.shape[-1] <= MOST_NORM_COLUMNS
-    return fused_rms_norm(x, 1 + module.weight.float(), module.eps) if fits else None
+    fits = x.shape[-1] <= MOST_COLUMNS
+    return fused.rms_norm(x, 1 + module.weight.float(), module.eps, fused=True) if fits else None
 
 
 def _mlp(module: Any, x: Tensor) -> Tensor | None:
     if type(module.act_fn) not in _SILU:
         return None
     gate, up = module.gate_proj(x), module.up_proj(x)
-    return module.down_proj(fused_swiglu(gate, up) if gate.dtype == up.dtype else module.act_fn(gate) * up)
+    alike = gate.dtype == up.dtype
+    return module.down_proj(fused.swiglu(gate, up, fused=True) if alike else module.act_fn(gate) * up)
 
 
 @cache

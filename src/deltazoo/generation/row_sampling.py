@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.generation.sampling import Sampling, likeliest
-from deltazoo.ops.fused import fused_kernels_fit
+from deltazoo.ops.fused import takes_kernel
 
 __all__ = ["RowSampling", "Way", "uniform_numbers"]
 
@@ -73,7 +73,7 @@ class RowSampling:
             token: `[N, 1]` int64, written; `NO_TOKEN` in rows whose logits hold NaN or +inf, or are all -inf.
         """
         rows = len(logits)
-        if way is Way.GREEDY and fused_kernels_fit(logits):
+        if way is Way.GREEDY and takes_kernel(None, logits):
             from deltazoo.ops.decoding.greedy_token import greedy_token
 
             return greedy_token(logits, self._no_ends, self._none_finished[:rows], 0, token)

@@ -19,9 +19,9 @@ from deltazoo.layers.sequences import Sequences, describe_sequences, describe_sh
 from deltazoo.layers.short_convolution import Convolutions, ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
 from deltazoo.names import function_of
-from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
-from deltazoo.ops.dtypes import at_least_float32, cast_for_product
-from deltazoo.ops.linear_maps import called_as_is, is_hooked
+from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay, fused
+from deltazoo.ops.dtypes import at_least_float32
+from deltazoo.ops.linear_maps import is_hooked
 from deltazoo.ops.recompute import recomputable
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import Promises, RuleSpec, StepForm, get_rule, registered_layer, registered_promises
@@ -235,7 +235,7 @@ class DeltaRuleAttention(Float32Parameters):
         q, k, v = (x.project(name) for name in ("q_proj", "k_proj", "v_proj"))
         q, k, v, conv_state = convolve(self._convolutions(), q, k, v, past, sequences, self.activation)
         q, k, v = self._split_heads(q, k, v)
-        q, k = rotate_queries_and_keys(q, k, rotary, sequences, fused=self.fused_kernels)
+        q, k = rotate_queries_and_keys(q, k, rotary, sequences, fused_kernels=self.fused_kernels)
         q, k = self._normalize(q, k)
         inputs = self.rule_inputs(x, q, k, v).mask_padding(sequences)
         inputs, auxiliary = self.with_auxiliary_state(x, inputs, past, sequences)
@@ -365,11 +365,9 @@ class DeltaRuleAttention(Float32Parameters):
 
     def _project_output(self, output: Tensor, x: LayerInput) -> Tensor:
         # The gated norm stays apart: a kernel for both is slower than the two that it would replace (docs/log.md).
-        takes_linear = type(self.o_norm) is RMSNorm and not is_hooked(self.o_norm) and self.o_norm.takes_linear(output)
-        if takes_linear and called_as_is(self.o_proj) and self.o_proj.weight.requires_grad:
-            (weight,) = cast_for_product(self.o_proj.weight)
-            if weight.dtype == output.dtype:
-                return self.o_norm.with_linear(output, weight)
+        norm = self.o_norm
+        if type(norm) is RMSNorm and not is_hooked(norm):
+            return fused.rms_norm_linear(output, norm.weight, self.o_proj, norm.eps, fused=norm.fused)
         return self.o_proj(self._norm_and_gate(output, x).flatten(2))
 
     def _norm_and_gate(self, output: Tensor, x: LayerInput) -> Tensor:

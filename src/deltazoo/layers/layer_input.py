@@ -57,5 +57,5 @@ class LayerInput:
             parts = list(module) if isinstance(module, nn.Sequential) and is_plain_sequence(module) else [module]
             if name not in self._apart and called_as_is(parts[0]):
                 maps[name] = parts
-        results = linear_maps(self.hidden_states, [parts[0] for parts in maps.values()])
+        results = linear_maps(self.hidden_states, [parts[0] for parts in maps.values()], plain=True)
         return {name: (y, parts[1:]) for y, (name, parts) in zip(results, maps.items(), strict=True)}

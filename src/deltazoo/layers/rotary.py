@@ -1,37 +1,18 @@
-"""Rotary position embedding of queries and keys (arXiv:2104.09864), the half-split form of Llama."""
+"""Rotary position embedding of queries and keys; `deltazoo.ops.fused.rotate` has the formula."""
 
-import torch
 from torch import Tensor
 
 from deltazoo.layers.sequences import PackedSequences, Sequences
-from deltazoo.ops.fused import fused_kernels_fit, fused_rotary
+from deltazoo.ops import fused
 
-__all__ = ["Rotary", "rotate", "rotate_queries_and_keys"]
+__all__ = ["Rotary", "rotate_queries_and_keys"]
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines `[B or 1, T, d]`, each angle twice: channels i and i + d/2 form a pair."""
 
 
-def rotate(x: Tensor, rotary: Rotary, *, fused: bool | None = None) -> Tensor:
-    """Turn the first d channels of `[B, T, H, K]` by their angles, in x's dtype; channels from d on stay.
-
-    Args:
-        x, rotary: see above.
-        fused: in a Triton kernel; None: wherever it runs, and plain torch elsewhere.
-    """
-    if fused is None:
-        fused = all(map(fused_kernels_fit, (x, *rotary))) and not any(part.requires_grad for part in rotary)
-    if fused:
-        return fused_rotary(x, *rotary)
-    cos, sin = (part[:, :, None].to(x.dtype) for part in rotary)
-    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
-
-
 def rotate_queries_and_keys(
-    q: Tensor, k: Tensor, rotary: Rotary | None, sequences: Sequences, *, fused: bool | None = None
+    q: Tensor, k: Tensor, rotary: Rotary | None, sequences: Sequences, *, fused_kernels: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """Turn both; None leaves them as they are.
 
@@ -39,7 +20,7 @@ def rotate_queries_and_keys(
         q, k: `[B, T, H, K]`, arranged by `sequences`.
         rotary: cosines and sines in the caller's order.
         sequences: of the batch.
-        fused: as of `rotate`.
+        fused_kernels: `fused` of `takes_kernel`.
 
     Raises:
         ValueError: cosines and sines do not fit the tokens or the heads.
@@ -58,4 +39,4 @@ def rotate_queries_and_keys(
             f"{q.shape[-1]}, got {' and '.join(str(tuple(x.shape)) for x in rotary)}"
         )
     arranged = sequences.arrange(rotary[0]), sequences.arrange(rotary[1])
-    return rotate(q, arranged, fused=fused), rotate(k, arranged, fused=fused)
+    return fused.rotate(q, arranged, fused=fused_kernels), fused.rotate(k, arranged, fused=fused_kernels)

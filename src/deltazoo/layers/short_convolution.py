@@ -11,7 +11,7 @@ from deltazoo.layers.initialization import short_conv_
 from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, RightPaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.state import StateAccess, is_decoding_step
 from deltazoo.ops import fused as fused_ops
-from deltazoo.ops.context.token_exchange import last_tokens, tokens_before
+from deltazoo.ops.context.exchange import last_tokens, tokens_before
 from deltazoo.ops.linear_maps import PLAIN_WEIGHTS, is_hooked
 from deltazoo.ops.recompute import recomputable
 
@@ -199,13 +199,16 @@ def convolve(
             (q, k, v), state = fused_ops.short_convolution_step(inputs, weights, before, **options)
             return q, k, v, state
         packing = packing_of(sequences)
-        outputs = fused_ops.short_convolutions(inputs, weights, pasts, **packing, head_dims=(*heads, 0), **options)
+        outputs = fused_ops.short_convolutions(
+            inputs, weights, pasts, **packing, head_dims=(*heads, v_conv.unit_heads), **options
+        )
     else:
         outputs = [
             one(x, state, sequences, with_state=False)[0]
             for one, x, state in zip(convolutions, inputs, pasts, strict=True)
         ]
-    return *outputs, _state_after(inputs, before, width, sequences) if past.wanted else None
+    q, k, v = outputs
+    return q, k, v, _state_after(inputs, before, width, sequences) if past.wanted else None
 
 
 def _state_after(inputs: Sequence[Tensor], state: Tensor | None, width: int, sequences: Sequences) -> Tensor:

@@ -16,7 +16,7 @@ from deltazoo.layers.recompute_levels import SMALL_BATCH, level_of, run_block
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.loss import reason_for
 from deltazoo.models.softmax_attention import SoftmaxAttention
-from deltazoo.ops.fused import fused_kernels_fit
+from deltazoo.ops.fused import takes_kernel
 from deltazoo.runtime import RuntimeOptions
 
 __all__ = ["DeltaRuleBlock", "SoftmaxInputs", "describe_blocks", "make_block_layer"]
@@ -54,10 +54,9 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         self.use_runtime(RuntimeOptions())
 
     def use_runtime(self, options: RuntimeOptions) -> None:
-        """Run with other `liger`, `fused_kernels` and `recompute`. The linear or softmax layer is told separately."""
+        """Run with other `fused_kernels` and `recompute`. The linear or softmax layer is told separately."""
         self.recompute = options.recompute
         for module in (self.attn_norm, self.mlp_norm, self.mlp):
-            module.liger = bool(options.liger)
             module.fused = options.fused_kernels
 
     @takes_cache()  # by that name gradient checkpointing keeps the cache from a block that runs twice
@@ -103,15 +102,17 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
 
 def describe_blocks(model: Any) -> str:
     """How a training step computes norms and MLPs, what it recomputes, and why; for `deltazoo.report`."""
-    norm = next(module for module in model.modules() if isinstance(module, DeltaRuleBlock)).mlp_norm
-    weight, runtime = norm.weight, model.runtime
-    asked, liger = runtime.given(), bool(runtime.liger)
-    fused = fused_kernels_fit(weight) if runtime.fused_kernels is None else runtime.fused_kernels
-    default = f"default on {weight.device}"
-    reason = reason_for("liger" if liger else "fused_kernels", asked, default)
+    weight = next(module for module in model.modules() if isinstance(module, DeltaRuleBlock)).mlp_norm.weight
+    runtime, asked, default = model.runtime, model.runtime.given(), f"default on {weight.device}"
+
+    def kernel(columns: int) -> str:
+        wanted = runtime.fused_kernels
+        ours = takes_kernel(None, weight, columns=columns) if wanted is None else wanted
+        return f"{'our Triton kernel' if ours else 'plain torch'} ({reason_for('fused_kernels', asked, default)})"
+
     lines = [
-        f"norms: {_kernel(liger, norm.takes_kernel(weight))} ({reason})",
-        f"MLP: {_kernel(liger, fused)} ({reason})",
+        f"norms: {kernel(len(weight))}",
+        f"MLP: {kernel(1)}",
         f"recomputed in training: {_recomputed(runtime.recompute, weight)} ({reason_for('recompute', asked, default)})",
     ]
     return "\n".join(lines)
@@ -122,9 +123,3 @@ def _recomputed(chosen: str | None, weight: Tensor) -> str:
     if level == level_of(chosen, weight.device, 0):
         return level
     return f"{level}, none in batches of up to {SMALL_BATCH // len(weight):,} tokens"
-
-
-def _kernel(liger: bool, ours: bool) -> str:
-    if liger:
-        return "Liger's kernel"
-    return "our Triton kernel" if ours else "plain torch"

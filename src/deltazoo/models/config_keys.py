@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from deltazoo.runtime import RUNTIME_OPTIONS
+from deltazoo.runtime import FORMER_OPTIONS, RUNTIME_OPTIONS
 
 __all__ = [
     "CONFIGURATION_FILE",
@@ -90,7 +90,7 @@ def has_remote_code(config: object) -> bool:
 
 def without_runtime_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """A `config.json` without the runtime options that older versions wrote into it; warns if it had any."""
-    found = [key for key in RUNTIME_OPTIONS if key in values]
+    found = [key for key in (*RUNTIME_OPTIONS, *FORMER_OPTIONS) if key in values]
     if found:
         listed = ", ".join(f"{key}={values[key]!r}" for key in found)
         warnings.warn(

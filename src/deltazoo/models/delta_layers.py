@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from deltazoo.layers import DeltaRuleAttention, ShortConvolution
 from deltazoo.names import nearest, unknown
 from deltazoo.ops import ContextParallel
-from deltazoo.runtime import RuntimeOptions
+from deltazoo.runtime import FORMER_OPTIONS, RuntimeOptions
 
 __all__ = ["ModelWithDeltaLayers", "declare_gates", "evaluation_mode"]
 
@@ -150,7 +150,7 @@ class ModelWithDeltaLayers(SafetensorsOnly):
         keys = [field.name for field in fields(self.config)]
         for name in options:  # from_pretrained hands over what is no key of the configuration, misspelt ones too
             key = nearest(name, [*self.runtime_options, *keys])
-            if name not in self.runtime_options and key in keys:
+            if name not in (*self.runtime_options, *FORMER_OPTIONS) and key in keys:
                 message = unknown("runtime option", name, self.runtime_options)
                 raise TypeError(f"{message}; did you mean the configuration key {key!r}?")
         before, after = self.runtime, self.runtime.changed(options, self.runtime_options)

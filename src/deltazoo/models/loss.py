@@ -1,8 +1,7 @@
 """The language-modelling loss without the logits of all positions, which take more memory than a small model.
 
 32,768 tokens and a vocabulary of 32,000 give 2 GiB of logits in half precision. The loss needs them in float32, and
-their gradients. Here a few rows of logits exist at a time: in `deltazoo.ops.fused.linear_cross_entropy`, or in Liger's
-kernel with the runtime option `liger`.
+their gradients. Here a few rows of logits exist at a time, see `deltazoo.ops.fused.linear_cross_entropy`.
 """
 
 from collections.abc import Mapping
@@ -15,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from deltazoo.ops.autograd_modes import transforming
-from deltazoo.ops.fused.liger import liger_linear_cross_entropy
-from deltazoo.ops.fused.linear_cross_entropy import IGNORED, linear_cross_entropy
+from deltazoo.ops.fused import IGNORED, linear_cross_entropy
 from deltazoo.ops.linear_maps import is_hooked
 
 __all__ = ["describe_loss", "fuses_loss", "loss_without_logits", "reason_for"]
@@ -70,9 +68,7 @@ def loss_without_logits(
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     targets = shift_labels.reshape(-1).to(hidden_states.device)
-    wants_liger = model.runtime.liger and model.runtime.fuse_linear_cross_entropy
-    summed_loss = liger_linear_cross_entropy if wants_liger else linear_cross_entropy
-    loss = summed_loss(hidden_states.reshape(-1, hidden_states.shape[-1]), model.lm_head.weight, targets)
+    loss = linear_cross_entropy(hidden_states.reshape(-1, hidden_states.shape[-1]), model.lm_head.weight, targets)
     if num_items_in_batch is None:
         return loss / (targets != IGNORED).sum()
     if isinstance(num_items_in_batch, Tensor):

@@ -42,7 +42,7 @@ from deltazoo.models.late_logits import LateLogits, OutputWithLateLogits
 from deltazoo.models.loss import describe_loss, fuses_loss, loss_without_logits
 from deltazoo.models.saving import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
-from deltazoo.ops.fused.linear_cross_entropy import IGNORED
+from deltazoo.ops.fused import IGNORED
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 
 __all__ = ["DeltaRuleBlock", "DeltaRuleForCausalLM", "DeltaRuleModel", "DeltaRulePreTrainedModel"]
@@ -125,10 +125,9 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         self.set_runtime(**runtime)
 
     def use_runtime(self, options: RuntimeOptions) -> None:
-        """Record the options, and apply `liger` and `fused_kernels` to the last norm."""
+        """Record the options, and apply `fused_kernels` to the last norm."""
         super().use_runtime(options)
         self.norm.fused = options.fused_kernels
-        self.norm.liger = bool(options.liger)
 
     @takes_cache()
     @_no_cache_while_recomputing

@@ -13,9 +13,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deltazoo.layers.parameters import Float32Parameters
-from deltazoo.layers.rotary import rotate
 from deltazoo.models.forward_arguments import refuse_dropped
 from deltazoo.names import one_slip_away, unknown
+from deltazoo.ops import fused
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.runtime import RuntimeOptions
 
@@ -182,7 +182,7 @@ class SoftmaxAttention(nn.Module):
             rearrange(projection(hidden_states), "b t (h d) -> b t h d", d=self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = (rotate(x, position_embeddings, fused=self.fused_kernels) for x in (query, key))
+        query, key = (fused.rotate(x, position_embeddings, fused=self.fused_kernels) for x in (query, key))
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)

@@ -14,7 +14,7 @@ from deltazoo.ops.api import (
     linear_attention_step,
 )
 from deltazoo.ops.backends import resolve_backend
-from deltazoo.ops.context.context_group import ContextParallel
+from deltazoo.ops.context.group import ContextParallel
 from deltazoo.ops.validation import check_values
 
 __all__ = [

@@ -11,7 +11,7 @@ from deltazoo.ops.autograd_modes import records_gradients, refuse_transforms, tr
 from deltazoo.ops.backends import resolve_backend
 from deltazoo.ops.call import RuleCall
 from deltazoo.ops.chunkwise.form import chunkwise
-from deltazoo.ops.context.context_group import ContextParallel
+from deltazoo.ops.context.group import ContextParallel
 from deltazoo.ops.dtypes import autocast_dtype, wide_dtype
 from deltazoo.ops.reference import recurrent_loop, recurrent_step
 from deltazoo.ops.validation import (
@@ -34,6 +34,11 @@ __all__ = [
 
 PRECISIONS = {None: None, "fast": False, "strict": True}
 """Precision -> whether the Triton backend is strict; None: as the erase gain needs."""
+
+Given = tuple[
+    Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float | None, Tensor | None, Tensor | None, Tensor | None, int
+]
+"""Arguments as given: q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, num_micro_steps."""
 
 
 class DeltaRuleOutput(NamedTuple):
@@ -122,8 +127,8 @@ def delta_rule(
     Source: arXiv:2406.06484 (delta rule), arXiv:2412.06464 (scalar decay), arXiv:2510.26692 (decay per channel),
     arXiv:2605.22791 (erase key), arXiv:2506.02475 (undecayed read), arXiv:2502.10297 (micro-steps).
     """
-    call = RuleCall(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, None, erase_key, False, num_micro_steps)
-    return _whole_sequences(call, backend, context, precision, erase_reads)
+    given = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, num_micro_steps)
+    return _whole_sequences(given, backend, context, precision, erase_reads)
 
 
 def linear_attention(
@@ -144,8 +149,8 @@ def linear_attention(
 
     Source: arXiv:2006.16236; with scalar decay arXiv:2405.21060; with decay per channel arXiv:2312.06635.
     """
-    call = RuleCall(q, k, v, None, log_decay, scale, initial_state, cu_seqlens)
-    return _whole_sequences(call, backend, context, corrects=False)
+    given = (q, k, v, None, log_decay, scale, initial_state, cu_seqlens, None, 1)
+    return _whole_sequences(given, backend, context, corrects=False)
 
 
 def delta_rule_step(
@@ -180,8 +185,8 @@ def delta_rule_step(
     Raises:
         ValueError, TypeError, NotImplementedError: as `delta_rule`.
     """
-    call = RuleCall(q, k, v, beta, log_decay, scale, state, None, None, erase_key, False, num_micro_steps)
-    return _one_token(call, backend, inplace, erase_reads)
+    given = (q, k, v, beta, log_decay, scale, state, None, erase_key, num_micro_steps)
+    return _one_token(given, backend, inplace, erase_reads)
 
 
 def linear_attention_step(
@@ -196,11 +201,12 @@ def linear_attention_step(
     backend: str | None = None,
 ) -> DeltaRuleOutput:
     """One token of linear attention, for decoding; arguments, results and errors as in `delta_rule_step`."""
-    return _one_token(RuleCall(q, k, v, None, log_decay, scale, state, None), backend, inplace, corrects=False)
+    given = (q, k, v, None, log_decay, scale, state, None, None, 1)
+    return _one_token(given, backend, inplace, corrects=False)
 
 
 def _whole_sequences(
-    given: RuleCall,
+    given: Given,
     backend: str | None,
     context: ContextParallel | None,
     precision: str | None = None,
@@ -219,14 +225,15 @@ def _whole_sequences(
         return DeltaRuleOutput(*chunkwise(call))
     if not isinstance(context, ContextParallel):
         raise TypeError(f"context must be a ContextParallel, got {type(context).__name__}")
-    from deltazoo.ops.context.context_rule import rule_on_piece
+    from deltazoo.ops.context.rule import rule_on_piece
 
+    q, *_, cu_seqlens, _, _ = given
     check = partial(_checked, given, backend, precision, erase_reads, corrects)
-    return DeltaRuleOutput(*rule_on_piece(check, given.q.shape[1], given.cu_seqlens, context))
+    return DeltaRuleOutput(*rule_on_piece(check, q.shape[1], cu_seqlens, context))
 
 
 def _one_token(
-    given: RuleCall, backend: str | None, inplace: bool, erase_reads: str = "decayed", corrects: bool = True
+    given: Given, backend: str | None, inplace: bool, erase_reads: str = "decayed", corrects: bool = True
 ) -> DeltaRuleOutput:
     call, name = _checked(given, backend, None, erase_reads, corrects, one_token=True)
     check_tensor_values(call.log_decay, None, 1)
@@ -253,7 +260,7 @@ def _one_token(
 
 
 def _checked(
-    given: RuleCall,
+    given: Given,
     backend: str | None,
     precision: str | None,
     erase_reads: str,
@@ -263,12 +270,12 @@ def _checked(
     """The call as backends take it, and the name of the one that is to run it.
 
     Args:
-        given: the caller's arguments; the scale may be None.
+        given: the caller's arguments.
         backend, precision, erase_reads: as given, by their names.
         corrects: whether there must be step sizes.
         one_token: whether it is a step, whose state is the initial one.
     """
-    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, _, erase_key, _, num_micro_steps = given
+    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, num_micro_steps = given
     if corrects and beta is None:  # which would mean linear attention below
         raise TypeError("beta must be a tensor, got None; without a correction term call linear_attention")
     undecayed = reads_undecayed(erase_reads) and log_decay is not None

@@ -29,16 +29,19 @@ PLAIN_WEIGHTS = (nn.Parameter, Tensor)
 """Types of a weight that torch's functions take as it is: a parameter, or under tensor parallelism this rank's part."""
 
 
-def linear_maps(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
+def linear_maps(x: Tensor, linears: Sequence[nn.Module], *, plain: bool = False) -> list[Tensor]:
     """`[linear(x) for linear in linears]`, those that are plain matrices as one function where gradients are recorded.
 
     Args:
         x: `[..., in_features]`.
         linears: modules that map x. Any but a plain `nn.Linear` without bias (adapted, quantised, with hooks) are
             called one by one.
+        plain: all are known to be `called_as_is`.
     """
-    joint = [linear for linear in linears if called_as_is(linear)] if torch.is_grad_enabled() else []
-    if len(joint) < 2 or not x.requires_grad or transforming() or type(x) is not Tensor:
+    if not torch.is_grad_enabled() or not x.requires_grad:
+        return [linear(x) for linear in linears]
+    joint: Sequence[Any] = linears if plain else [linear for linear in linears if called_as_is(linear)]
+    if len(joint) < 2 or transforming() or type(x) is not Tensor:
         return [linear(x) for linear in linears]
     x_cast, *weights = cast_for_product(x, *(linear.weight for linear in joint))
     if any(weight.dtype != x_cast.dtype for weight in weights):

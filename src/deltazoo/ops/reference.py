@@ -100,7 +100,7 @@ def recurrent_loop(call: RuleCall) -> tuple[Tensor, Tensor]:
 
 def gradients_of_loop(
     call: RuleCall, d_output: Tensor, d_final: Tensor, *, create_graph: bool = False
-) -> list[Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """Gradients of `call.differentiable` by autograd through the loop; None for what needs no gradient.
 
     With `create_graph` they have a graph of their own, for second derivatives.
@@ -115,4 +115,4 @@ def gradients_of_loop(
     outputs, gradients = zip(*recorded, strict=True)
     options = dict(create_graph=create_graph, materialize_grads=True)
     found = iter(torch.autograd.grad(outputs, wanted, gradients, **options))
-    return [next(found) if x is not None and x.requires_grad else None for x in given]
+    return tuple([next(found) if x is not None and x.requires_grad else None for x in given])

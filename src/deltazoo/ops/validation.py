@@ -167,7 +167,7 @@ def check_step_shapes(
     v: Tensor,
     beta: Tensor | None,
     log_decay: Tensor | None,
-    state: Tensor,
+    state: Tensor | None,
     erase_key: Tensor | None,
     num_micro_steps: int,
 ) -> None:

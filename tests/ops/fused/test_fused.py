@@ -31,28 +31,29 @@ from deltazoo.layers import (
     make_layer,
 )
 from deltazoo.layers.norm import GATE_ACTIVATIONS
-from deltazoo.layers.rotary import rotate
 from deltazoo.ops.fused import (
-    fused_add_rms_norm,
-    fused_cross_entropy_,
-    fused_gated_rms_norm,
-    fused_kernels_fit,
-    fused_rms_norm,
-    fused_rms_norm_linear,
-    fused_rotary,
-    fused_swiglu,
-    fused_swiglu_linear,
+    add_rms_norm,
+    gated_rms_norm,
+    rms_norm,
+    rms_norm_linear,
+    rotate,
+    swiglu,
+    takes_kernel,
 )
 
 pytest.importorskip("triton")
 
 from deltazoo.ops.fused import (  # noqa: E402
+    choice,
+    glu,
+    loss,
+    norms,
+    rotary,
     short_conv,
     short_convolution,
     sigmoid_gate,
     softplus_log_decay,
 )
-from deltazoo.ops.fused.kernels import cross_entropy, gated_norm, rms_norm  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Norm:
         module.weight = torch.nn.Parameter(draw(self.shape[-1]))
         x, gate = draw(*self.shape).requires_grad_(), draw(*self.shape).requires_grad_()
         y = module(x, gate)
-        with mock.patch.object(gated_norm, "_MOST_PARTS", self.most_parts):
+        with mock.patch.object(norms, "_MOST_GATED_PARTS", self.most_parts):
             d_x, d_gate, d_weight = torch.autograd.grad(y, [x, gate, module.weight], draw(*y.shape))
         return {"y": y.detach(), "d_x": d_x, "d_gate": d_gate, "d_weight": d_weight}
 
@@ -103,16 +104,16 @@ class PlainNorm:
         x = draw(*self.shape).requires_grad_()
         inputs: dict[str, Tensor] = {"x": x, "weight": module.weight}
         if self.linear:
-            inputs["linear"] = linear = draw(5, self.shape[-2] * self.shape[-1]).requires_grad_()
-            y = module.with_linear(x, linear) if fused else F.linear(module(x).flatten(2), linear)
-            outputs = {"y": y}
+            linear = torch.nn.Linear(self.shape[-2] * self.shape[-1], 5, bias=False)
+            inputs["linear"] = linear.weight = torch.nn.Parameter(draw(*linear.weight.shape))
+            outputs = {"y": rms_norm_linear(x, module.weight, linear, module.eps, fused=fused)}
         elif self.residual is None:
             outputs = {"y": module(x)}
         else:
             inputs["residual"] = draw(*self.shape, given=self.residual).requires_grad_()
             outputs = dict(zip(("y", "total"), module(x, inputs["residual"]), strict=True))
         upstream = [draw(*y.shape, given=self.residual) for y in outputs.values()]
-        with mock.patch.object(rms_norm, "_MOST_PARTS", self.most_parts):
+        with mock.patch.object(norms, "_MOST_PARTS", self.most_parts):
             gradients = torch.autograd.grad(list(outputs.values()), list(inputs.values()), upstream)
         return {name: y.detach() for name, y in outputs.items()} | dict(zip(inputs, gradients, strict=True))
 
@@ -131,7 +132,7 @@ class Product:
             (3 * torch.randn(self.shape, generator=generator)).to(self.dtype).to(device, dtype or self.dtype)
             for _ in range(3)
         )
-        y = SwiGLU(8, 8, fused=fused)._product(gate.requires_grad_(), up.requires_grad_())
+        y = swiglu(gate.requires_grad_(), up.requires_grad_(), fused=fused)
         d_gate, d_up = torch.autograd.grad(y, [gate, up], d_y)
         return {"y": y.detach(), "d_gate": d_gate, "d_up": d_up}
 
@@ -224,9 +225,10 @@ class Loss:
         labels = torch.randint(self.impossible, self.vocabulary, (self.rows,), generator=generator).to(device)
         labels[1] = -100
         if fused:
-            with mock.patch.object(cross_entropy, "_MOST_COLUMNS", self.most_columns):
-                cross_entropy._constants.cache_clear()
-                return {"losses": fused_cross_entropy_(logits, labels, -100), "gradient": logits}
+            with mock.patch.object(loss, "_MOST_COLUMNS", self.most_columns):
+                loss._constants.cache_clear()
+                losses, _ = loss._cross_entropy(logits, labels, torch.float32, fused=True)
+                return {"losses": losses, "gradient": logits}
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).requires_grad_()
         losses = F.cross_entropy(wide, labels, reduction="none")
         return {"losses": losses.detach(), "gradient": torch.autograd.grad(losses.sum(), wide)[0].to(logits.dtype)}
@@ -373,11 +375,11 @@ def test_by_default_a_layer_takes_the_kernels_where_they_run(device: str) -> Non
 
 def test_by_default_a_state_that_needs_a_gradient_gets_it() -> None:
     x, state = mock.Mock(is_cuda=True), torch.empty(1, 4, 3, requires_grad=True)
-    with mock.patch("deltazoo.ops.fused.fused_functions.triton_obstacle", return_value=None):
-        assert fused_kernels_fit(x) and fused_kernels_fit(x, state.detach())
-        assert not fused_kernels_fit(x, state)
+    with mock.patch("deltazoo.ops.fused.choice.triton_obstacle", return_value=None):
+        assert takes_kernel(None, x) and takes_kernel(None, x, trained=(state.detach(),))
+        assert not takes_kernel(None, x, trained=(state,))
         with torch.no_grad():
-            assert fused_kernels_fit(x, state)
+            assert takes_kernel(None, x, trained=(state,))
 
 
 def test_angles_that_the_rotary_embedding_cannot_use() -> None:
@@ -387,14 +389,14 @@ def test_angles_that_the_rotary_embedding_cannot_use() -> None:
     x = torch.ones(2, 5, 3, 8, device="meta")
     for shape in ((3, 5, 8), (2, 4, 8), (5, 8)):
         with pytest.raises(ValueError, match=r"expected x \[B, T, H, K\] with cos and sin"):
-            fused_rotary(x, *angles(*shape))
+            rotate(x, angles(*shape), fused=True)
     for channels in (0, 5, 10):
         with pytest.raises(ValueError, match=f"even number of the 8 channels, got {channels}"):
-            fused_rotary(x, *angles(1, 5, channels))
+            rotate(x, angles(1, 5, channels), fused=True)
     with pytest.raises(ValueError, match="no gradient to its angles"):
-        fused_rotary(x, *angles(1, 5, 8, requires_grad=True))
+        rotate(x, angles(1, 5, 8, requires_grad=True), fused=True)
     with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
-        fused_rotary(x, *angles(1, 5, 8, dtype=torch.float64))
+        rotate(x, angles(1, 5, 8, dtype=torch.float64), fused=True)
     with pytest.raises(NotImplementedError, match="not on cpu"):
         rotate(torch.ones(2, 5, 3, 8), (torch.ones(1, 5, 8),) * 2, fused=True)
 
@@ -402,12 +404,12 @@ def test_angles_that_the_rotary_embedding_cannot_use() -> None:
 @pytest.mark.parametrize("why", ["dtype", "gradient"])
 def test_by_default_angles_that_the_kernel_refuses_go_through_plain_torch(why: str) -> None:
     x, angles = torch.randn(2, 5, 3, 8), torch.randn(1, 5, 8, dtype=torch.float64 if why == "dtype" else None)
-    rotary = angles.cos().requires_grad_(why == "gradient"), angles.sin()
-    expected = rotate(x, rotary, fused=False)
-    with mock.patch("deltazoo.layers.rotary.fused_kernels_fit", lambda x: x.dtype != torch.float64):
-        assert torch.equal(rotate(x, rotary), expected)
-        with pytest.raises(NotImplementedError, match="not on cpu"):
-            rotate(x, (angles.cos().float(), angles.sin().float()))
+    given = angles.cos().requires_grad_(why == "gradient"), angles.sin()
+    expected = rotate(x, given, fused=False)
+    with mock.patch.object(choice, "_run_on", lambda x: True), mock.patch.object(rotary, "_operator") as kernel:
+        assert torch.equal(rotate(x, given), expected)
+        kernel.assert_not_called()
+        assert rotate(x, (angles.cos().float(), angles.sin().float())) is kernel.return_value
 
 
 @pytest.mark.gpu
@@ -423,9 +425,9 @@ def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
     """On meta tensors: shapes, dtypes and the autograd formula, no kernel."""
 
     def run(x: Tensor, weight: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
-        y = fused_swiglu(short_convolution(x, weight, head_dim=8, fused=True), gate)
+        y = swiglu(short_convolution(x, weight, head_dim=8, fused=True), gate, fused=True)
         y = sigmoid_gate(gate, y, 2.0, root=True, fused=True)
-        return fused_gated_rms_norm(y, gate, scale, 1e-5, "silu").sum()
+        return gated_rms_norm(y, gate, scale, 1e-5, "silu", fused=True).sum()
 
     def leaf(*shape: int) -> Tensor:
         return torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=not fake)
@@ -442,9 +444,10 @@ def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
 def test_operators_of_a_training_step_compile_without_a_graph_break(fake: bool) -> None:
     def run(x: Tensor, taps: Tensor, down: Tensor, scale: Tensor, out: Tensor, *gate: Tensor) -> Tensor:
         q, k, v = short_conv._short_convs(x, 2 * x, 3 * x, taps, taps, taps, None, None, True, 8, 8, 0)
-        y = fused_swiglu_linear(q * k, v, down)
-        y = fused_rotary(y.unflatten(-1, (2, 8)), *(f(x[:1, :, :8].detach().float()) for f in (torch.cos, torch.sin)))
-        y = fused_rms_norm_linear(y, scale, out, 1e-5)
+        y = glu._linear_operator(q * k, v, down)
+        angles = x[:1, :, :8].detach().float()
+        y = rotate(y.unflatten(-1, (2, 8)), (angles.cos(), angles.sin()), fused=True)
+        y = norms._rms_linear_operator(y, scale, out, 1e-5)
         return softplus_log_decay(y, *gate, fused=True).sum()
 
     def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -465,8 +468,8 @@ def test_the_plain_norm_compiles_without_a_graph_break(stream: torch.dtype, fake
     """On meta tensors, and with the dtypes of a model under autocast."""
 
     def run(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        y, total = fused_add_rms_norm(x, residual, weight, 1e-5, torch.bfloat16)
-        return fused_rms_norm(y, weight, 1e-5), total
+        y, total = norms._add_rms_operator(x, residual, weight, 1e-5, torch.bfloat16)
+        return rms_norm(y, weight, 1e-5, fused=True), total
 
     def leaf(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, device="meta", dtype=dtype, requires_grad=not fake)
@@ -495,18 +498,19 @@ class TestRefusals:
     def test_a_norm_of_other_shapes_and_dtypes(self) -> None:
         long, x = torch.empty(1, 8193, device="meta"), torch.empty(2, 3, 4, device="meta")
         with pytest.raises(NotImplementedError, match="rows of up to 8192, not 8193"):
-            fused_rms_norm(long, long[0], 1e-5)
+            rms_norm(long, long[0], 1e-5, fused=True)
         with pytest.raises(ValueError, match=r"one shape, got \(2, 3, 4\) and \(2, 1, 4\)"):
-            fused_add_rms_norm(x, x[:, :1], x[0, 0], 1e-5)
+            add_rms_norm(x, x[:, :1], x[0, 0], 1e-5, fused=True)
         with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
-            fused_add_rms_norm(x, x.double(), x[0, 0], 1e-5)
+            add_rms_norm(x, x.double(), x[0, 0], 1e-5, fused=True)
         with pytest.raises(ValueError, match="of one device, got meta and cpu"):
-            fused_add_rms_norm(x, torch.empty(2, 3, 4), x[0, 0], 1e-5)
+            add_rms_norm(x, torch.empty(2, 3, 4), x[0, 0], 1e-5, fused=True)
 
     def test_a_second_derivative_of_a_norm(self) -> None:
         x = torch.empty(2, 4, device="meta", requires_grad=True)
-        with mock.patch.object(rms_norm, "launch"):
-            results = fused_rms_norm(x, x[0], 1e-5), fused_add_rms_norm(x, x, x[0], 1e-5)[0]
+        with mock.patch.object(norms, "launch"):
+            sums = add_rms_norm(x, x, x[0], 1e-5, fused=True)
+            results = rms_norm(x, x[0], 1e-5, fused=True), sums[0]
         for y in results:
             with pytest.raises(NotImplementedError, match="no second derivative"):
                 torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -514,12 +518,12 @@ class TestRefusals:
     def test_tensors_on_two_devices(self) -> None:
         x = torch.empty(2, 1, 8, device="meta")
         with pytest.raises(ValueError, match="of one device, got meta and cpu"):
-            fused_gated_rms_norm(x, x, torch.empty(8), 1e-5, "silu")
+            gated_rms_norm(x, x, torch.empty(8), 1e-5, "silu", fused=True)
 
     def test_an_activation_of_the_gate_that_was_added_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(2, 3, 4)
-        with pytest.raises(ValueError, match="unknown activation 'tanh'"):
-            fused_gated_rms_norm(x, x, x[0, 0], 1e-5, "tanh")
+        with pytest.raises(ValueError, match="unknown gate_activation 'tanh'"):
+            gated_rms_norm(x, x, x[0, 0], 1e-5, "tanh")
         monkeypatch.setitem(GATE_ACTIVATIONS, "tanh", torch.tanh)
         with pytest.raises(ValueError, match="has no activation tanh, only silu, sigmoid"):
             GatedRMSNorm(4, activation="tanh", fused=True)

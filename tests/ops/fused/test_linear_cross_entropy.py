@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltazoo.ops.fused import linear_cross_entropy as module
-from deltazoo.ops.fused.linear_cross_entropy import linear_cross_entropy
+from deltazoo.ops.fused import linear_cross_entropy
+from deltazoo.ops.fused import loss as module
 
 ROWS, DIM, VOCABULARY = 50, 16, 37
 

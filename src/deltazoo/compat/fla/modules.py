@@ -11,18 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.layers.norm import GATE_ACTIVATIONS, l2_normalize
 from deltazoo.layers.sequences import PackedSequences, Sequences, describe_sequences
 from deltazoo.layers.short_convolution import last_inputs, packing_of
 from deltazoo.names import unknown
 from deltazoo.ops import fused
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import (
-    MOST_NORM_COLUMNS,
-    fused_gated_rms_norm,
-    fused_kernels_fit,
-    fused_rms_norm,
-)
+from deltazoo.ops.fused import takes_kernel
 
 __all__ = [
     "FusedRMSNormGated",
@@ -49,8 +43,8 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
         output_dtype: of the result; None: x's.
     """
     if output_dtype is None:
-        return l2_normalize(x, eps, fused=None)
-    return l2_normalize(at_least_float32(x), eps, fused=None).to(output_dtype)
+        return fused.l2_norm(x, eps)
+    return fused.l2_norm(at_least_float32(x), eps).to(output_dtype)
 
 
 def causal_conv1d(
@@ -156,7 +150,7 @@ def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None, activation: str | None, sequences: Sequences
 ) -> Tensor:
     """`[B, T, D]` in x's dtype from the kernel, else in float32 (float64 stays); `past` None means zeros."""
-    if bias is None and x.numel() and fused_kernels_fit(x, past):
+    if bias is None and x.numel() and takes_kernel(None, x, trained=(past,)):
         before = None if past is None else past[:, 1:].transpose(1, 2)
         known = "identity" if activation is None else "silu"
         return fused.short_convolution(x, weight, before, activation=known, **packing_of(sequences), fused=True)
@@ -328,12 +322,6 @@ class _Norm(nn.Module):
     def _scale(self, x: Tensor) -> Tensor:
         return x.new_ones(self.hidden_size, dtype=torch.float32) if self.weight is None else self.weight
 
-    def _plain(self, x: Tensor) -> Tensor:
-        """The norm in float32 (float64 stays), not rounded."""
-        wide = at_least_float32(x)
-        y = F.rms_norm(wide, (self.hidden_size,), self._scale(x).to(wide.dtype), self.eps)
-        return y if self.bias is None else y + self.bias
-
 
 def _with_residual(x: Tensor, residual: Tensor | None, residual_in_fp32: bool) -> tuple[Tensor, Tensor]:
     """The tensor to be normalised, in float32 if it is a sum; and the one that `prenorm` returns."""
@@ -368,10 +356,11 @@ class RMSNorm(_Norm):
             residual_in_fp32: without a residual, return x in float32 there.
         """
         total, kept = _with_residual(x, residual, residual_in_fp32)
-        if self.bias is None and self.hidden_size <= MOST_NORM_COLUMNS and fused_kernels_fit(total):
-            y = fused_rms_norm(total, self._scale(x), self.eps, x.dtype)
+        if self.bias is None:
+            y = fused.rms_norm(total, self._scale(x), self.eps, dtype=x.dtype)
         else:
-            y = self._plain(total).to(x.dtype)
+            wide = at_least_float32(total)
+            y = (fused.rms_norm(wide, self._scale(x), self.eps, fused=False) + self.bias).to(x.dtype)
         return (y, kept) if prenorm else y
 
 
@@ -417,10 +406,7 @@ class FusedRMSNormGated(_Norm):
         """
         total, kept = _with_residual(x, residual, residual_in_fp32)
         activation = _GATE_ACTIVATIONS[self.activation]
-        if fused_kernels_fit(total):
-            y = fused_gated_rms_norm(total, g.reshape(total.shape), self._scale(x), self.eps, activation)
-        else:
-            y = self._plain(total) * GATE_ACTIVATIONS[activation](at_least_float32(g)).reshape(total.shape)
+        y = fused.gated_rms_norm(total, g.reshape(total.shape), self._scale(x), self.eps, activation)
         return (y.to(x.dtype), kept) if prenorm else y.to(x.dtype)
 
     def extra_repr(self) -> str:

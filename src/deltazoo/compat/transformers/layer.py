@@ -41,9 +41,9 @@ from deltazoo.layers.short_convolution import last_inputs
 from deltazoo.layers.state import LayerState, is_decoding_step
 from deltazoo.models.forward_arguments import refuse_dropped
 from deltazoo.ops import DeltaRuleOutput, fused
-from deltazoo.ops.context.token_exchange import tokens_before
+from deltazoo.ops.context.exchange import tokens_before
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit
+from deltazoo.ops.fused import takes_kernel
 from deltazoo.ops.linear_maps import is_hooked
 from deltazoo.spec import get_rule
 
@@ -218,12 +218,12 @@ class AcceleratedLayer:
         activation = getattr(norm, "activation", "silu")  # older versions know no other
         if not (self.fuses(output) and activation in ("silu", "sigmoid") and _is_plain(norm, self.original)):
             return norm(output, gate)
-        return fused_gated_rms_norm(output, gate, norm.weight, norm.variance_epsilon, activation)
+        return fused.gated_rms_norm(output, gate, norm.weight, norm.variance_epsilon, activation, fused=True)
 
     def fuses(self: Any, x: Tensor, state: Tensor | None = None) -> bool:
         """Whether fused kernels compute on a tensor, after the convolution's state if there is one."""
         wanted = self.deltazoo_fused_kernels
-        return fused_kernels_fit(x, state) if wanted is None else wanted
+        return takes_kernel(None, x, trained=(state,)) if wanted is None else wanted
 
     def describe_rule(self: Any) -> RuleDescription:
         """Description of the layer's call of the operator, for `deltazoo.report`."""

@@ -26,7 +26,7 @@ from deltazoo.ops.operator import Operator
 from deltazoo.ops.reference import gradients_of_loop
 from deltazoo.ops.validation import check_tensor_values
 
-__all__ = ["backward", "chunkwise", "forward"]
+__all__ = ["backward", "chunkwise", "forward", "gradients"]
 
 CHUNK_SIZE = 64
 
@@ -220,7 +220,7 @@ def _autograd(ctx, d_output, d_final, *_):
     if torch.is_grad_enabled():  # create_graph: the token loop, which autograd differentiates as often as wanted
         return RuleCall.in_order(gradients_of_loop(call, d_output, d_final, create_graph=True))
     try:
-        grads = iter(backward.overload(*call, A, U, S, d_output, d_final))
+        return RuleCall.in_order(gradients(call, (A, U, S), d_output, d_final))
     except RuntimeError as error:
         if "Batching rule" not in str(error):
             raise
@@ -228,7 +228,6 @@ def _autograd(ctx, d_output, d_final, *_):
             "chunkwise has no batched backward pass (is_grads_batched=True, vectorize=True): use torch.func.vmap over "
             "torch.func.vjp, which it has"
         ) from error
-    return RuleCall.in_order([None if x is None else next(grads) for x in tensors])
 
 
 forward = Operator(f"chunkwise({SCHEMA}) -> ({', '.join(['Tensor'] * 5)})", _forward, _fake_forward)
@@ -238,3 +237,11 @@ backward = Operator(
     _backward,
     _fake_backward,
 )
+
+
+def gradients(
+    call: RuleCall, kept: tuple[Tensor | None, ...], d_output: Tensor, d_final: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of `call.differentiable`, None for what is not given, from the three tensors that `forward` kept."""
+    found = iter(backward.overload(*call, *kept, d_output, d_final))
+    return tuple([None if x is None else next(found) for x in call.differentiable])

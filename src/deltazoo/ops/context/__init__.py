@@ -5,7 +5,7 @@ transitions, X the state it leaves from zero. Ranks exchange such pairs (M, X), 
 each segment, and compute outputs from there. Backward the gradients of states travel the other way, through the
 transposed M.
 
-`context_group` describes the ranks and their pieces, `token_pieces` where segments lie, `segment_fold` is the fold and
-its exchange, `state_product` its products, `context_rule` the operator, `segment_backends` what it asks of each
-backend, and `token_exchange` what convolutions and softmax attention need of the tokens of other ranks.
+`group` describes the ranks and their pieces, `pieces` where segments lie, `fold` is the fold and its exchange,
+`product` its products, `rule` the operator, `backends` the computation on segments, and `exchange` what convolutions
+and softmax attention need of the tokens of other ranks.
 """

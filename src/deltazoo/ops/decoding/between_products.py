@@ -4,7 +4,6 @@ A product for few rows comes in parts, each over some of the inner channels, so 
 follows it adds them up.
 """
 
-from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,11 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.decoding.launch_ahead import launch_options, launches_ahead, wait_for_inputs
+from deltazoo.ops.decoding.launch_ahead import launch_step, wait_for_inputs
 from deltazoo.ops.fused.device_math import sigmoid
-from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.launch import Constants
 
 __all__ = ["HeadNorm", "RowNorm", "add_parts", "head_scale", "norm_heads", "swiglu_parts"]
+
+_CHANNELS = 1024
+"""Outputs of one program, but for the norm of a row."""
 
 
 class RowNorm(Protocol):
@@ -54,11 +56,8 @@ def add_parts_kernel(
     normed,  # [R, D] or None
     R,
     eps,
-    S: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BD)
     mask = columns < D
@@ -91,18 +90,14 @@ def add_parts(parts: Tensor | None, residual: Tensor, norm: RowNorm | None) -> t
     R, D = residual.shape
     total = residual if parts is None else torch.empty_like(residual)
     normed, weight, eps = (None, None, 0.0) if norm is None else (torch.empty_like(residual), norm.weight, norm.eps)
-    constants = _add_constants(0 if parts is None else len(parts), R, D, eps, launches_ahead(residual.device))
-    with torch.cuda.device_of(residual):
-        stored = None if parts is None else total
-        launch(add_parts_kernel, constants, parts, residual, weight, stored, normed)
+    sizes, stored = (0 if parts is None else len(parts), R, D, eps), None if parts is None else total
+    launch_step(add_parts_kernel, _add_constants, sizes, parts, residual, weight, stored, normed)
     return total, total if normed is None else normed
 
 
-@lru_cache(maxsize=1024)
-def _add_constants(S: int, R: int, D: int, eps: float, ahead: bool) -> Constants:
+def _add_constants(S: int, R: int, D: int, eps: float) -> Constants:
     block = triton.next_power_of_2(D)
-    warps = max(1, min(16, block // 256))
-    return Constants(R, R=R, eps=eps, S=S, D=D, BD=block, AHEAD=ahead, num_warps=warps, **launch_options(ahead))
+    return Constants(R, R=R, eps=eps, S=S, D=D, BD=block, num_warps=max(1, min(16, block // 256)))
 
 
 @triton.jit
@@ -110,11 +105,8 @@ def swiglu_parts_kernel(
     parts,  # [S, R, 2 N]: gate, then up
     y,  # [R, N]
     R,
-    S: tl.constexpr,
-    N: tl.constexpr,
-    BN: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    S: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     BLOCKS: tl.constexpr = (N + BN - 1) // BN
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     columns = (tl.program_id(0) % BLOCKS) * BN + tl.arange(0, BN)
@@ -134,17 +126,12 @@ def swiglu_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """`silu(gate) * up` of a product in parts `[S, R, 2 N]`: `[R, N]` in `dtype`. No gradients: for inference."""
     S, R, N = parts.shape[0], parts.shape[1], parts.shape[2] // 2
     y = parts.new_empty(R, N, dtype=dtype)
-    with torch.cuda.device_of(parts):
-        launch(swiglu_parts_kernel, _swiglu_constants(S, R, N, launches_ahead(parts.device)), parts, y)
+    launch_step(swiglu_parts_kernel, _swiglu_constants, (S, R, N), parts, y)
     return y
 
 
-@lru_cache(maxsize=1024)
-def _swiglu_constants(S: int, R: int, N: int, ahead: bool) -> Constants:
-    block = 1024
-    return Constants(
-        R * -(-N // block), R=R, S=S, N=N, BN=block, AHEAD=ahead, num_warps=4, **launch_options(ahead)
-    )  # fmt: skip
+def _swiglu_constants(S: int, R: int, N: int) -> Constants:
+    return Constants(R * -(-N // _CHANNELS), R=R, S=S, N=N, BN=_CHANNELS, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -153,12 +140,8 @@ def norm_heads_kernel(
     squares,  # [R, HEADS, PARTS]
     y,
     eps,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PARTS: tl.constexpr,
-    BN: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     BLOCKS: tl.constexpr = (HEADS * HEAD_DIM + BN - 1) // BN
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     channels = (tl.program_id(0) % BLOCKS) * BN + tl.arange(0, BN)
@@ -173,16 +156,12 @@ def norm_heads(z: Tensor, norm: HeadNorm, dtype: torch.dtype) -> Tensor:
     """`z` `[R, heads * head_dim]` float32, its heads normalised, in `dtype`. No gradients: for inference."""
     y = torch.empty_like(z, dtype=dtype)
     _, heads, parts = norm.squares.shape
-    constants = _head_constants(len(z), heads, norm.head_dim, parts, norm.eps, launches_ahead(z.device))
-    with torch.cuda.device_of(z):
-        launch(norm_heads_kernel, constants, z, norm.squares, y)
+    launch_step(norm_heads_kernel, _head_constants, (len(z), heads, norm.head_dim, parts, norm.eps), z, norm.squares, y)
     return y
 
 
-@lru_cache(maxsize=1024)
-def _head_constants(R: int, heads: int, head_dim: int, parts: int, eps: float, ahead: bool) -> Constants:
-    block = 1024
+def _head_constants(R: int, heads: int, head_dim: int, parts: int, eps: float) -> Constants:
+    blocks = -(-heads * head_dim // _CHANNELS)
     return Constants(
-        R * -(-heads * head_dim // block), eps=eps, HEADS=heads, HEAD_DIM=head_dim, PARTS=parts, BN=block, AHEAD=ahead,
-        num_warps=4, **launch_options(ahead),
+        R * blocks, eps=eps, HEADS=heads, HEAD_DIM=head_dim, PARTS=parts, BN=_CHANNELS, num_warps=4
     )  # fmt: skip

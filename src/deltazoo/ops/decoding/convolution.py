@@ -6,7 +6,6 @@ as in `short_conv_step`, without the L2 norm of heads. The outputs of a product 
 are convolved: gates, which stay as they are.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -14,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.decoding.launch_ahead import launch_options, launches_ahead, wait_for_inputs
+from deltazoo.ops.decoding.launch_ahead import launch_step, wait_for_inputs
 from deltazoo.ops.fused.device_math import sigmoid
-from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.launch import Constants
 
 __all__ = ["Convolution", "convolve", "convolve_parts", "load_windows"]
 
@@ -69,12 +68,8 @@ def convolve(
     row,
     columns,
     window,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    BW: tl.constexpr,
-    SILU: tl.constexpr,
-    HALF: tl.constexpr,
-):
+    C: tl.constexpr, W: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     """Convolve the outputs below C, advance their windows, apply SiLU if wanted; other outputs stay."""
     slots = tl.arange(0, BW)
     inside = columns < C
@@ -98,17 +93,9 @@ def convolve_parts_kernel(
     window,  # [R, C, W - 1]
     y,  # [R, N] float32
     R,
-    S: tl.constexpr,
-    N: tl.constexpr,
-    CQ: tl.constexpr,
-    CK: tl.constexpr,
-    CV: tl.constexpr,
-    W: tl.constexpr,
-    BW: tl.constexpr,
-    SILU: tl.constexpr,
-    BN: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    S: tl.constexpr, N: tl.constexpr, CQ: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr, W: tl.constexpr,
+    BW: tl.constexpr, SILU: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     BLOCKS: tl.constexpr = (N + BN - 1) // BN
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     columns = (tl.program_id(0) % BLOCKS) * BN + tl.arange(0, BN)
@@ -140,16 +127,14 @@ def convolve_parts(parts: Tensor, convolution: Convolution, bias: Tensor | None 
     (q_taps, k_taps, v_taps), window, silu = convolution
     y = parts.new_empty(R, N, dtype=torch.float32)
     channels = len(q_taps), len(k_taps), len(v_taps)
-    constants = _constants(S, R, N, channels, window.shape[-1] + 1, silu, launches_ahead(parts.device))
-    with torch.cuda.device_of(parts):
-        launch(convolve_parts_kernel, constants, parts, bias, q_taps, k_taps, v_taps, window, y)
+    sizes = S, R, N, channels, window.shape[-1] + 1, silu
+    launch_step(convolve_parts_kernel, _constants, sizes, parts, bias, q_taps, k_taps, v_taps, window, y)
     return y
 
 
-@lru_cache(maxsize=1024)
-def _constants(S: int, R: int, N: int, channels: tuple[int, int, int], W: int, silu: bool, ahead: bool) -> Constants:
+def _constants(S: int, R: int, N: int, channels: tuple[int, int, int], W: int, silu: bool) -> Constants:
     CQ, CK, CV = channels
     return Constants(
         R * -(-N // _CHANNELS), R=R, S=S, N=N, CQ=CQ, CK=CK, CV=CV, W=W, BW=triton.next_power_of_2(W - 1), SILU=silu,
-        BN=_CHANNELS, AHEAD=ahead, num_warps=4, **launch_options(ahead),
+        BN=_CHANNELS, num_warps=4,
     )  # fmt: skip

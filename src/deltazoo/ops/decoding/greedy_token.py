@@ -23,10 +23,8 @@ def greedy_token_kernel(
     token,  # [B] int64
     row_stride,
     pad,
-    N: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    N: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)

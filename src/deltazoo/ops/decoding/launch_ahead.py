@@ -4,15 +4,19 @@ A step is a chain of short kernels, most of which read weights or states that no
 Launched ahead, a kernel loads these while the kernel before it ends, and only then waits for that one's results.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["launch_options", "launches_ahead", "prefetch_rows", "wait_for_inputs"]
+from deltazoo.ops.triton.launch import Constants, launch
+
+__all__ = ["launch_step", "launches_ahead", "prefetch_rows", "wait_for_inputs"]
 
 
 @triton.jit
@@ -52,6 +56,24 @@ def launches_ahead(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def launch_options(ahead: bool) -> dict[str, Any]:
-    """Triton's options of a kernel that is launched ahead, or not."""
-    return {"launch_pdl": True} if ahead else {}
+def launch_step(
+    kernel: Any, constants: Callable[..., Constants], sizes: tuple[Any, ...], *tensors: Tensor | None
+) -> None:
+    """Launch a kernel of a step on the device of its tensors; ahead, where the device can.
+
+    Args:
+        kernel: takes the tensors, then its constants, of which the last is AHEAD.
+        constants: makes the others and the grid of the sizes, once for all calls with these.
+        sizes: hashable.
+        tensors: contiguous.
+    """
+    first = next(x for x in tensors if x is not None)
+    with torch.cuda.device_of(first):
+        launch(kernel, _constants(constants, sizes, launches_ahead(first.device)), *tensors)
+
+
+@lru_cache(maxsize=8192)
+def _constants(constants: Callable[..., Constants], sizes: tuple[Any, ...], ahead: bool) -> Constants:
+    made = constants(*sizes)
+    made.named |= {"AHEAD": True, "launch_pdl": True} if ahead else {"AHEAD": False}
+    return made

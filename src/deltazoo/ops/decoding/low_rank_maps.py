@@ -6,16 +6,14 @@ A step's first product gives `x_g` and `x_a`, with queries, keys and values.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.decoding.launch_ahead import launch_options, launches_ahead, wait_for_inputs
-from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.decoding.launch_ahead import launch_step, wait_for_inputs
+from deltazoo.ops.triton.launch import Constants
 
 __all__ = ["LowRankGate", "low_rank_gates"]
 
@@ -74,23 +72,10 @@ def low_rank_gates_kernel(
     bias_2,
     y,  # [R, N_0 + N_1 + N_2] float32
     R,
-    M: tl.constexpr,
-    FIRST_0: tl.constexpr,
-    N_0: tl.constexpr,
-    RANK_0: tl.constexpr,
-    FIRST_1: tl.constexpr,
-    N_1: tl.constexpr,
-    RANK_1: tl.constexpr,
-    FIRST_2: tl.constexpr,
-    N_2: tl.constexpr,
-    RANK_2: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK_0: tl.constexpr,
-    BK_1: tl.constexpr,
-    BK_2: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    M: tl.constexpr, FIRST_0: tl.constexpr, N_0: tl.constexpr, RANK_0: tl.constexpr, FIRST_1: tl.constexpr,
+    N_1: tl.constexpr, RANK_1: tl.constexpr, FIRST_2: tl.constexpr, N_2: tl.constexpr, RANK_2: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK_0: tl.constexpr, BK_1: tl.constexpr, BK_2: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     BLOCKS_0: tl.constexpr = (N_0 + BN - 1) // BN
     BLOCKS_1: tl.constexpr = BLOCKS_0 + (N_1 + BN - 1) // BN
     WIDTH: tl.constexpr = N_0 + N_1 + N_2
@@ -125,16 +110,13 @@ def low_rank_gates(mixed: Tensor, gates: Sequence[LowRankGate]) -> Tensor:
     R, M = mixed.shape
     sizes = tuple(gate.sizes for gate in gates)
     y = mixed.new_empty(R, sum(N for _, N, _ in sizes))
-    constants = _constants(R, M, sizes, launches_ahead(mixed.device))
     weights: list[Tensor | None] = [x for gate in gates for x in (gate.weight, gate.bias)]
     weights += [None] * (6 - len(weights))
-    with torch.cuda.device_of(mixed):
-        launch(low_rank_gates_kernel, constants, mixed, *weights, y)
+    launch_step(low_rank_gates_kernel, _constants, (R, M, sizes), mixed, *weights, y)
     return y
 
 
-@lru_cache(maxsize=1024)
-def _constants(R: int, M: int, sizes: tuple[tuple[int, int, int], ...], ahead: bool) -> Constants:
+def _constants(R: int, M: int, sizes: tuple[tuple[int, int, int], ...]) -> Constants:
     rows = 1 if R == 1 else min(64, max(16, triton.next_power_of_2(R)))
     outputs = 16 if R == 1 else 32
     numbered: dict[str, int] = {}
@@ -142,6 +124,6 @@ def _constants(R: int, M: int, sizes: tuple[tuple[int, int, int], ...], ahead: b
         inner = max(16, triton.next_power_of_2(rank))
         numbered |= {f"FIRST_{number}": first, f"N_{number}": N, f"RANK_{number}": rank, f"BK_{number}": inner}
     return Constants(
-        sum(-(-N // outputs) for _, N, _ in sizes), -(-R // rows), R=R, M=M, BM=rows, BN=outputs, AHEAD=ahead,
-        num_warps=4, **numbered, **launch_options(ahead),
+        sum(-(-N // outputs) for _, N, _ in sizes), -(-R // rows), R=R, M=M, BM=rows, BN=outputs, num_warps=4,
+        **numbered,
     )  # fmt: skip

@@ -18,13 +18,9 @@ from torch import Tensor
 
 from deltazoo.ops.decoding.between_products import HeadNorm, head_scale
 from deltazoo.ops.decoding.convolution import Convolution, convolve, load_windows
-from deltazoo.ops.decoding.launch_ahead import (
-    launch_options,
-    launches_ahead,
-    wait_for_inputs,
-)
+from deltazoo.ops.decoding.launch_ahead import launch_step, wait_for_inputs
 from deltazoo.ops.fused.device_math import sigmoid
-from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.launch import Constants
 
 __all__ = ["Tile", "choose_tile", "token_product"]
 
@@ -43,22 +39,10 @@ def token_product_kernel(
     window,
     y,  # [R, N]
     eps,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GLU: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PARTS: tl.constexpr,
-    CQ: tl.constexpr,
-    CK: tl.constexpr,
-    CV: tl.constexpr,
-    W: tl.constexpr,
-    BW: tl.constexpr,
-    SILU: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    N: tl.constexpr, K: tl.constexpr, GLU: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PARTS: tl.constexpr, CQ: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr, W: tl.constexpr, BW: tl.constexpr,
+    SILU: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     HALF: tl.constexpr = weight.dtype.element_ty != tl.float32
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     column_mask = columns < N
@@ -184,21 +168,20 @@ def token_product(
         channels, width = (len(q_taps), len(k_taps), len(v_taps)), window.shape[-1] + 1
     heads = (1, 1) if squares is None else squares.shape[1:]
     tile = choose_tile(K, weight.element_size(), convolution is not None, silu)
-    constants = _constants(R, N, K, glu, *heads, head_dim, eps, channels, width, silu, tile, launches_ahead(x.device))
-    tensors = x, weight, norm_weight, squares, bias, residual, q_taps, k_taps, v_taps, window, y
-    with torch.cuda.device_of(x):
-        launch(token_product_kernel, constants, *tensors)
+    launch_step(
+        token_product_kernel, _constants, (R, N, K, glu, *heads, head_dim, eps, channels, width, silu, tile), x, weight,
+        norm_weight, squares, bias, residual, q_taps, k_taps, v_taps, window, y,
+    )  # fmt: skip
     return y
 
 
-@lru_cache(maxsize=1024)
 def _constants(
     R: int, N: int, K: int, glu: bool, heads: int, parts: int, head_dim: int, eps: float,
-    channels: tuple[int, int, int], width: int, silu: bool, tile: Tile, ahead: bool,
+    channels: tuple[int, int, int], width: int, silu: bool, tile: Tile,
 ) -> Constants:  # fmt: skip
     CQ, CK, CV = channels
     return Constants(
         -(-N // tile.outputs), R, eps=eps, N=N, K=K, GLU=glu, HEADS=heads, HEAD_DIM=head_dim, PARTS=parts, CQ=CQ,
         CK=CK, CV=CV, W=width, BW=triton.next_power_of_2(width - 1), SILU=silu, BN=tile.outputs, BK=tile.inner,
-        AHEAD=ahead, num_warps=tile.warps, **launch_options(ahead),
+        num_warps=tile.warps,
     )  # fmt: skip

@@ -16,13 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.decoding.launch_ahead import (
-    launch_options,
-    launches_ahead,
-    prefetch_rows,
-    wait_for_inputs,
-)
-from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.decoding.launch_ahead import launch_step, prefetch_rows, wait_for_inputs
+from deltazoo.ops.triton.launch import Constants
 
 __all__ = ["MOST_ROWS", "Tile", "choose_tile", "row_product"]
 
@@ -49,17 +44,9 @@ def row_product_kernel(
     weight,  # [N, K]
     parts,  # [S, R, N] float32
     R,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    LENGTH: tl.constexpr,  # channels of a part
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    LINE: tl.constexpr,
-    LINES: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    N: tl.constexpr, K: tl.constexpr, LENGTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
     start = tl.program_id(2) * LENGTH
@@ -107,19 +94,17 @@ def row_product(x: Tensor, weight: Tensor) -> Tensor:
     (R, K), N = x.shape, weight.shape[0]
     if R > MOST_ROWS or x.dtype == torch.float32:
         return F.linear(x, weight)[None]
-    constants = _constants(R, N, K, choose_tile(R, N, K), x.element_size(), launches_ahead(x.device))
-    parts = x.new_empty(constants.grid[2], R, N, dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        launch(row_product_kernel, constants, x, weight, parts)
+    tile = choose_tile(R, N, K)
+    length = -(-K // (64 * tile.parts)) * 64  # channels of a part: whole lines, and aligned
+    parts = x.new_empty(-(-K // length), R, N, dtype=torch.float32)
+    launch_step(row_product_kernel, _constants, (R, N, K, tile, length, x.element_size()), x, weight, parts)
     return parts
 
 
-@lru_cache(maxsize=1024)
-def _constants(R: int, N: int, K: int, tile: Tile, itemsize: int, ahead: bool) -> Constants:
-    length = triton.cdiv(triton.cdiv(K, tile.parts), 64) * 64  # whole lines, and aligned
+def _constants(R: int, N: int, K: int, tile: Tile, length: int, itemsize: int) -> Constants:
     line = 128 // itemsize
     return Constants(
         -(-N // tile.outputs), -(-R // tile.rows), -(-K // length), R=R, N=N, K=K, LENGTH=length, BM=tile.rows,
         BN=tile.outputs, BK=tile.inner, STAGES=tile.stages, LINE=line, LINES=triton.next_power_of_2(-(-length // line)),
-        AHEAD=ahead, num_warps=tile.warps, **launch_options(ahead),
+        num_warps=tile.warps,
     )  # fmt: skip

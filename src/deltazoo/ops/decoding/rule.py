@@ -14,15 +14,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.decoding.launch_ahead import launch_options, launches_ahead, wait_for_inputs
+from deltazoo.ops.decoding.launch_ahead import launch_step, wait_for_inputs
 from deltazoo.ops.decoding.step_form import RuleShape
 from deltazoo.ops.fused.device_math import exponential_minus_1, softplus
-from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.launch import Constants
 
 __all__ = ["Tile", "choose_tile", "token_rule", "unit_head"]
 
@@ -275,22 +274,19 @@ def token_rule(
     squares = mixed.new_empty(B, shape.HV, -(-shape.V // tile.columns))
     cos, sin = angles or (None, None)
     several = cos is not None and len(cos) > 1
-    constants = _constants(B, M, shape, tile, several, launches_ahead(mixed.device))
     p0, p1, *_ = *key_parameters, None, None
-    with torch.cuda.device_of(mixed):
-        launch(
-            token_rule_kernel, constants, mixed, gates, state, A_log, dt_bias, p0, p1, write_keys, cos, sin,
-            norm_weight, z, squares,
-        )  # fmt: skip
+    launch_step(
+        token_rule_kernel, _constants, (B, M, shape, tile, several), mixed, gates, state, A_log, dt_bias, p0, p1,
+        write_keys, cos, sin, norm_weight, z, squares,
+    )  # fmt: skip
     return z, squares
 
 
-@lru_cache(maxsize=1024)
-def _constants(B: int, M: int, shape: RuleShape, tile: Tile, several_angles: bool, ahead: bool) -> Constants:
+def _constants(B: int, M: int, shape: RuleShape, tile: Tile, several_angles: bool) -> Constants:
     fields = {name.upper(): value for name, value in shape._asdict().items()}
     scale = shape.K**-0.5 if fields.pop("SCALE_QUERIES") else 1.0
     return Constants(
         B * shape.HV * -(-shape.V // tile.columns), scale=scale, M=M, **fields, LARGEST_GAIN=shape.largest_gain,
-        ANGLE_ROW=several_angles * shape.turned, BK=triton.next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead,
-        num_warps=tile.warps, **launch_options(ahead),
+        ANGLE_ROW=several_angles * shape.turned, BK=triton.next_power_of_2(shape.K), BV=tile.columns,
+        num_warps=tile.warps,
     )  # fmt: skip

@@ -6,17 +6,15 @@ with k by its L2 norm, and `log_decay` as in `token_rule`. Source: arXiv:2604.21
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.decoding.launch_ahead import launch_options, launches_ahead, wait_for_inputs
+from deltazoo.ops.decoding.launch_ahead import launch_step, wait_for_inputs
 from deltazoo.ops.decoding.rule import unit_head
 from deltazoo.ops.fused.device_math import softplus
-from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.launch import Constants
 
 __all__ = ["scaled_keys"]
 
@@ -29,14 +27,9 @@ def scaled_keys_kernel(
     dt_bias,  # [H] float32
     log_scale,  # [H] float32
     scaled,  # [B, H, K] float32
-    M: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    DECAY_AT: tl.constexpr,
-    STEP_AT: tl.constexpr,
-    BK: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    M: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+    DECAY_AT: tl.constexpr, STEP_AT: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys = tl.arange(0, BK)
     mask = keys < K
@@ -69,15 +62,13 @@ def scaled_keys(mixed: Tensor, moment: Tensor, parameters: Sequence[Tensor], dec
     """
     B, H, _, K = moment.shape
     scaled = mixed.new_empty(B, H, K)
-    constants = _constants(B, H, K, mixed.shape[1], decay_at, step_at, launches_ahead(mixed.device))
-    with torch.cuda.device_of(mixed):
-        launch(scaled_keys_kernel, constants, mixed, moment, *parameters, scaled)
+    sizes = B, H, K, mixed.shape[1], decay_at, step_at
+    launch_step(scaled_keys_kernel, _constants, sizes, mixed, moment, *parameters, scaled)
     return scaled
 
 
-@lru_cache(maxsize=1024)
-def _constants(B: int, H: int, K: int, M: int, decay_at: int, step_at: int, ahead: bool) -> Constants:
+def _constants(B: int, H: int, K: int, M: int, decay_at: int, step_at: int) -> Constants:
     return Constants(
-        B, H, M=M, H=H, K=K, DECAY_AT=decay_at, STEP_AT=step_at, BK=triton.next_power_of_2(K), AHEAD=ahead,
-        num_warps=1, **launch_options(ahead),
+        B, H, M=M, H=H, K=K, DECAY_AT=decay_at, STEP_AT=step_at, BK=triton.next_power_of_2(K),
+        num_warps=1,
     )  # fmt: skip

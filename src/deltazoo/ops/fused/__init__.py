@@ -8,18 +8,21 @@ call. So no file bears the name of a function.
 """
 
 from deltazoo._lazy import lazy_names
-from deltazoo.ops.fused.choice import FUSED_ACTIVATIONS, L2_NORM_EPS, MOST_COLUMNS, takes_kernel
-from deltazoo.ops.fused.fused_functions import *  # noqa: F403  (until its functions have moved to files of their own)
+from deltazoo.ops.fused.choice import FUSED_ACTIVATIONS, GATE_ACTIVATIONS, L2_NORM_EPS, MOST_COLUMNS, takes_kernel
 
-__all__ = ["FUSED_ACTIVATIONS", "L2_NORM_EPS", "MOST_COLUMNS", "takes_kernel"]
+__all__ = ["FUSED_ACTIVATIONS", "GATE_ACTIVATIONS", "L2_NORM_EPS", "MOST_COLUMNS", "takes_kernel"]
 
 __getattr__ = lazy_names(
     __name__,
     {
+        "gates": ("log_sigmoid_decay", "rate_and_logit", "sigmoid_gate", "softplus_log_decay"),
+        "glu": ("swiglu", "swiglu_linear"),
         "keys": ("comba_keys", "erase_gain", "q_delta_key", "qed_key", "squared_norm"),
+        "loss": ("IGNORED", "linear_cross_entropy"),
         "moment": ("decayed_sum", "scaled_key", "takes_decayed_sum", "weighted_squares"),
+        "norms": ("add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm", "rms_norm_linear"),
+        "rotary": ("rotate",),
         "short_conv": ("causal_sum", "depthwise_sum", "short_convolution", "short_convolutions"),
         "short_conv_step": ("short_convolution_step",),
-        "gates": ("log_sigmoid_decay", "rate_and_logit", "sigmoid_gate", "softplus_log_decay"),
     },
 )

@@ -1,16 +1,22 @@
 """The one choice of every fused function, kernel or torch, and the checks that all kernels share."""
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.ops.autograd_modes import refuse_transforms, transforming
 from deltazoo.ops.backends import triton_interprets, triton_obstacle
 from deltazoo.ops.dtypes import KERNEL_DTYPES
 
-__all__ = ["FUSED_ACTIVATIONS", "L2_NORM_EPS", "MOST_COLUMNS", "REFUSAL", "takes_kernel"]
+__all__ = ["FUSED_ACTIVATIONS", "GATE_ACTIVATIONS", "L2_NORM_EPS", "MOST_COLUMNS", "REFUSAL", "takes_kernel"]
+
+GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+"""The activations of output gates that a spec can name."""
 
 FUSED_ACTIVATIONS = ("silu", "sigmoid")
-"""Activations of output gates that the kernels know, of the norm in training and of the rule in decoding, by name."""
+"""Those that the kernels know, of the norm in training and of the rule in decoding."""
 
 L2_NORM_EPS = 1e-6
 """Added to the squared length of a head whose L2 norm divides it; kernels of keys and of the rule hold a literal."""
@@ -41,9 +47,7 @@ def takes_kernel(
         ValueError: a kernel is to take tensors of several devices.
     """
     if fused is None:
-        if not x.is_cuda or columns > MOST_COLUMNS or transforming():
-            return False
-        if triton_obstacle(x.device, x.dtype, 1, 1) is not None or not all(map(_has_kernel_dtype, others)):
+        if not _run_on(x) or columns > MOST_COLUMNS or transforming() or not all(map(_has_kernel_dtype, others)):
             return False
         if trained and torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in trained):
             return False
@@ -55,6 +59,10 @@ def takes_kernel(
         if other is not None and other.device != x.device:
             raise ValueError(f"fused kernels take tensors of one device, got {x.device} and {other.device}")
     return True
+
+
+def _run_on(x: Tensor) -> bool:
+    return x.is_cuda and triton_obstacle(x.device, x.dtype, 1, 1) is None
 
 
 def _require(x: Tensor, others: tuple[Tensor | None, ...], columns: int) -> None:

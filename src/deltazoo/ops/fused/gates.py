@@ -10,7 +10,7 @@ derivative `exp(g / 5)` multiplies d. The backward passes keep only the inputs.
 """
 
 import math
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -84,8 +84,7 @@ def _require_shapes(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> None:
 
 def log_sigmoid_decay(a: Tensor, slower: float, *, fused: bool | None = None) -> Tensor:
     """`log(sigmoid(a)) / slower` of a `[B, T, HV, K]`, float32 (float64 stays); the backward pass keeps a alone."""
-    compute = _log_sigmoid_by_softplus if takes_kernel(fused, a) else _log_sigmoid
-    return recomputable(partial(compute, slower=slower), a)
+    return recomputable(_log_sigmoid_by_softplus if takes_kernel(fused, a) else _log_sigmoid, a, slower)
 
 
 def _log_sigmoid(a: Tensor, slower: float) -> Tensor:
@@ -115,10 +114,10 @@ def sigmoid_gate(
         ValueError: a kernel is to take tensors of two shapes.
     """
     if not takes_kernel(fused, x, gate):
-        return recomputable(partial(_gate_in_torch, largest=largest, root=root), gate, x)
+        return recomputable(_gate_in_torch, gate, x, largest, root)
     if gate.shape != x.shape:
         raise ValueError(f"gate and x must have one shape, got {tuple(gate.shape)} and {tuple(x.shape)}")
-    return recomputable(lambda gate, x: _sigmoid_gate(gate, x, largest, root), gate, x)
+    return recomputable(_sigmoid_gate, gate, x, largest, root)
 
 
 def _gate_in_torch(gate: Tensor, x: Tensor, largest: float, root: bool) -> Tensor:

@@ -12,7 +12,7 @@ theta, decay and d are one number per key head; a kernel calls its first such nu
 passes keep only the inputs, and leave the gradients of p0 and p1 per row, for torch to sum.
 """
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def q_delta_key(gate: Tensor, q: Tensor, k: Tensor, *, fused: bool | None = None
         ValueError: a kernel is to take shapes that do not fit each other, as it is of all keys here.
     """
     if _takes_kernel(fused, q, k, gate):
-        return recomputable(lambda gate, q, k: _made("query_share", q, k, gate)[2], gate, q, k)
+        return recomputable(_made, "query_share", q, k, gate)[2]
     return recomputable(_q_delta_key, gate, q, k)
 
 
@@ -68,9 +68,8 @@ def qed_key(
         `[B, T, H, K]` in k's dtype.
     """
     if _takes_kernel(fused, q, k, gate, theta):
-        made = partial(_made, "gated_query", largest=largest)
-        return recomputable(lambda gate, q, k, theta: made(q, k, gate, theta)[2], gate, q, k, theta)
-    return recomputable(partial(_qed_key, largest=largest), gate, q, k, theta)
+        return recomputable(_made, "gated_query", q, k, gate, theta, None, largest)[2]
+    return recomputable(_qed_key, gate, q, k, theta, largest)
 
 
 def _qed_key(gate: Tensor, q: Tensor, k: Tensor, theta: Tensor, largest: float) -> Tensor:
@@ -97,8 +96,7 @@ def comba_keys(
         Three `[B, T, H, K]` in the dtype of q and k; without `unit` the write key is k itself.
     """
     if _takes_kernel(fused, q, k, decay, D):
-        keys = "unit_feedback" if unit else "feedback"
-        return recomputable(lambda q, k, decay, D: _made(keys, q, k, None, decay, D), q, k, decay, D)
+        return recomputable(_made, "unit_feedback" if unit else "feedback", q, k, None, decay, D)
     return recomputable(_unit_comba_keys if unit else _comba_keys, q, k, decay, D)
 
 
@@ -149,26 +147,26 @@ def _takes_kernel(fused: bool | None, q: Tensor, k: Tensor, *others: Tensor) -> 
     return takes_kernel(fused, k, q, *others, columns=k.shape[-1])
 
 
-_WANTED: dict[str, tuple[int | None, int]] = {
-    "query_share": (3, 0),
-    "gated_query": (4, 1),
-    "feedback": (None, 2),
-    "unit_feedback": (None, 2),
-}
-"""Axes of the gate, None without one, and number of parameters per head."""
-
-
 def _made(
-    keys: str, q: Tensor, k: Tensor, gate: Tensor | None, *parameters: Tensor, largest: float = 1.0
+    keys: str,
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor | None,
+    p0: Tensor | None = None,
+    p1: Tensor | None = None,
+    largest: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, write key and erase key by the kernel; what the rule leaves as it is, the argument itself."""
-    axes, number = _WANTED[keys]
+    """Query, write key and erase key by the kernel; those that the rule leaves as they are, the arguments themselves.
+
+    The gate is `[B, T, H]` for "query_share", else `[B, T, H, K]`.
+    """
+    parameters = [x for x in (p0, p1) if x is not None]
     fits = q.ndim == 4 and (q.shape, q.dtype) == (k.shape, k.dtype)
-    fits = fits and (gate is None if axes is None else gate is not None and gate.shape == q.shape[:axes])
+    fits = fits and (gate is None or gate.shape == q.shape[: 3 if keys == "query_share" else 4])
     if not fits or any(x.shape != q.shape[2:3] for x in parameters):
         shapes = [None if x is None else tuple(x.shape) for x in (q, k, gate, *parameters)]
+        number = len(parameters)
         raise ValueError(f"{keys!r} takes q and k [B, T, H, K], its gate and {number} parameters [H], got {shapes}")
-    p0, p1, *_ = *parameters, None, None
     new_q, new_k, erase_key = _rule_keys(q, k, gate, p0, p1, keys, largest)
     return q if _is_absent(new_q) else new_q, k if _is_absent(new_k) else new_k, erase_key
 

@@ -11,7 +11,7 @@ from deltazoo.ops.fused.choice import REFUSAL
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.operator import DifferentiableOperator, Operator
 
-__all__ = ["launcher", "row_blocks", "row_operator", "sum_of_parts"]
+__all__ = ["launcher", "row_blocks", "row_operator", "sum_of_parts", "sums_of_parts"]
 
 _ELEMENTS = 2048
 """Elements that a program works on at a time: 16 bytes of bfloat16 for each thread of eight warps."""
@@ -91,20 +91,26 @@ def row_blocks(R: int, D: int, most: int | None = None) -> tuple[int, dict[str, 
     return programs if most is None else min(programs, most), dict(BR=rows, BD=columns)
 
 
-@triton.jit(do_not_specialize=["P", "C"])
-def sum_of_parts_kernel(parts, total, P, C, BP: tl.constexpr, BC: tl.constexpr):
+@triton.jit(do_not_specialize=["P", "C", "C1", "C2"])
+def sum_of_parts_kernel(parts, total, second, third, P, C, C1, C2, BP: tl.constexpr, BC: tl.constexpr):
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     sums = tl.zeros([BP, BC], tl.float32)
     for first in range(0, P, BP):
         rows = first + tl.arange(0, BP)
         mask = (rows < P)[:, None] & (columns < C)[None, :]
         sums += tl.load(parts + rows[:, None].to(tl.int64) * C + columns[None, :], mask=mask, other=0.0)
-    tl.store(total + columns, tl.sum(sums, 0).to(total.dtype.element_ty), mask=columns < C)
+    result = tl.sum(sums, 0).to(total.dtype.element_ty)
+    if second is None:
+        tl.store(total + columns, result, mask=columns < C)
+    else:
+        tl.store(total + columns, result, mask=columns < C1)
+        tl.store(second + columns - C1, result, mask=(columns >= C1) & (columns < C2))
+        tl.store(third + columns - C2, result, mask=(columns >= C2) & (columns < C))
 
 
 @lru_cache(maxsize=1024)
-def _constants(P: int, C: int) -> Constants:
-    return Constants(-(-C // _COLUMNS), P=P, C=C, BP=_ROWS, BC=_COLUMNS, num_warps=4)
+def _constants(P: int, C: int, C1: int = 0, C2: int = 0) -> Constants:
+    return Constants(-(-C // _COLUMNS), P=P, C=C, C1=C1, C2=C2, BP=_ROWS, BC=_COLUMNS, num_warps=4)
 
 
 def sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -113,5 +119,13 @@ def sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     The programs of a backward pass leave such parts of a parameter's gradient.
     """
     total = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
-    launch(sum_of_parts_kernel, _constants(parts.shape[0], total.numel()), parts, total)
+    launch(sum_of_parts_kernel, _constants(parts.shape[0], total.numel()), parts, total, None, None)
     return total
+
+
+def sums_of_parts(parts: Tensor, like: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of three parameters of one dtype, whose parts lie side by side: a tensor like each."""
+    first, second, third = totals = tuple([torch.empty_like(x) for x in like])
+    until = first.numel(), first.numel() + second.numel()
+    launch(sum_of_parts_kernel, _constants(parts.shape[0], parts[0].numel(), *until), parts, *totals)
+    return first, second, third

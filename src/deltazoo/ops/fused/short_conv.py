@@ -30,7 +30,7 @@ from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused.choice import L2_NORM_EPS, takes_kernel
 from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
-from deltazoo.ops.fused.row_operator import row_operator, sum_of_parts
+from deltazoo.ops.fused.row_operator import row_operator, sum_of_parts, sums_of_parts
 from deltazoo.ops.recompute import recomputable
 
 __all__ = [
@@ -96,23 +96,29 @@ def short_convolution(
                 "the fused convolution gives no gradient to its state: detach it, or leave fused_kernels off"
             )
         past = None if past is None else past.to(x.dtype)
-        return recomputable(
-            lambda x, weight: _short_conv(x, weight, past, sequence, cu_seqlens, silu, head_dim), x, weight
-        )
+        return recomputable(_short_conv, x, weight, past, sequence, cu_seqlens, silu, head_dim)
     if past is not None and sequence is None and x.shape[1] == 1:
         y, _ = convolve_window(past, x, weight, silu)
         return unit_heads(y, head_dim)
+    return recomputable(_in_torch, x, weight, past, sequence, cu_seqlens, silu, head_dim)
 
-    def compute(x: Tensor, weight: Tensor) -> Tensor:
-        if past is None:
-            number = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-            before = x.new_zeros(number, weight.shape[-1] - 1, x.shape[2])
-        else:
-            before = past.transpose(1, 2).to(x.dtype)
-        total = causal_sum(x, weight, before, sequence, cu_seqlens)
-        return unit_heads((F.silu(total) if silu else total).to(x.dtype), head_dim)
 
-    return recomputable(compute, x, weight)
+def _in_torch(
+    x: Tensor,
+    weight: Tensor,
+    past: Tensor | None,
+    sequence: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    head_dim: int,
+) -> Tensor:
+    if past is None:
+        number = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        before = x.new_zeros(number, weight.shape[-1] - 1, x.shape[2])
+    else:
+        before = past.transpose(1, 2).to(x.dtype)
+    total = causal_sum(x, weight, before, sequence, cu_seqlens)
+    return unit_heads((F.silu(total) if silu else total).to(x.dtype), head_dim)
 
 
 def short_convolutions(
@@ -142,10 +148,7 @@ def short_convolutions(
     q, k, v = inputs
     together = pasts[0] is None and q.dtype == k.dtype == v.dtype and q.numel() and not torch.compiler.is_compiling()
     if together and takes_kernel(fused, *inputs, *weights, sequence, cu_seqlens):
-        silu = is_silu(activation)
-        return recomputable(
-            lambda *tensors: _short_convs(*tensors, sequence, cu_seqlens, silu, *head_dims), *inputs, *weights
-        )
+        return recomputable(_short_convs, *inputs, *weights, sequence, cu_seqlens, is_silu(activation), *head_dims)
     packing = {"sequence": sequence, "cu_seqlens": cu_seqlens}
     first, second, third = (
         short_convolution(x, weight, past, **packing, activation=activation, head_dim=head_dim, fused=fused)
@@ -245,12 +248,30 @@ def _runs(program, B, T, RUN: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def _channels(C, WIDTH: tl.constexpr, BC: tl.constexpr):
-    """Index of the program along the tokens, its channels, and which of them exist."""
-    heads = tl.cdiv(C, WIDTH)
+def _place(C, CK, CV, WIDTH: tl.constexpr, THREE: tl.constexpr):
+    """Of a program, one of those of THREE inputs side by side: the index along the tokens, the number of its input, its
+    head there, the channels of the inputs before, and those of all.
+    """
+    q_heads = tl.cdiv(C, WIDTH)
+    heads, channels = q_heads, C
+    if THREE:
+        k_heads = tl.cdiv(CK, WIDTH)
+        heads, channels = q_heads + k_heads + tl.cdiv(CV, WIDTH), C + CK + CV
+    program, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    number, before = 0, 0
+    if THREE:
+        number = (head >= q_heads).to(tl.int32) + (head >= q_heads + k_heads).to(tl.int32)
+        before = tl.where(number == 0, 0, tl.where(number == 1, C, C + CK))
+        head -= tl.where(number == 0, 0, tl.where(number == 1, q_heads, q_heads + k_heads))
+    return program, number, head, before, channels
+
+
+@triton.jit
+def _channels(head, C, WIDTH: tl.constexpr, BC: tl.constexpr):
+    """Channels of a head, and which of them exist."""
     within = tl.arange(0, BC)
-    columns = (tl.program_id(0) % heads) * WIDTH + within
-    return tl.program_id(0) // heads, columns, (within < WIDTH) & (columns < C)
+    columns = head * WIDTH + within
+    return columns, (within < WIDTH) & (columns < C)
 
 
 @triton.jit
@@ -339,17 +360,24 @@ def _convolve(value, before, taps, W: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B", "T", "eps"])
-def short_conv_forward_kernel(x, weight, past, sequence, cu_seqlens, y, B, T, C, eps, W: tl.constexpr,
-                              WIDTH: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, RUN: tl.constexpr,
-                              GROUP: tl.constexpr, R: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+def short_conv_forward_kernel(x, weight, past, sequence, cu_seqlens, y, k, k_weight, y_k, v, v_weight, y_v,
+                              B, T, C, CK, CV, eps, W: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
+                              NORM: tl.constexpr, NORM_V: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
+                              R: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Convolve, SiLU where wanted, divide by the norm of the head; a tile holds one token of each run.
 
     x and y `[B, T, C]`, weight `[C, W]`, past `[N, C, W - 1]` or None, sequence `[T]` or None, cu_seqlens `[N + 1]` or
-    None; WIDTH channels of a program: those of a head where NORM.
+    None; k and v None, or x the queries beside them; WIDTH channels of a program: those of a head where NORM.
     """
     PACKED: tl.constexpr = sequence is not None
     HALF: tl.constexpr = x.dtype.element_ty != tl.float32
-    program, columns, column_mask = _channels(C, WIDTH, BC)
+    program, number, head, _, _ = _place(C, CK, CV, WIDTH, k is not None)
+    if k is not None:
+        if number == 1:
+            x, weight, y, C = k, k_weight, y_k, CK
+        if number == 2:
+            x, weight, y, C = v, v_weight, y_v, CV
+    columns, column_mask = _channels(head, C, WIDTH, BC)
     row, first, left = _runs(program, B, T, RUN, R)
     tokens = row.to(tl.int64) * T + first
     offsets = tokens[:, None] * C + columns[None, :]
@@ -373,22 +401,23 @@ def short_conv_forward_kernel(x, weight, past, sequence, cu_seqlens, y, B, T, C,
             z = _convolve(value, before, taps, W)
             s = z * sigmoid(z, HALF) if SILU else z
             if NORM:
-                s *= tl.rsqrt(tl.sum(s * s, axis=1) + eps)[:, None]
+                unit = s * tl.rsqrt(tl.sum(s * s, axis=1) + eps)[:, None]
+                s = unit if NORM_V else tl.where(number < 2, unit, s)
             mask = (t < left)[:, None] & column_mask[None, :]
             tl.store(y + offsets + t * C, s.to(y.dtype.element_ty), mask=mask)
             before = _advance(value, before, W)
 
 
 @triton.jit
-def _d_convolved(z, d, eps, SILU: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr):
-    """Gradient of z from the gradient of y."""
+def _d_convolved(z, d, normed, eps, SILU: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr):
+    """Gradient of z from the gradient of y, whose heads were divided by their norms if `normed`."""
     s = z
     if SILU:
         gate = sigmoid(z, HALF)
         s = z * gate
     if NORM:
         inverse = tl.rsqrt(tl.sum(s * s, axis=1) + eps)[:, None]
-        d = inverse * (d - s * (inverse * inverse * tl.sum(d * s, axis=1)[:, None]))
+        d = tl.where(normed, inverse * (d - s * (inverse * inverse * tl.sum(d * s, axis=1)[:, None])), d)
     if SILU:
         d *= gate + s * (1 - gate)
     return d
@@ -410,7 +439,7 @@ def _d_input(d_z, d_z_before, n, n_before, taps, W: tl.constexpr, PACKED: tl.con
 
 @triton.jit
 def _backward_token(
-    t, value, d, n, before, d_z_before, n_before, d_x_rows, past, left, taps, columns, column_mask, C, eps,
+    t, value, d, n, before, d_z_before, n_before, d_x_rows, past, left, taps, columns, column_mask, C, normed, eps,
     W: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Compute `dz` of token t, and store `dx` of the token W - 1 before it.
@@ -421,7 +450,7 @@ def _backward_token(
         begins = (n != n_before[0]) & (t < left)
         before = _at_boundary(before, begins, past, n, columns, column_mask, C, W)
     HALF: tl.constexpr = d_x_rows.dtype.scalar.element_ty != tl.float32
-    d_z = _d_convolved(_convolve(value, before, taps, W), d, eps, SILU, NORM, HALF)
+    d_z = _d_convolved(_convolve(value, before, taps, W), d, normed, eps, SILU, NORM, HALF)
     d_value = _d_input(d_z, d_z_before, n, n_before, taps, W, PACKED)
     target = t - (W - 1)
     mask = ((target >= 0) & (target < left))[:, None] & column_mask[None, :]
@@ -439,16 +468,24 @@ def _add_products(sums, d_z, value, before, W: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B", "T", "eps"])
-def short_conv_backward_kernel(x, weight, past, sequence, cu_seqlens, d_y, d_x, d_weight, B, T, C, eps,
-                               W: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr,
-                               RUN: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr,
-                               BC: tl.constexpr):  # fmt: skip
+def short_conv_backward_kernel(x, weight, past, sequence, cu_seqlens, d_y, d_x, d_weight, k, k_weight, d_y_k, d_k,
+                               v, v_weight, d_y_v, d_v, B, T, C, CK, CV, eps, W: tl.constexpr, WIDTH: tl.constexpr,
+                               SILU: tl.constexpr, NORM: tl.constexpr, NORM_V: tl.constexpr, RUN: tl.constexpr,
+                               GROUP: tl.constexpr, R: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Gradient of x, and this program's part of the gradient of the weight.
 
-    d_y and d_x `[B, T, C]`, d_weight `[programs along the tokens, C, W]`, parts of a sum; the others as forward.
+    d_y and d_x `[B, T, C]`, d_weight `[programs along the tokens, all channels, W]`, parts of a sum; the others as
+    forward.
     """
     PACKED: tl.constexpr = sequence is not None
-    program, columns, column_mask = _channels(C, WIDTH, BC)
+    program, number, head, channels_before, channels = _place(C, CK, CV, WIDTH, k is not None)
+    if k is not None:
+        if number == 1:
+            x, weight, d_y, d_x, C = k, k_weight, d_y_k, d_k, CK
+        if number == 2:
+            x, weight, d_y, d_x, C = v, v_weight, d_y_v, d_v, CV
+    normed = True if NORM_V else number < 2
+    columns, column_mask = _channels(head, C, WIDTH, BC)
     row, first, left = _runs(program, B, T, RUN, R)
     tokens = row.to(tl.int64) * T + first
     offsets = tokens[:, None] * C + columns[None, :]
@@ -472,7 +509,7 @@ def short_conv_backward_kernel(x, weight, past, sequence, cu_seqlens, d_y, d_x, 
             d = gradients[i].to(tl.float32)
             d_z, before = _backward_token(
                 begin + i, value, d, sequences[i], before, d_z_before, n_before, d_x + offsets, past, left, taps,
-                columns, column_mask, C, eps, W, SILU, NORM, PACKED,
+                columns, column_mask, C, normed, eps, W, SILU, NORM, PACKED,
             )  # fmt: skip
             sums = _add_products(sums, d_z, value, before, W)
             before = _advance(value, before, W)
@@ -488,23 +525,25 @@ def short_conv_backward_kernel(x, weight, past, sequence, cu_seqlens, d_y, d_x, 
         d = gradients[i].to(tl.float32)
         d_z, before = _backward_token(
             RUN + i, value, d, sequences[i], before, d_z_before, n_before, d_x + offsets, past, left, taps, columns,
-            column_mask, C, eps, W, SILU, NORM, PACKED,
+            column_mask, C, normed, eps, W, SILU, NORM, PACKED,
         )  # fmt: skip
         before = _advance(value, before, W)
         d_z_before = _advance(d_z, d_z_before, W)
         n_before = _advance(sequences[i], n_before, W)
-    parts = d_weight + (program.to(tl.int64) * C + columns) * W
+    parts = d_weight + (program.to(tl.int64) * channels + channels_before + columns) * W
     for i in tl.static_range(W):
         tl.store(parts + (W - 1 - i), tl.sum(sums[i], axis=0), mask=column_mask)
 
 
 @lru_cache(maxsize=1024)
-def _constants(B: int, T: int, C: int, W: int, silu: bool, head_dim: int) -> tuple[int, Constants]:
-    """Programs along the tokens, and the constants of both kernels."""
-    width = head_dim or min(_CHANNELS, C)
+def _constants(
+    B: int, T: int, channels: tuple[int, ...], W: int, silu: bool, head_dim: int, norm_v: bool
+) -> tuple[int, Constants]:
+    """Programs along the tokens, and the constants of both kernels; `channels` of x, or of q, k and v."""
+    width = head_dim or min(_CHANNELS, *channels)
     block = max(16, triton.next_power_of_2(width))
     runs = max(1, _TILE // block)
-    heads = triton.cdiv(C, width)
+    heads = sum(triton.cdiv(C, width) for C in channels)
 
     def programs(length: int) -> int:
         return max(1, triton.cdiv(B * triton.cdiv(T, length), runs))
@@ -512,26 +551,44 @@ def _constants(B: int, T: int, C: int, W: int, silu: bool, head_dim: int) -> tup
     length = _LONGEST_RUN
     while length > 1 and (length >= 2 * T or (length > _GROUP and programs(length) * heads < _ENOUGH_PROGRAMS)):
         length //= 2
+    C, CK, CV = channels if len(channels) == 3 else (*channels, 0, 0)
     constants = Constants(
-        programs(length) * heads, B=B, T=T, C=C, eps=L2_NORM_EPS, W=W, WIDTH=width, SILU=int(silu),
-        NORM=int(head_dim > 0), RUN=length, GROUP=min(_GROUP, length), R=runs, BC=block,
+        programs(length) * heads, B=B, T=T, C=C, CK=CK, CV=CV, eps=L2_NORM_EPS, W=W, WIDTH=width, SILU=int(silu),
+        NORM=int(head_dim > 0), NORM_V=int(norm_v), RUN=length, GROUP=min(_GROUP, length), R=runs, BC=block,
         num_warps=min(8, max(1, block * runs // 128)),
     )  # fmt: skip
     return programs(length), constants
 
 
+_NONE = (None,) * 6
+
+
 def _forward(x, weight, past, sequence, cu_seqlens, silu, head_dim):
     y = torch.empty_like(x)
-    _, constants = _constants(*x.shape, weight.shape[-1], silu, head_dim)
-    launch(short_conv_forward_kernel, constants, x, weight, past, sequence, cu_seqlens, y)
+    _, constants = _constants(*x.shape[:2], x.shape[2:], weight.shape[-1], silu, head_dim, True)
+    launch(short_conv_forward_kernel, constants, x, weight, past, sequence, cu_seqlens, y, *_NONE)
     return y
 
 
 def _backward(x, weight, past, sequence, cu_seqlens, silu, head_dim, d_y):
     d_x = torch.empty_like(x)
-    programs, constants = _constants(*x.shape, weight.shape[-1], silu, head_dim)
+    programs, constants = _constants(*x.shape[:2], x.shape[2:], weight.shape[-1], silu, head_dim, True)
     parts = x.new_empty(programs, *weight.shape, dtype=torch.float32)
-    launch(short_conv_backward_kernel, constants, x, weight, past, sequence, cu_seqlens, d_y, d_x, parts)
+    launch(
+        short_conv_backward_kernel,
+        constants,
+        x,
+        weight,
+        past,
+        sequence,
+        cu_seqlens,
+        d_y,
+        d_x,
+        parts,
+        *_NONE,
+        None,
+        None,
+    )
     return d_x, sum_of_parts(parts, weight.dtype)
 
 
@@ -545,21 +602,45 @@ _short_conv = row_operator(
 )
 
 
+def _together(inputs, weights, heads):
+    """Whether one launch serves all three: tensors of one kind, heads of one size, queries and keys normed alike."""
+    q_head, k_head, v_head = heads
+    alike = {(x.dtype, x.shape[:2], w.dtype, w.shape[-1]) for x, w in zip(inputs, weights, strict=True)}
+    return len(alike) == 1 and q_head == k_head and v_head in (0, q_head)
+
+
 def _forward_three(q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, silu, q_head, k_head, v_head):
-    return (
-        _forward(q, q_weight, None, sequence, cu_seqlens, silu, q_head),
-        _forward(k, k_weight, None, sequence, cu_seqlens, silu, k_head),
-        _forward(v, v_weight, None, sequence, cu_seqlens, silu, v_head),
-    )
+    inputs, weights, heads = (q, k, v), (q_weight, k_weight, v_weight), (q_head, k_head, v_head)
+    if not _together(inputs, weights, heads):
+        calls = zip(inputs, weights, heads, strict=True)
+        return tuple([_forward(x, weight, None, sequence, cu_seqlens, silu, head) for x, weight, head in calls])
+    y, y_k, y_v = (torch.empty_like(x) for x in inputs)
+    channels = q.shape[2], k.shape[2], v.shape[2]
+    _, constants = _constants(*q.shape[:2], channels, q_weight.shape[-1], silu, q_head, v_head == q_head)
+    launch(
+        short_conv_forward_kernel, constants, q, q_weight, None, sequence, cu_seqlens, y, k, k_weight, y_k,
+        v, v_weight, y_v,
+    )  # fmt: skip
+    return y, y_k, y_v
 
 
 def _backward_three(
-    q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, silu, q_head, k_head, v_head, d_q, d_k, d_v
+    q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, silu, q_head, k_head, v_head, d_y, d_y_k, d_y_v
 ):
-    d_q, d_q_weight = _backward(q, q_weight, None, sequence, cu_seqlens, silu, q_head, d_q)
-    d_k, d_k_weight = _backward(k, k_weight, None, sequence, cu_seqlens, silu, k_head, d_k)
-    d_v, d_v_weight = _backward(v, v_weight, None, sequence, cu_seqlens, silu, v_head, d_v)
-    return d_q, d_k, d_v, d_q_weight, d_k_weight, d_v_weight
+    inputs, weights, heads = (q, k, v), (q_weight, k_weight, v_weight), (q_head, k_head, v_head)
+    if not _together(inputs, weights, heads):
+        calls = zip(inputs, weights, heads, (d_y, d_y_k, d_y_v), strict=True)
+        pairs = [_backward(x, weight, None, sequence, cu_seqlens, silu, head, d) for x, weight, head, d in calls]
+        return *(d_x for d_x, _ in pairs), *(d_weight for _, d_weight in pairs)
+    d_q, d_k, d_v = (torch.empty_like(x) for x in inputs)
+    channels = q.shape[2], k.shape[2], v.shape[2]
+    programs, constants = _constants(*q.shape[:2], channels, q_weight.shape[-1], silu, q_head, v_head == q_head)
+    parts = q.new_empty(programs, sum(channels), q_weight.shape[-1], dtype=torch.float32)
+    launch(
+        short_conv_backward_kernel, constants, q, q_weight, None, sequence, cu_seqlens, d_y, d_q, parts,
+        k, k_weight, d_y_k, d_k, v, v_weight, d_y_v, d_v,
+    )  # fmt: skip
+    return d_q, d_k, d_v, *sums_of_parts(parts, weights)
 
 
 _THREE = (

@@ -14,7 +14,7 @@ channel).
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -198,20 +198,22 @@ def recurrent_step(call: RuleCall, *, inplace: bool = False) -> tuple[Tensor, Te
         NotImplementedError: float64, or K > 256.
     """
     if inplace:
+        assert call.initial_state is not None
         return _into_state.overload(*call), call.initial_state
     return _into_new.overload(*call)
 
 
 def _functional(*arguments):
     call = RuleCall(*arguments)
-    state = call.initial_state.to(torch.float32).contiguous()
+    state: Any = call.initial_state
+    state = state.to(torch.float32).contiguous()
     new_state = torch.empty_like(state)
     return _launch(call, state, new_state), new_state
 
 
 def _in_place(*arguments):
     call = RuleCall(*arguments)
-    state = call.initial_state
+    state: Any = call.initial_state
     if state.dtype != torch.float32 or not state.is_contiguous():
         raise ValueError(
             f"a state updated in place must be contiguous and float32, got {state.dtype} with strides {state.stride()} "

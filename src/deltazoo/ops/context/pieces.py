@@ -6,14 +6,13 @@ packed ones it may hold several, one for each sequence in it. Which rank has whi
 host; where packed sequences begin is known on the device alone, so that the host never waits for it.
 """
 
-from abc import ABC, abstractmethod
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deltazoo.ops.context.state_product import product
+from deltazoo.ops.context.product import product
 
 __all__ = ["Cells", "Pieces", "cells_of", "make_cells", "pieces_of", "segment_length"]
 
@@ -59,54 +58,15 @@ cells_of = lru_cache(maxsize=256)(make_cells)
 """The same from memory; compilers do not trace through it."""
 
 
-class Pieces(ABC):
+class Pieces:
     """The segments of one rank's tokens, and what happens to states at their boundaries.
 
-    S segments, n cells per row, N sequences; `[cells]` stands for `[n, B]`.
+    S segments, n cells per row, N sequences; `[cells]` stands for `[n, B]`. These are rows that are not packed: a
+    sequence each, begun on the first rank and ended on the last.
     """
 
     cu_seqlens: Tensor | None = None
     """`[S + 1]` boundaries of the segments in the arranged row; None: every arranged row is a segment."""
-
-    @abstractmethod
-    def arrange(self, x: Tensor) -> Tensor:
-        """`[B, T, ...]` as the operator takes it: segments as rows, or packed into one row."""
-
-    @abstractmethod
-    def restore(self, x: Tensor) -> Tensor:
-        """Undo `arrange`."""
-
-    @abstractmethod
-    def cell_pairs(self, M: Tensor, X: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Pairs of the cells from those of the segments, `[S, HV, K, K]` and `[S, HV, K, V]` -> `[cells, HV, ...]`."""
-
-    @abstractmethod
-    def starts(self, entering: Tensor, initial: Tensor | None) -> Tensor:
-        """The state that each segment starts from, `[S, HV, K, V]`, from those that enter the cells."""
-
-    @abstractmethod
-    def finals(self, ends: Tensor, initial: Tensor | None) -> Tensor:
-        """`[N, HV, K, V]`: final states of the sequences that end here, zeros for others."""
-
-    @abstractmethod
-    def end_gradients(self, d_final: Tensor) -> Tensor:
-        """The gradient of each segment's last state that comes from final states, `[S, HV, K, V]`."""
-
-    @abstractmethod
-    def cell_gradients(self, d_start: Tensor) -> Tensor:
-        """The gradient of each cell's first state, from those of the segments, `[cells, HV, K, V]`."""
-
-    @abstractmethod
-    def leaving_gradients(self, d_end: Tensor, d_leaving: Tensor) -> Tensor:
-        """`end_gradients` plus the gradients of the states that leave the cells."""
-
-    @abstractmethod
-    def initial_gradients(self, d_start: Tensor, d_final: Tensor) -> Tensor:
-        """`[N, HV, K, V]`: gradients of the initial states of the sequences that begin here, zeros for others."""
-
-
-class RowPieces(Pieces):
-    """Rows that are not packed: a sequence each, begun on the first rank and ended on the last."""
 
     def __init__(self, cells: Cells, rank: int, rows: int, device: torch.device) -> None:
         self.rows, self.begins, self.ends = rows, rank == 0, rank == len(cells.first) - 2
@@ -118,13 +78,13 @@ class RowPieces(Pieces):
             self.cu_seqlens = torch.tensor([*local, rows * self.num_tokens], dtype=torch.int32).to(device)
 
     def arrange(self, x: Tensor) -> Tensor:
-        """See `Pieces`."""
+        """`[B, T, ...]` as the operator takes it: segments as rows, or packed into one row."""
         if self.cu_seqlens is not None:
             return x.flatten(0, 1)[None]
         return x.unflatten(1, (self.num_cells, -1)).flatten(0, 1)
 
     def restore(self, x: Tensor) -> Tensor:
-        """See `Pieces`."""
+        """`[B, T, ...]`, the reverse of `arrange`."""
         return x.flatten(0, 1).unflatten(0, (self.rows, -1))
 
     def _by_cell(self, x: Tensor) -> Tensor:
@@ -134,7 +94,7 @@ class RowPieces(Pieces):
         return x.transpose(0, 1).flatten(0, 1)
 
     def cell_pairs(self, M: Tensor, X: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `Pieces`."""
+        """Pairs of the cells from those of the segments, `[S, HV, K, K]` and `[S, HV, K, V]` -> `[cells, HV, ...]`."""
         M, X = self._by_cell(M), self._by_cell(X)
         if initial is not None and self.begins:
             X = X.clone()
@@ -142,39 +102,39 @@ class RowPieces(Pieces):
         return M, X
 
     def starts(self, entering: Tensor, initial: Tensor | None) -> Tensor:
-        """See `Pieces`."""
+        """The state that each segment starts from, `[S, HV, K, V]`, from those that enter the cells."""
         if initial is not None and self.begins:
             entering = entering.clone()
             entering[0] = initial
         return self._by_segment(entering)
 
     def finals(self, ends: Tensor, initial: Tensor | None) -> Tensor:
-        """See `Pieces`."""
+        """`[N, HV, K, V]`: final states of the sequences that end here, zeros for others."""
         last = self._by_cell(ends)[-1]
         return last.clone() if self.ends else torch.zeros_like(last)
 
     def end_gradients(self, d_final: Tensor) -> Tensor:
-        """See `Pieces`."""
+        """The gradient of each segment's last state that comes from final states, `[S, HV, K, V]`."""
         gradients = d_final.new_zeros(self.num_cells, *d_final.shape)
         if self.ends:
             gradients[-1] = d_final
         return self._by_segment(gradients)
 
     def cell_gradients(self, d_start: Tensor) -> Tensor:
-        """See `Pieces`."""
+        """The gradient of each cell's first state, from those of the segments, `[cells, HV, K, V]`."""
         return self._by_cell(d_start)
 
     def leaving_gradients(self, d_end: Tensor, d_leaving: Tensor) -> Tensor:
-        """See `Pieces`."""
+        """`end_gradients` plus the gradients of the states that leave the cells."""
         return d_end + self._by_segment(d_leaving)
 
     def initial_gradients(self, d_start: Tensor, d_final: Tensor) -> Tensor:
-        """See `Pieces`."""
+        """`[N, HV, K, V]`: gradients of the initial states of the sequences that begin here, zeros for others."""
         first = self._by_cell(d_start)[0]
         return first.clone() if self.begins else torch.zeros_like(first)
 
 
-class PackedPieces(Pieces):
+class _PackedPieces(Pieces):
     """Packed sequences in one row, where segments also end where sequences do.
 
     There are so many segments as the whole row could need in this piece; those that it does not need are empty.
@@ -211,15 +171,12 @@ class PackedPieces(Pieces):
         self.ending = (torch.searchsorted(cuts, whole[1:]) - 1).clamp_(0, last_segment)
 
     def arrange(self, x: Tensor) -> Tensor:
-        """See `Pieces`."""
         return x
 
     def restore(self, x: Tensor) -> Tensor:
-        """See `Pieces`."""
         return x
 
     def cell_pairs(self, M: Tensor, X: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `Pieces`."""
         M, X = M[self.last], X[self.last]
         if initial is not None:
             begins = self.segment_begins[self.last]
@@ -227,33 +184,27 @@ class PackedPieces(Pieces):
         return _where(self.passed, M)[:, None], X[:, None]
 
     def starts(self, entering: Tensor, initial: Tensor | None) -> Tensor:
-        """See `Pieces`."""
         S = len(self.sequence)
         states = entering.new_zeros(S, *entering.shape[2:])
         states[self.first] = _where(self.entered, entering[:, 0])
         return states if initial is None else states + _where(self.segment_begins, initial[self.sequence])
 
     def finals(self, ends: Tensor, initial: Tensor | None) -> Tensor:
-        """See `Pieces`."""
         states = _where(self.ends_here, ends[self.ending])
         return states if initial is None else states + _where(self.stays_here, initial)
 
     def end_gradients(self, d_final: Tensor) -> Tensor:
-        """See `Pieces`."""
         return _where(self.segment_ends, d_final[self.sequence])
 
     def cell_gradients(self, d_start: Tensor) -> Tensor:
-        """See `Pieces`."""
         return _where(self.entered, d_start[self.first])[:, None]
 
     def leaving_gradients(self, d_end: Tensor, d_leaving: Tensor) -> Tensor:
-        """See `Pieces`."""
         gradients = d_end.clone()
         gradients[self.last] += d_leaving[:, 0]
         return gradients
 
     def initial_gradients(self, d_start: Tensor, d_final: Tensor) -> Tensor:
-        """See `Pieces`."""
         return _where(self.begins_here, d_start[self.beginning]) + _where(self.stays_here, d_final)
 
 
@@ -264,4 +215,4 @@ def _where(condition: Tensor, x: Tensor) -> Tensor:
 
 def pieces_of(cells: Cells, rank: int, rows: int, cu_seqlens: Tensor | None, device: torch.device) -> Pieces:
     """The segments of a rank's tokens."""
-    return RowPieces(cells, rank, rows, device) if cu_seqlens is None else PackedPieces(cells, rank, cu_seqlens)
+    return Pieces(cells, rank, rows, device) if cu_seqlens is None else _PackedPieces(cells, rank, cu_seqlens)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.ops.context.context_group import ContextParallel, finished, started_gather
+from deltazoo.ops.context.group import ContextParallel, finished, started_gather
 
 __all__ = ["all_tokens", "last_tokens", "next_tokens", "tokens_before"]
 

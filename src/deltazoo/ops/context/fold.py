@@ -12,8 +12,8 @@ all-gather. Backward the same blocks are folded from the end, with the transpose
 import torch
 from torch import Tensor
 
-from deltazoo.ops.context.context_group import ContextParallel, finished, started_gather
-from deltazoo.ops.context.state_product import product
+from deltazoo.ops.context.group import ContextParallel, finished, started_gather
+from deltazoo.ops.context.product import product
 
 __all__ = ["Fold"]
 

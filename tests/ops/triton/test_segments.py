@@ -17,7 +17,7 @@ CODE = """
 import torch
 import torch.nn.functional as F
 from deltazoo.ops import ContextParallel, delta_rule
-from deltazoo.ops.triton.transition_product import transition_product
+from deltazoo.ops.context.product import transition_product
 
 def inputs(tokens, steps, decay, erase):
     torch.manual_seed(0)

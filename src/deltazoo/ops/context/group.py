@@ -31,7 +31,7 @@ class ContextParallel:
             were called alike. With lengths they exchange nothing but states and check nothing. Code under
             `torch.compile` needs them.
         segment_length: tokens of a segment, a multiple of 64. Unless given, it follows from the shape of the whole
-            sequence (`deltazoo.ops.context.token_pieces.segment_length`).
+            sequence (`deltazoo.ops.context.pieces.segment_length`).
         gather_final_state: every rank gets the final states of all sequences. Otherwise a rank gets those of the
             sequences that end in its piece, and zeros for all others.
         meanwhile: called while the ranks exchange states, for work that does not need the result. Its gradients are

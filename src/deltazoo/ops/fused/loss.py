@@ -1,10 +1,13 @@
 """Cross-entropy of the outputs of a linear map, a few rows at a time, without the logits of all rows.
 
-The forward pass also computes the gradients, while it has the logits. The backward pass scales them.
+    loss = logsumexp(x) - x[label],      d loss / d x = softmax(x) - onehot(label)
+
+The forward pass also computes the gradients, while it has the logits: in two passes over memory, the gradient written
+over the logits. The backward pass scales them.
 """
 
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,12 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 from deltazoo.ops.autograd_modes import transforming
 from deltazoo.ops.dtypes import at_least_float32, autocast_dtype, cast_for_product, wide_dtype
-from deltazoo.ops.fused import fused_cross_entropy_, fused_kernels_fit
+from deltazoo.ops.fused.choice import takes_kernel
+from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 
 __all__ = ["IGNORED", "linear_cross_entropy"]
 
 IGNORED = -100
 """The label of a row that does not count."""
+
+_MOST_COLUMNS = 4096
+"""Logits that a program works on at a time."""
 
 _LOGITS_AT_ONCE = 2**26
 
@@ -114,16 +121,63 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Losses `[N]` and the gradient `[N, V]` of their sum, in the dtype of `logits`, which are overwritten."""
-    if fused_kernels_fit(logits):
-        return fused_cross_entropy_(logits, labels, IGNORED), logits
+def _cross_entropy(
+    logits: Tensor, labels: Tensor, wide: torch.dtype, *, fused: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Losses `[N]` and the gradient `[N, V]` of their sum, in the dtype of `logits`, which are overwritten.
+
+    Args:
+        logits: `[N, V]`, contiguous.
+        labels: `[N]` int64. One outside the vocabulary raises RuntimeError, on a GPU at the next synchronisation.
+        wide: dtype to compute in, and of the losses; the kernel has float32.
+        fused: as of `takes_kernel`.
+    """
+    if takes_kernel(fused, logits, labels):
+        torch._assert_async(((labels == IGNORED) | ((labels >= 0) & (labels < logits.shape[1]))).all())
+        losses = logits.new_empty(len(logits), dtype=torch.float32)
+        if len(logits):
+            with torch.cuda.device_of(logits):
+                launch(cross_entropy_kernel, _constants(*logits.shape), logits, labels, losses)
+        return losses, logits
     log_p = F.log_softmax(logits, dim=-1, dtype=wide)
     losses = F.nll_loss(log_p, labels, ignore_index=IGNORED, reduction="none")
     p = log_p.exp_()
     counts = (labels != IGNORED)[:, None].to(wide)
     p.scatter_add_(1, labels.clamp_min(0)[:, None], -counts)
     return losses, torch.mul(p, counts, out=logits)
+
+
+@triton.jit(do_not_specialize=["IGNORED"])
+def cross_entropy_kernel(logits, labels, losses, V, IGNORED, BV: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * V
+    label = tl.load(labels + row)
+    largest = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    own = tl.zeros([], tl.float32)
+    for start in range(0, V, BV):
+        columns = start + tl.arange(0, BV)
+        x = tl.load(logits + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(x, axis=0))
+        origin = tl.where(larger == float("-inf"), 0.0, larger)  # no difference of infinities
+        total = total * tl.exp(largest - origin) + tl.sum(tl.exp(x - origin), axis=0)
+        own += tl.sum(tl.where(columns == label, x, 0.0), axis=0)
+        largest = larger
+    counts = label != IGNORED
+    tl.store(losses + row, tl.where(counts, largest + tl.log(total) - own, 0.0))
+    # Each thread reads and writes the elements that it has read in the first loop, so no barrier is needed.
+    factor = tl.where(counts, 1 / total, 0.0)
+    for start in range(0, V, BV):
+        columns = start + tl.arange(0, BV)
+        x = tl.load(logits + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+        gradient = tl.exp(x - largest) * factor - tl.where(columns == label, 1.0, 0.0)
+        tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=columns < V)
+
+
+@lru_cache(maxsize=64)
+def _constants(rows: int, V: int) -> Constants:
+    block = min(_MOST_COLUMNS, triton.next_power_of_2(V))
+    return Constants(rows, V=V, IGNORED=IGNORED, BV=block, num_warps=8 if block > 1024 else 4)
 
 
 def _by_autograd(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

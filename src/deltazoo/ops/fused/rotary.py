@@ -1,4 +1,4 @@
-"""The rotary embedding in one pass over memory, forward and backward.
+"""The rotary embedding (arXiv:2104.09864), the half-split form of Llama, in one pass over memory each way.
 
     y_i = cos_i x_i - sin_i x_{i+h}      y_{i+h} = cos_{i+h} x_{i+h} + sin_{i+h} x_i      i < h = d/2
 
@@ -8,17 +8,52 @@ for the first d channels of a head; the others stay. The backward pass is the tr
 from functools import lru_cache
 
 import torch
-import triton
-import triton.language as tl
+from torch import Tensor
 
-from deltazoo.ops.fused.kernels import REFUSAL
-from deltazoo.ops.operator import DifferentiableOperator, Operator
-from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.autograd_modes import records_gradients
+from deltazoo.ops.fused.choice import takes_kernel
+from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
+from deltazoo.ops.fused.row_operator import row_operator
 
-__all__ = ["rotary"]
+__all__ = ["rotate"]
 
 _ELEMENTS = 4096
 """Elements that a program works on at a time."""
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], *, fused: bool | None = None) -> Tensor:
+    """Turn the first d channels of heads by their angles; channels from d on stay.
+
+    Args:
+        x: `[B, T, H, K]`.
+        rotary: cosines and sines `[B or 1, T, d]`, d even and at most K: channels i and i + d/2 form a pair.
+        fused: as of `takes_kernel`; the kernel gives no gradient to the angles. It computes in float32, torch in x's
+            dtype.
+
+    Returns:
+        `[B, T, H, K]` in x's dtype.
+
+    Raises:
+        ValueError: a kernel is to take angles that do not fit x or need a gradient.
+    """
+    if takes_kernel(fused, x, *rotary, trained=rotary):
+        _require_angles(x, *rotary)
+        return _operator(x, *rotary)
+    cos, sin = (part[:, :, None].to(x.dtype) for part in rotary)
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def _require_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if x.ndim != 4 or cos.shape != sin.shape or cos.shape[:-1] not in (x.shape[:2], (1, x.shape[1])):
+        shapes = ", ".join(str(tuple(part.shape)) for part in (x, cos, sin))
+        raise ValueError(f"expected x [B, T, H, K] with cos and sin [B or 1, T, d], got {shapes}")
+    if cos.shape[-1] % 2 or not 0 < cos.shape[-1] <= x.shape[-1]:
+        raise ValueError(f"the angles must be of an even number of the {x.shape[-1]} channels, got {cos.shape[-1]}")
+    if records_gradients(cos, sin):
+        raise ValueError("the fused rotary embedding gives no gradient to its angles: detach them")
 
 
 @triton.jit(do_not_specialize=["R", "angle_rows"])
@@ -61,12 +96,10 @@ def _constants(R: int, angle_rows: int, H: int, K: int, D: int, backward: bool) 
 
 
 def _turn(x, cos, sin, backward):
-    x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     B, T, H, K = x.shape
     y = torch.empty_like(x)
-    with torch.cuda.device_of(x):
-        constants = _constants(B * T, max(1, cos.shape[0] * T), H, K, cos.shape[-1], backward)
-        launch(rotary_kernel, constants, x, cos, sin, y)
+    constants = _constants(B * T, max(1, cos.shape[0] * T), H, K, cos.shape[-1], backward)
+    launch(rotary_kernel, constants, x, cos, sin, y)
     return y
 
 
@@ -78,16 +111,11 @@ def _gradients(backward, ctx, d_y):
     return backward(d_y, *ctx.saved_tensors), None, None
 
 
-rotary = DifferentiableOperator(
+_operator = row_operator(
     "rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor",
     lambda x, cos, sin: _turn(x, cos, sin, False),
-    fake=lambda x, cos, sin: x.new_empty(x.shape),
-    backward=Operator(
-        "rotary_backward(Tensor d_y, Tensor cos, Tensor sin) -> Tensor",
-        lambda d_y, cos, sin: _turn(d_y, cos, sin, True),
-    ),
+    lambda d_y, cos, sin: _turn(d_y, cos, sin, True),
+    backward_schema="rotary_backward(Tensor d_y, Tensor cos, Tensor sin) -> Tensor",
     save=_save,
     gradients=_gradients,
-    refusal=REFUSAL,
 )
-"""`rotary(x, cos, sin)`, see `deltazoo.ops.fused.fused_rotary`."""

@@ -1,0 +1,225 @@
+"""The operator on one rank's piece of sequences that several ranks share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltazoo.ops.autograd_modes import records_gradients, refuse_second_derivative, refuse_transforms, scans_again
+from deltazoo.ops.call import RuleCall
+from deltazoo.ops.context.backends import SegmentBackend, backend_for
+from deltazoo.ops.context.fold import Fold
+from deltazoo.ops.context.group import ContextParallel, agreed_lengths, sum_over_ranks
+from deltazoo.ops.context.pieces import Pieces, cells_of, make_cells, pieces_of, segment_length
+from deltazoo.ops.dtypes import wide_dtype
+from deltazoo.ops.validation import check_tensor_values
+
+__all__ = ["agreed_piece", "rule_on_piece"]
+
+_INSTEAD = ("context parallelism", "give the whole sequence to one rank")
+
+
+def rule_on_piece(
+    check: Callable[[], tuple[RuleCall, str]], num_tokens: int, cu_seqlens: Tensor | None, context: ContextParallel
+) -> tuple[Tensor, Tensor]:
+    """Output and final states of this rank's piece.
+
+    Args:
+        check: gives the checked call and its backend's name. If it raises, all ranks do.
+        num_tokens: of this rank's piece.
+        cu_seqlens: boundaries in the whole row, or None.
+        context: the ranks.
+    """
+    refuse_transforms(*_INSTEAD)
+    checked: list[tuple[RuleCall, str]] = []
+
+    def described() -> list[object]:
+        checked.append(check())
+        call, name = checked[0]
+        check_tensor_values(call.log_decay, None, 0)
+        shapes = [None if x is None else (x.dtype, len(x), *x.shape[2:]) for x in call.differentiable]
+        return [*shapes, *call.options, name, f"gradients recorded: {records_gradients(*call.differentiable)}"]
+
+    context = agreed_piece(context, num_tokens, cu_seqlens, described)
+    if not checked:
+        described()
+    call, name = checked[0]
+    total, rows, (HV, V) = sum(context.known_lengths), len(call.q), call.v.shape[2:]
+    cells = (make_cells if torch.compiler.is_compiling() else cells_of)(
+        context.known_lengths, context.segment_length or segment_length(total, rows, HV, V)
+    )
+    if call.initial_state is not None:
+        call = call._replace(initial_state=call.initial_state.to(wide_dtype(call.v)))
+    tensors = call.differentiable
+    piece = _Piece(
+        context,
+        cells.first,
+        pieces_of(cells, context.rank, rows, cu_seqlens, call.v.device),
+        backend_for(name, rows * (len(cells.bounds) - 1)),
+        call.options,
+        has_initial=call.initial_state is not None,
+        keep=records_gradients(*tensors) and not scans_again(),
+    )
+    if torch.compiler.is_compiling():  # views, since compilers want no tensor twice
+        return _Whole.apply(piece, *(None if x is None else x.view_as(x) for x in tensors))
+    started = _Start.apply(piece, *tensors)
+    if context.meanwhile is not None:
+        context.meanwhile()
+    return _Finish.apply(piece, started)
+
+
+def agreed_piece(
+    context: ContextParallel, num_tokens: int, cu_seqlens: Tensor | None, described: Callable[[], object]
+) -> ContextParallel:
+    """The context with lengths, after all ranks have found that their calls fit together.
+
+    Args:
+        num_tokens: of this rank's piece.
+        cu_seqlens: boundaries in the whole row, or None.
+        described: gives what must be the same on all ranks. If it raises on one of them, all raise.
+    """
+    if context.lengths is None:
+        call, error = None, None
+        try:
+            bounds: object = None if cu_seqlens is None else len(cu_seqlens)
+            if cu_seqlens is not None and cu_seqlens.device.type == "cpu":  # for a GPU the host would have to wait
+                bounds = cu_seqlens.tolist()
+            call = (described(), bounds, context.segment_length, context.gather_final_state)
+        except (NotImplementedError, TypeError, ValueError) as raised:
+            error = raised
+        context = agreed_lengths(context, num_tokens, call, error)
+    lengths = context.known_lengths
+    if num_tokens != lengths[context.rank]:
+        raise ValueError(f"rank {context.rank} has a piece of {num_tokens} tokens, and lengths say {lengths}")
+    check_tensor_values(None, cu_seqlens, sum(lengths))
+    return context
+
+
+@dataclass
+class _Piece:
+    """The rule on this rank's piece: each pass up to the exchange of states, then the rest of it as a function."""
+
+    context: ContextParallel
+    first: tuple[int, ...]
+    """The first cell of each rank, and then the number of cells."""
+    pieces: Pieces
+    backend: SegmentBackend
+    options: tuple[Any, ...]
+    """Of the call."""
+    has_initial: bool
+    keep: bool
+    rest: Callable[[], tuple[Any, ...]] | None = None
+    """The rest of a pass whose exchange is on its way, between `_Start` and `_Finish`."""
+
+    def finish(self) -> tuple[Any, ...]:
+        """The result of this rest, which is then forgotten."""
+        assert self.rest is not None
+        rest, self.rest = self.rest, None
+        return rest()
+
+    def forward(self, *tensors: Tensor | None) -> Callable[[], tuple[Any, ...]]:
+        """Fold this rank's segments and start to gather those of all ranks.
+
+        Args:
+            tensors: `differentiable` of the call.
+
+        Returns:
+            a function that gives output, final states, and what the backward pass needs.
+        """
+        *inputs, initial, erase_key = tensors
+        arranged = [None if x is None else self.pieces.arrange(x) for x in (*inputs, None, erase_key)]
+        call = RuleCall.of(arranged, self.pieces.cu_seqlens, self.options)
+        M, X, kept = self.backend.pairs(call)
+        M, X = self.pieces.cell_pairs(M, X, initial)
+        fold = Fold(self.context, self.first, M, X)
+        gathered = fold.start()
+
+        def rest() -> tuple[Any, ...]:
+            starts = self.pieces.starts(fold.boundaries(gathered), initial)
+            started = call._replace(initial_state=starts)
+            output, ends, kept_too = self.backend.outputs(started, kept, self.keep)
+            final = self.pieces.finals(ends, initial)
+            if self.context.gather_final_state:
+                final = sum_over_ranks(final, self.context)
+            transitions = fold.gathered_transitions(gathered)
+            return self.pieces.restore(output), final, *started.differentiable, M, transitions, *kept, *kept_too
+
+        return rest
+
+    def backward(self, saved: Sequence[Any], d_output: Tensor, d_final: Tensor) -> Callable[[], tuple[Any, ...]]:
+        """Fold the gradients of states in this rank's segments, and start to gather those of all ranks.
+
+        Returns:
+            a function that gives the gradients of the tensors.
+        """
+        refuse_second_derivative(*_INSTEAD)
+        M, transitions, *kept = saved[7:]
+        call = RuleCall.of(saved[:7], self.pieces.cu_seqlens, self.options)
+        if self.context.gather_final_state:
+            d_final = sum_over_ranks(d_final, self.context)
+        d_output, d_end = self.pieces.arrange(d_output), self.pieces.end_gradients(d_final)
+        d_start = self.backend.start_gradients(call, tuple(kept), d_output, d_end)
+        fold = Fold(self.context, self.first, M, self.pieces.cell_gradients(d_start), reverse=True)
+        gathered = fold.start()
+
+        def rest() -> tuple[Any, ...]:
+            complete = self.backend.before_gradients(call, tuple(kept))
+            leaving = self.pieces.leaving_gradients(d_end, fold.boundaries(gathered, transitions))
+            *found, d_start, d_erase_key = self.backend.gradients(call, complete, d_output, leaving)
+            assert d_start is not None  # segments have starts
+            d_initial = self.pieces.initial_gradients(d_start, d_final) if self.has_initial else None
+            *found, d_erase_key = (None if d is None else self.pieces.restore(d) for d in (*found, d_erase_key))
+            return *found, d_initial, d_erase_key
+
+        return rest
+
+
+class _Whole(torch.autograd.Function):
+    """The whole call, for compilers, which see for themselves what may run while the ranks exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: _Piece, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        output, final, *saved = piece.forward(*tensors)()
+        ctx.piece = piece
+        ctx.save_for_backward(*saved)
+        return output, final
+
+    @staticmethod
+    def backward(ctx: Any, d_output: Tensor, d_final: Tensor) -> Any:
+        return None, *ctx.piece.backward(ctx.saved_tensors, d_output, d_final)()
+
+
+class _Start(torch.autograd.Function):
+    """The call up to the exchange, and backward all that follows it.
+
+    The caller's work between `_Start` and `_Finish` runs while the ranks exchange, forward and backward, since autograd
+    goes back through it between the two. The result is an empty tensor that connects them; the rest of the pass lies in
+    the piece.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, piece: _Piece, *tensors: Tensor | None) -> Tensor:
+        ctx.piece, piece.rest = piece, piece.forward(*tensors)
+        return tensors[0].new_empty(0, dtype=torch.float32)  # type: ignore[union-attr]
+
+    @staticmethod
+    def backward(ctx: Any, d_started: Tensor) -> Any:
+        return None, *ctx.piece.finish()
+
+
+class _Finish(torch.autograd.Function):
+    """The call after the exchange, and backward all that comes before it."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: _Piece, started: Tensor) -> tuple[Tensor, Tensor]:
+        output, final, *saved = piece.finish()
+        ctx.piece = piece
+        ctx.save_for_backward(*saved)
+        return output, final
+
+    @staticmethod
+    def backward(ctx: Any, d_output: Tensor, d_final: Tensor) -> Any:
+        ctx.piece.rest = ctx.piece.backward(ctx.saved_tensors, d_output, d_final)
+        return None, d_output.new_zeros(0, dtype=torch.float32)

@@ -1,0 +1,93 @@
+"""Convolutions of queries, keys and values in one launch, against three calls: equal bits but for the sums of the taps.
+
+Interpreted on a CPU, by a child process since the interpreter must be chosen before Triton is imported, and on a GPU.
+"""
+
+import os
+import subprocess
+import sys
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltazoo.ops.fused import short_conv
+
+LENGTHS = (1, 9, 0, 3)
+
+
+def results(
+    together: bool, device: str, dtype: torch.dtype, channels: tuple[int, ...], head: int, v_head: int, packed: bool
+) -> list[Tensor]:
+    """Outputs, gradients of the inputs, and of the taps, by one call or by three."""
+    generator = torch.Generator().manual_seed(0)
+    rows, T = (1, sum(LENGTHS)) if packed else (2, 13)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+
+    sequence = cu_seqlens = None
+    if packed:
+        lengths = torch.tensor(LENGTHS, device=device)
+        sequence = torch.arange(len(LENGTHS), device=device).repeat_interleave(lengths)
+        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    inputs, weights = [draw(rows, T, C) for C in channels], [draw(C, 1, 4) for C in channels]
+    heads, packing = (head, head, v_head), (sequence, cu_seqlens)
+    if together:
+        outputs = short_conv._short_convs(*inputs, *weights, *packing, True, *heads)
+    else:
+        calls = zip(inputs, weights, heads, strict=True)
+        outputs = [short_conv._short_conv(x, weight, None, *packing, True, size) for x, weight, size in calls]
+    gradients = torch.autograd.grad(outputs, [*inputs, *weights], [draw(*y.shape).detach() for y in outputs])
+    return [*(y.detach() for y in outputs), *gradients]
+
+
+def check(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    sizes = [
+        ((16, 16, 16), 8, 8),
+        ((16, 16, 40), 8, 0),
+        ((24, 8, 40), 8, 0),
+        ((16, 16, 5), 0, 0),
+        ((150, 20, 300), 0, 0),
+    ]
+    for dtype, (channels, head, v_head), packed in product(dtypes, sizes, (False, True)):
+        options = device, dtype, channels, head, v_head, packed
+        with mock.patch.object(short_conv, "launch", side_effect=short_conv.launch) as launch:
+            found = results(True, *options)
+        assert launch.call_count == 2, options
+        expected = results(False, *options)
+        for mine, theirs in zip(found[:6], expected[:6], strict=True):
+            assert torch.equal(mine, theirs), options
+        for mine, theirs in zip(found[6:], expected[6:], strict=True):  # the programs' parts are others
+            assert mine.dtype == dtype and (mine - theirs).norm() <= 4 * torch.finfo(dtype).eps * theirs.norm(), options
+
+
+def check_apart(device: str) -> None:
+    """Queries and keys normed differently, or heads of two sizes, take a launch each, and come out the same."""
+    x = [torch.randn(1, 5, 16, device=device) for _ in range(3)]
+    taps = [torch.randn(16, 4, device=device) for _ in range(3)]
+    for heads in ((8, 0, 0), (8, 4, 0), (8, 8, 4)):
+        found = short_conv._short_convs(*x, *taps, None, None, True, *heads)
+        for mine, a, weight, head in zip(found, x, taps, heads, strict=True):
+            assert torch.equal(mine, short_conv._short_conv(a, weight, None, None, None, True, head))
+
+
+def test_interpreted() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    check("cuda", (torch.float32, torch.bfloat16))
+    check_apart("cuda")
+
+
+if __name__ == "__main__":
+    check("cpu", (torch.float32,))
+    check_apart("cpu")
+    x, taps = torch.randn(3, 1, 5, 16, requires_grad=True), torch.randn(3, 16, 4, requires_grad=True)
+    leaves = [part.detach().requires_grad_() for part in (*x, *taps)]
+    torch.library.opcheck(short_conv._short_convs.overload, [*leaves, None, None, True, 8, 8, 0])
