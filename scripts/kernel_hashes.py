@@ -29,9 +29,10 @@ from pytest import MonkeyPatch
 from triton.compiler import CompiledKernel
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "ops" / "triton"), str(TESTS / "ops" / "fused")]
+sys.path[:0] = [str(TESTS), *(str(TESTS / "ops" / folder) for folder in ("triton", "fused", "decoding"))]
 
 import test_compile as chunks  # noqa: E402
+import test_decoding_compile as step  # noqa: E402
 import test_fused_compile as fused  # noqa: E402
 import test_hopper as hopper  # noqa: E402
 import test_hopper_forward as inference  # noqa: E402
@@ -114,8 +115,8 @@ def launched(name: str, run: Callable[[], Any]) -> Kernels:
         yield f"{name} {launch}", compiled
 
 
-def fused_call(name: str) -> Kernels:
-    return ((f"{name} {compiled.name}", compiled) for compiled in fused.compile_call(name, MonkeyPatch()))
+def compiled_call(tests: Any, name: str) -> Kernels:
+    return ((f"{name} {compiled.name}", compiled) for compiled in tests.compile_call(name, MonkeyPatch()))
 
 
 def decoding_step(build: decoding.Build) -> Kernels:
@@ -125,7 +126,7 @@ def decoding_step(build: decoding.Build) -> Kernels:
 COMPILATIONS: list[Callable[[], Kernels]] = [
     *(partial(launched, name, run) for name, run in calls()),
     *(partial(decoding_step, x) for x in (*decoding.BUILDS, *decoding.UPDATES) if x.arch == decoding.HOPPER),
-    *(partial(fused_call, name) for name in fused.CALLS),
+    *(partial(compiled_call, tests, name) for tests in (fused, step) for name in tests.CALLS),
 ]
 
 

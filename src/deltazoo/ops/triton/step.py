@@ -184,7 +184,7 @@ def _output(q: Tensor, v: Tensor) -> Tensor:
 def recurrent_step(call: RuleCall, *, inplace: bool = False) -> tuple[Tensor, Tensor]:
     """Output and next state of one token. No gradients: for inference.
 
-    The caller checks the shapes (`check_step_shapes`). No value is read back from the device.
+    The caller checks the shapes (`check_shapes`). No value is read back from the device.
 
     Args:
         call: of one token, from the state `initial_state`; K <= 256.
