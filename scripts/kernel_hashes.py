@@ -77,12 +77,18 @@ def only_ptx(*arguments: Any) -> tuple[str, str] | None:
     return None
 
 
+def without_undecayed_channels(per_channel: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Options without the undecayed read, which calls with a decay per channel have on no GPU."""
+    return {name: x for name, x in options.items() if not (per_channel and name == "undecayed")}
+
+
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """What runs the operator's kernels on meta tensors: in plain Triton, in Gluon, and between ranks."""
     for decay, options in product(chunks.DECAYS, OPTIONS):
-        call = chunks.Call(decay=decay, **options)
+        call = chunks.Call(decay=decay, **without_undecayed_channels(decay == "channel", options))
         yield str(call), call.run
     for decay, options in product(range(3), HOPPER_OPTIONS):
+        options = without_undecayed_channels(decay == 2, options)
         named = [hopper.DECAYS[decay], *(f"{name}={value}" for name, value in options.items())]
         yield f"hopper-{'-'.join(named)}", hopper.Call(decay=decay, **options).run
     for decay, strict in product(inference.DECAYS, (None, False)):

@@ -293,7 +293,10 @@ def _checked(
         warn_of_heads_first(q)
     K, V = k.shape[-1], v.shape[-1]
     scale = float(K) ** -0.5 if scale is None else float(scale)
-    name, _ = resolve_backend(backend, device=v.device, dtype=v.dtype, head_k_dim=K, head_v_dim=V)
+    per_channel = undecayed and not one_token and log_decay is not None and log_decay.ndim == 4
+    name, _ = resolve_backend(
+        backend, device=v.device, dtype=v.dtype, head_k_dim=K, head_v_dim=V, undecayed_channels=per_channel
+    )
     if transforming():
         if backend == "triton":
             refuse_transforms("the triton backend", "use backend='chunkwise'")
