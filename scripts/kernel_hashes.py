@@ -29,9 +29,10 @@ from pytest import MonkeyPatch
 from triton.compiler import CompiledKernel
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "ops" / "triton"), str(TESTS / "ops" / "fused")]
+sys.path[:0] = [str(TESTS), *(str(TESTS / "ops" / folder) for folder in ("triton", "fused", "decoding"))]
 
 import test_compile as chunks  # noqa: E402
+import test_decoding_compile as step  # noqa: E402
 import test_fused_compile as fused  # noqa: E402
 import test_hopper as hopper  # noqa: E402
 import test_hopper_forward as inference  # noqa: E402
@@ -76,12 +77,18 @@ def only_ptx(*arguments: Any) -> tuple[str, str] | None:
     return None
 
 
+def without_undecayed_channels(per_channel: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Options without the undecayed read, which calls with a decay per channel have on no GPU."""
+    return {name: x for name, x in options.items() if not (per_channel and name == "undecayed")}
+
+
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """What runs the operator's kernels on meta tensors: in plain Triton, in Gluon, and between ranks."""
     for decay, options in product(chunks.DECAYS, OPTIONS):
-        call = chunks.Call(decay=decay, **options)
+        call = chunks.Call(decay=decay, **without_undecayed_channels(decay == "channel", options))
         yield str(call), call.run
     for decay, options in product(range(3), HOPPER_OPTIONS):
+        options = without_undecayed_channels(decay == 2, options)
         named = [hopper.DECAYS[decay], *(f"{name}={value}" for name, value in options.items())]
         yield f"hopper-{'-'.join(named)}", hopper.Call(decay=decay, **options).run
     for decay, strict in product(inference.DECAYS, (None, False)):
@@ -108,8 +115,8 @@ def launched(name: str, run: Callable[[], Any]) -> Kernels:
         yield f"{name} {launch}", compiled
 
 
-def fused_call(name: str) -> Kernels:
-    return ((f"{name} {compiled.name}", compiled) for compiled in fused.compile_call(name, MonkeyPatch()))
+def compiled_call(tests: Any, name: str) -> Kernels:
+    return ((f"{name} {compiled.name}", compiled) for compiled in tests.compile_call(name, MonkeyPatch()))
 
 
 def decoding_step(build: decoding.Build) -> Kernels:
@@ -119,7 +126,7 @@ def decoding_step(build: decoding.Build) -> Kernels:
 COMPILATIONS: list[Callable[[], Kernels]] = [
     *(partial(launched, name, run) for name, run in calls()),
     *(partial(decoding_step, x) for x in (*decoding.BUILDS, *decoding.UPDATES) if x.arch == decoding.HOPPER),
-    *(partial(fused_call, name) for name in fused.CALLS),
+    *(partial(compiled_call, tests, name) for tests in (fused, step) for name in tests.CALLS),
 ]
 
 

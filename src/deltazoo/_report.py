@@ -109,7 +109,11 @@ def _told(model: nn.Module, method: str) -> str | None:
 def _backend_of(rule: RuleDescription) -> tuple[str, str]:
     """The backend that a rule's calls run, and why."""
     device, dtype, K, V = rule.device, rule.dtype, rule.head_k_dim, rule.head_v_dim
-    backend, reason = resolve_backend(rule.backend, device=device, dtype=dtype, head_k_dim=K, head_v_dim=V)
+    undecayed = rule.spec.erase_reads == "undecayed"
+    per_channel = undecayed and rule.spec.decay == "channel"
+    backend, reason = resolve_backend(
+        rule.backend, device=device, dtype=dtype, head_k_dim=K, head_v_dim=V, undecayed_channels=per_channel
+    )
     if backend != "triton":
         return backend, reason
     kernels = describe_kernels(
@@ -120,7 +124,7 @@ def _backend_of(rule: RuleDescription) -> tuple[str, str]:
         decay=rule.spec.decay,
         has_beta=rule.spec.corrects,
         has_erase_key=rule.spec.erase_key == "separate",
-        undecayed=rule.spec.erase_reads == "undecayed",
+        undecayed=undecayed,
         num_micro_steps=rule.num_micro_steps,
         packs=rule.packs,
     )

@@ -18,7 +18,7 @@ SMALL = [
     Case("scalar", 16, 8, T=90, keys="alternating", beta=2.0, mean_log_decay=-1e-3),
 ]
 UPDATES = [
-    Case("channel", 16, 8, T=70, erase="gated", erase_reads="undecayed", initial_state=True),
+    Case("scalar", 16, 8, T=70, erase="gated", erase_reads="undecayed", initial_state=True),
     Case("scalar", 16, 8, B=1, T=40, HV=4, lengths=(30, 0, 1, 9), erase="free", beta=0.3, num_micro_steps=3),
     Case("channel", 16, 8, T=70, erase="opposite", beta=0.05, mean_log_decay=-5.0),
     Case("none", 16, 8, T=70, erase="orthogonal", beta=0.3, num_micro_steps=2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import torch
 from delta_rule_cases import DeltaRuleCase
 
 from deltazoo.ops import (
+    ContextParallel,
+    api,
+    backends,
     check_values,
     delta_rule,
     delta_rule_step,
@@ -352,6 +356,16 @@ def test_a_context_of_another_class_is_refused() -> None:
         delta_rule(**arguments(), context="cp")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "context", [None, ContextParallel(), ContextParallel(lengths=(T,))], ids=["none", "one", "lengths"]
+)
+def test_arguments_are_checked_once(context: ContextParallel | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+    monkeypatch.setattr(api, "check_shapes", lambda *given: checked.append(given))
+    delta_rule(**arguments(), context=context)
+    assert len(checked) == 1
+
+
 def test_no_step_size_is_refused() -> None:
     """It once computed linear attention."""
     x, state = torch.randn(1, 1, 2, 4), zeros(1, 2, 4, 4)
@@ -407,3 +421,16 @@ def test_resolve_backend_says_which_and_why() -> None:
         resolve_backend("triton", **call)
     with pytest.raises(ValueError, match="unknown backend 'tritn'.*did you mean 'triton'"):
         resolve_backend("tritn", **call)
+
+
+def test_an_undecayed_read_with_a_decay_per_channel_is_no_call_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_obstacle", lambda *_: None)
+    call = dict(device="cpu", dtype=torch.float32, head_k_dim=64, head_v_dim=64)
+    assert resolve_backend(None, **call)[0] == "triton"
+    why = "its kernels have no undecayed read with a decay per key channel"
+    assert resolve_backend(None, **call, undecayed_channels=True) == ("chunkwise", f"no triton: {why}")
+    case = replace(CASE, decay="channel", erase_reads="undecayed")
+    with pytest.raises(NotImplementedError, match=f"{why}; use backend='chunkwise'"):
+        delta_rule(**arguments(case), backend="triton")
+    expected = delta_rule(**arguments(case), backend="chunkwise")
+    assert all(torch.equal(x, y) for x, y in zip(expected, delta_rule(**arguments(case)), strict=True))

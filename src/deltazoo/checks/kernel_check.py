@@ -147,7 +147,8 @@ def cases() -> list[Case]:
 def _update_cases(decay: str) -> list[Case]:
     """Erase keys of their own, reads before the decay, and micro-steps: each alone, and all together."""
     gated, two = Case(decay, 128, 128, erase="gated", initial_state=True), Case(decay, 128, 128, num_micro_steps=2)
-    together = replace(gated, erase_reads="decayed" if decay == "none" else "undecayed", num_micro_steps=3, T=70)
+    together = replace(gated, erase_reads="undecayed" if decay == "scalar" else "decayed", num_micro_steps=3, T=70)
+    step = replace(together, erase_reads="decayed" if decay == "none" else "undecayed", T=1, step=True)
     found = [
         gated,
         replace(gated, B=8, H=16, HV=16, T=130),  # as many programs as fill a GPU
@@ -168,9 +169,9 @@ def _update_cases(decay: str) -> list[Case]:
         replace(together, dtype="float16"),
         replace(together, K=64, V=64, dtype="float32"),
         replace(gated, T=1, step=True),
-        replace(together, T=1, step=True, B=1, HV=8),
+        replace(step, B=1, HV=8),
     ]
-    if decay != "none":
+    if decay == "scalar":
         undecayed = replace(gated, erase_reads="undecayed")
         found += [replace(undecayed, mean_log_decay=mean) for mean in (-1e-4, -0.05, -5.0, -25.0)]
         found += [replace(undecayed, erase="tied"), replace(together, mean_log_decay=-5.0)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.layers.sequences import (
@@ -225,9 +226,14 @@ def document_starts(shape: tuple[int, int], given: Mapping[str, Tensor | None]) 
     found = {}
     for name, argument in given.items():
         check_tensor(name, argument)
-        if argument is not None:
-            read = _starts_from_seq_idx if name == "seq_idx" else _starts_from_cu_seqlens
-            found[name] = read(argument, shape)
+        if argument is None:
+            continue
+        if name != "seq_idx":
+            check_cu_seqlens(argument, *shape)
+            argument = PackedSequences.from_cu_seqlens(argument, shape[1]).index[None]
+        elif argument.shape != shape:
+            raise ValueError(f"seq_idx must have shape {shape}, got {tuple(argument.shape)}")
+        found[name] = _after_first(argument[:, 1:] != argument[:, :-1])
     return found
 
 
@@ -384,48 +390,26 @@ def _all_starts(
     return agreeing_starts(found, check=readable(next(iter(found.values()))))
 
 
-def _starts_from_cu_seqlens(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
-    check_cu_seqlens(cu_seqlens, *shape)
-    return _starts_from_seq_idx(PackedSequences.from_cu_seqlens(cu_seqlens, shape[1]).index[None], shape)
-
-
-def _starts_from_seq_idx(seq_idx: Tensor, shape: tuple[int, int]) -> Tensor:
-    if seq_idx.shape != shape:
-        raise ValueError(f"seq_idx must have shape {shape}, got {tuple(seq_idx.shape)}")
-    first = torch.ones_like(seq_idx[:, :1], dtype=torch.bool)
-    return torch.cat([first, seq_idx[:, 1:] != seq_idx[:, :-1]], dim=1)
+def _after_first(starts: Tensor) -> Tensor:
+    """`[B, T]` bool from `[B, T - 1]`: a document begins with every row's first token."""
+    return F.pad(starts, (1, 0), value=True)
 
 
 def _starts_from_positions(position_ids: Tensor, mask: Tensor | None) -> Tensor:
     """A document begins at a real token whose position is not above that of the real token before it."""
-    positions = position_ids
-    if mask is not None:
-        # Padding may carry any position: let it repeat the highest one so far, which never looks like a restart.
-        positions = torch.where(mask, position_ids, -1)
-        before = _last_real(positions, mask)
-    else:
-        before = torch.cat([positions.new_full((positions.shape[0], 1), -1), positions[:, :-1]], dim=1)
-    starts = positions <= before
-    starts = starts & mask if mask is not None else starts
-    first = torch.ones_like(starts[:, :1])
-    return torch.cat([first, starts[:, 1:]], dim=1)
-
-
-def _last_real(positions: Tensor, mask: Tensor) -> Tensor:
-    """For every token the position of the last real token before it, -1 if there is none."""
+    if mask is None:
+        return _after_first(position_ids[:, 1:] <= position_ids[:, :-1])
     tokens = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-    last = torch.where(mask, tokens, -1).cummax(1).values
-    last = torch.cat([last.new_full((last.shape[0], 1), -1), last[:, :-1]], dim=1)
-    return torch.where(last >= 0, positions.gather(1, last.clamp(min=0)), -1)
+    last = torch.where(mask, tokens, -1).cummax(1).values[:, :-1]  # the real token before each; -1 if there is none
+    before = torch.where(last >= 0, position_ids.gather(1, last.clamp(min=0)), -1)
+    return _after_first((position_ids[:, 1:] <= before) & mask[:, 1:])
 
 
 def _separate_padding(starts: Tensor, mask: Tensor) -> Tensor:
     """Make every padded token a document of its own, and a document's first real token its start."""
-    tokens = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
     document = starts.cumsum(1)
-    real_before = torch.where(mask, document, 0).cummax(1).values
-    real_before = torch.cat([real_before.new_zeros(real_before.shape[0], 1), real_before[:, :-1]], dim=1)
-    return ~mask | (document > real_before) | (tokens == 0)
+    real_before = torch.where(mask, document, 0).cummax(1).values[:, :-1]
+    return ~mask | _after_first(document[:, 1:] > real_before)
 
 
 def row_positions(

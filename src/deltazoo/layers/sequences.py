@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deltazoo.ops import ContextParallel
 from deltazoo.ops.autograd_modes import transforming
-from deltazoo.ops.context.rule import agreed_piece
+from deltazoo.ops.context.group import agreed_piece
 from deltazoo.ops.recompute import recomputable
 from deltazoo.ops.validation import check_boundaries, check_tensor, check_tensor_values
 

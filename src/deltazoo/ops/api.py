@@ -17,7 +17,6 @@ from deltazoo.ops.reference import recurrent_loop, recurrent_step
 from deltazoo.ops.validation import (
     check_scale,
     check_shapes,
-    check_step_shapes,
     check_tensor,
     check_tensor_values,
     reads_undecayed,
@@ -289,14 +288,15 @@ def _checked(
     if dtype is not None and v.dtype != torch.float64:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         erase_key = None if erase_key is None else erase_key.to(dtype)
-    if one_token:
-        check_step_shapes(q, k, v, beta, log_decay, initial_state, erase_key, num_micro_steps)
-    else:
-        check_shapes(q, k, v, beta, log_decay, initial_state, cu_seqlens, erase_key, num_micro_steps)
+    check_shapes(q, k, v, beta, log_decay, initial_state, cu_seqlens, erase_key, num_micro_steps, one_token)
+    if not one_token:
         warn_of_heads_first(q)
     K, V = k.shape[-1], v.shape[-1]
     scale = float(K) ** -0.5 if scale is None else float(scale)
-    name, _ = resolve_backend(backend, device=v.device, dtype=v.dtype, head_k_dim=K, head_v_dim=V)
+    per_channel = undecayed and not one_token and log_decay is not None and log_decay.ndim == 4
+    name, _ = resolve_backend(
+        backend, device=v.device, dtype=v.dtype, head_k_dim=K, head_v_dim=V, undecayed_channels=per_channel
+    )
     if transforming():
         if backend == "triton":
             refuse_transforms("the triton backend", "use backend='chunkwise'")

@@ -20,6 +20,7 @@ def resolve_backend(
     dtype: torch.dtype,
     head_k_dim: int,
     head_v_dim: int,
+    undecayed_channels: bool = False,
 ) -> tuple[str, str]:
     """Which backend a call would run, and why.
 
@@ -27,6 +28,7 @@ def resolve_backend(
         backend: the name asked for, or None.
         device, dtype: of q, k, v.
         head_k_dim, head_v_dim: K and V.
+        undecayed_channels: the erase of whole sequences reads the state before a decay per key channel.
 
     Returns:
         `(name, reason)`.
@@ -42,6 +44,8 @@ def resolve_backend(
     if backend == "chunkwise":
         return "chunkwise", "asked for: the chunk form in plain torch"
     obstacle = triton_obstacle(torch.device(device), dtype, head_k_dim, head_v_dim)
+    if obstacle is None and undecayed_channels:
+        obstacle = "its kernels have no undecayed read with a decay per key channel"
     if obstacle is None:
         return "triton", "asked for" if backend else "the GPU kernels support this call"
     if backend == "triton":

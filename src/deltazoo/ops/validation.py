@@ -20,7 +20,6 @@ __all__ = [
     "check_boundaries",
     "check_scale",
     "check_shapes",
-    "check_step_shapes",
     "check_tensor",
     "check_tensor_values",
     "check_values",
@@ -94,11 +93,16 @@ def check_shapes(
     cu_seqlens: Tensor | None,
     erase_key: Tensor | None,
     num_micro_steps: int,
-    state_name: str = "initial_state",
+    one_token: bool = False,
 ) -> None:
-    """Raise ValueError unless shapes, dtypes and devices fit the contract of `delta_rule`; TypeError for a list."""
-    for name, x in (("beta", beta), ("log_decay", log_decay), (state_name, initial_state)):
+    """Raise ValueError unless shapes, dtypes and devices fit the contract of `delta_rule`; TypeError for a list.
+
+    With `one_token` that of `delta_rule_step`, which needs a state.
+    """
+    state_name = "state" if one_token else "initial_state"
+    for name, x in (("beta", beta), ("log_decay", log_decay)):
         check_tensor(name, x)
+    check_tensor(state_name, initial_state, required=one_token)
     if not isinstance(num_micro_steps, int) or isinstance(num_micro_steps, bool) or num_micro_steps < 1:
         raise ValueError(f"num_micro_steps must be a whole number of at least 1, got {num_micro_steps!r}")
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -147,6 +151,8 @@ def check_shapes(
         if other is not None and other.device != device:
             tensors = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, state_name: initial_state}
             raise ValueError(_devices(**tensors, erase_key=erase_key, cu_seqlens=cu_seqlens))
+    if one_token and T != 1:
+        raise ValueError(f"a step takes one token (T = 1), got T = {T}; use delta_rule for more")
 
 
 def check_boundaries(cu_seqlens: object, B: int) -> None:
@@ -159,23 +165,6 @@ def check_boundaries(cu_seqlens: object, B: int) -> None:
         raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
     if B != 1:
         raise ValueError(f"packed sequences (cu_seqlens) need batch size 1, got {B}: flatten the batch into one row")
-
-
-def check_step_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    erase_key: Tensor | None,
-    num_micro_steps: int,
-) -> None:
-    """Raise ValueError unless the arguments fit the contract of `delta_rule_step`: exactly one token."""
-    check_tensor("state", state, required=True)
-    check_shapes(q, k, v, beta, log_decay, state, None, erase_key, num_micro_steps, state_name="state")
-    if q.shape[1] != 1:
-        raise ValueError(f"a step takes one token (T = 1), got T = {q.shape[1]}; use delta_rule for more")
 
 
 def check_tensor_values(log_decay: Tensor | None, cu_seqlens: Tensor | None, T: int) -> None:

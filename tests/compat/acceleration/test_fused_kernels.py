@@ -107,7 +107,7 @@ def test_a_norm_that_does_more_than_the_kernel_runs_by_itself(monkeypatch):
     deltazoo.accelerate(model)
     layer, output, gate = mixer_of(model), *torch.randn(2, 1, 6, 2, mixer_of(model).head_v_dim)
     layer.deltazoo_fused_kernels = True
-    monkeypatch.setattr(fused, "gated_rms_norm", lambda *arguments, **_: "the kernel")
+    monkeypatch.setattr(fused, "gated_rms_norm", lambda *arguments, **options: "the kernel")
     assert layer._norm_and_gate(output, gate) == "the kernel"
 
     hook = layer.norm.register_forward_hook(lambda *arguments: "a hook")

@@ -26,6 +26,7 @@ class Decay:
     name: str
     shape: tuple[int, ...] = (2, 7, 3, 12)
     most_parts: int = 512
+    one_part: int = 0
     saturating: bool = False
     dtype: torch.dtype = torch.float32
 
@@ -41,7 +42,7 @@ class Decay:
         inputs = [x.requires_grad_() for x in (a, A_log, dt_bias)]
         gate = saturating_decay if self.saturating else softplus_decay
         log_decay = log_decay_of(gate, *inputs, fused=fused)
-        with mock.patch.object(gates, "_MOST_PARTS", self.most_parts):
+        with mock.patch.multiple(gates, _MOST_PARTS=self.most_parts, _ONE_PART=self.one_part):
             gradients = torch.autograd.grad(log_decay, inputs, draw(*self.shape, given=torch.float32))
         names = ("d_a", "d_A_log", "d_dt_bias")
         return {"log_decay": log_decay.detach(), **dict(zip(names, gradients, strict=True))}
@@ -74,6 +75,7 @@ class Gate:
 
 CASES: list[Case] = [
     Decay("decay"),
+    Decay("decay_in_one_part", shape=(2, 700, 3), one_part=8192),
     Decay("decay_per_head", shape=(3, 50, 5)),
     Decay("decay_wide", shape=(1, 9, 3, 700)),
     Decay("decay_several_blocks_per_program", shape=(2, 700, 2, 8), most_parts=2),

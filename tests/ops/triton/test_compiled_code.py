@@ -119,7 +119,7 @@ def judge(case: DeltaRuleCase, strict: bool | None) -> None:
     assert not hazards, "\n".join(f"{what} ({where})" for what, where in hazards.items())
 
 
-TOGETHER = dict(erase="gated", erase_reads="undecayed", num_micro_steps=2, T=35)
+TOGETHER = dict(erase="gated", num_micro_steps=2, T=35)
 NARROW = DeltaRuleCase("channel_narrow", B=1, T=70, H=1, K=32, V=24, decay="channel", log_decay="reset", beta=0.7)
 CASES = [
     NARROW,
@@ -143,11 +143,16 @@ MANY = (
         replace(NARROW, name=f"update-{decay}-{g}-{K}x{V}", K=K, V=V, decay=decay, log_decay=g, groups=2, **TOGETHER)
         for decay, g in (
             ("none", 0.0),
-            ("scalar", "reset"),
             ("channel", "reset"),
             ("channel", -0.3),
             ("channel", -8.0),
             ("channel", "uneven"),
+        )
+        for K, V in ((96, 33), (128, 128))
+    ]
+    + [
+        replace(
+            NARROW, name=f"undecayed-{K}x{V}", K=K, V=V, decay="scalar", groups=2, erase_reads="undecayed", **TOGETHER
         )
         for K, V in ((96, 33), (128, 128))
     ]

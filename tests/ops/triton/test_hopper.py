@@ -212,10 +212,7 @@ CASES = [
     *(shaped(f"{decay}_many", B=9, T=130, H=4, groups=2, decay=decay) for decay in DECAYS),
     *(shaped(f"{decay}_resets", T=130, decay=decay, log_decay="reset") for decay in DECAYS[1:]),
     *(shaped(f"{decay}_erase", T=200, decay=decay, erase="gated", groups=2) for decay in DECAYS),
-    *(
-        shaped(f"{decay}_undecayed", T=200, decay=decay, erase="gated", erase_reads="undecayed")
-        for decay in DECAYS[1:]
-    ),
+    shaped("scalar_undecayed", T=200, decay="scalar", erase="gated", erase_reads="undecayed"),
     *(shaped(f"{decay}_segments", B=1, T=4230, H=1, decay=decay, log_decay=-0.002, beta=0.5) for decay in DECAYS),
 ]  # fmt: skip
 

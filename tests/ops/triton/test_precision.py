@@ -67,7 +67,6 @@ def gain_is_that_of_the_erase_key() -> None:
         ("none", "decayed"),
         ("scalar", "undecayed"),
         ("channel", "decayed"),
-        ("channel", "undecayed"),
     ):
         for length, steps, expected in (
             (0.5, {(0, 70): 1.9}, "fast"),
@@ -129,8 +128,10 @@ def decay_has_no_gradient_from_pairs_of_one_token() -> None:
     So the gradient is zero, as the difference of two sums that the kernels round alike: with a decay per channel those
     for strong decay, which take no factors other than 1 here.
     """
-    decays = (("scalar", -0.1), ("channel", -40.0))
-    for (decay, strength), erase, reads in product(decays, ("tied", "gated"), ("decayed", "undecayed")):
+    decays = {"scalar": -0.1, "channel": -40.0}
+    reads_of = (("scalar", "decayed"), ("scalar", "undecayed"), ("channel", "decayed"))
+    for (decay, reads), erase in product(reads_of, ("tied", "gated")):
+        strength = decays[decay]
         update = dict(log_decay=strength, erase=erase, erase_reads=reads, num_micro_steps=40)
         case = DeltaRuleCase("one", B=1, T=1, H=1, K=32, V=16, decay=decay, beta=0.7, **update)
         inputs = case.make(dtype=torch.float16)

@@ -5,7 +5,6 @@ states that they start from, `[S, HV, K, V]` float32, or float64 for float64 inp
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,41 +23,23 @@ Gradients = tuple[Tensor | None, ...]
 """Gradients of `RuleCall.differentiable`, None for what is not given."""
 
 
-class SegmentBackend(Protocol):
-    """The computation of one backend on S segments."""
-
-    def pairs(self, call: RuleCall) -> tuple[Tensor, Tensor, Kept]:
-        """M `[S, HV, K, K]` and X of every segment, from calls without starts, and `kept` of the methods below."""
-
-    def outputs(self, call: RuleCall, kept: Kept, keep: bool) -> tuple[Tensor, Tensor, Kept]:
-        """The output, the segments' last states, and what else is kept: with `keep` as much as spares a second scan."""
-
-    def start_gradients(self, call: RuleCall, kept: Kept, d_output: Tensor, d_end: Tensor) -> Tensor:
-        """Gradients of the segments' first states from their outputs and last states."""
-
-    def before_gradients(self, call: RuleCall, kept: Kept) -> Kept:
-        """What is kept, completed by what `gradients` needs and `d_end` does not decide."""
-
-    def gradients(self, call: RuleCall, kept: Kept, d_output: Tensor, d_end: Tensor) -> Gradients:
-        """All gradients."""
-
-
-class _TorchBackend:
-    """A backend in plain torch, whose functions take whole sequences: here segments.
+class SegmentBackend:
+    """The computation of one backend on S segments. This one is in plain torch, by functions that take whole sequences.
 
     Args:
         run: gives the output, the last states, and what is kept for the gradients.
-        gradients: of a call, what is kept, and the gradients of the output and the last states.
+        gradients_of: gives those of a call, from what is kept and the gradients of the output and the last states.
     """
 
     def __init__(
         self,
         run: Callable[[RuleCall], tuple[Tensor, ...]],
-        gradients: Callable[[RuleCall, Kept, Tensor, Tensor], Gradients],
+        gradients_of: Callable[[RuleCall, Kept, Tensor, Tensor], Gradients],
     ) -> None:
-        self.run, self.gradients = run, gradients
+        self.run, self.gradients_of = run, gradients_of
 
     def pairs(self, call: RuleCall) -> tuple[Tensor, Tensor, Kept]:
+        """M `[S, HV, K, K]` and X of every segment, from calls without starts, and `kept` of the methods below."""
         segments = len(call.q) if call.cu_seqlens is None else len(call.cu_seqlens) - 1
         K, HV = call.k.shape[3], call.v.shape[2]
         # Without values a segment leaves its transition from the identity.
@@ -67,16 +48,57 @@ class _TorchBackend:
         return self.run(without_values)[1], self.run(call)[1], ()
 
     def outputs(self, call: RuleCall, kept: Kept, keep: bool) -> tuple[Tensor, Tensor, Kept]:
+        """The output, the segments' last states, and what else is kept: with `keep` as much as spares a second scan."""
         output, ends, *kept_here = self.run(call)
         return output, ends, tuple(kept_here)
 
     def start_gradients(self, call: RuleCall, kept: Kept, d_output: Tensor, d_end: Tensor) -> Tensor:
+        """Gradients of the segments' first states from their outputs and last states."""
         d_start = self.gradients(call, kept, d_output, d_end)[5]
         assert d_start is not None  # segments have starts
         return d_start
 
     def before_gradients(self, call: RuleCall, kept: Kept) -> Kept:
+        """Tensors that `gradients` takes as kept, with those that `d_end` does not decide."""
         return kept
+
+    def gradients(self, call: RuleCall, kept: Kept, d_output: Tensor, d_end: Tensor) -> Gradients:
+        """All gradients."""
+        return self.gradients_of(call, kept, d_output, d_end)
+
+
+class _TritonBackend(SegmentBackend):
+    """The GPU kernels.
+
+    Args:
+        whole_segments: segments of all ranks, by which kernels are chosen.
+    """
+
+    def __init__(self, whole_segments: int) -> None:
+        from deltazoo.ops.triton import segments
+
+        self.operators, self.whole_segments = segments, whole_segments
+
+    def pairs(self, call: RuleCall) -> tuple[Tensor, Tensor, Kept]:
+        M, X, *kept = self.operators.segment_pairs(*call, self.whole_segments)
+        return M, X, tuple(kept)
+
+    def outputs(self, call: RuleCall, kept: Kept, keep: bool) -> tuple[Tensor, Tensor, Kept]:
+        output, ends, *states = self.operators.segment_outputs(*call, self.whole_segments, *kept, keep)
+        return output, ends, tuple(states)
+
+    def start_gradients(self, call: RuleCall, kept: Kept, d_output: Tensor, d_end: Tensor) -> Tensor:
+        return self.operators.segment_start_gradients(*call, self.whole_segments, *kept[:-2], d_output, d_end)
+
+    def before_gradients(self, call: RuleCall, kept: Kept) -> Kept:
+        *prepared, U, states = kept
+        if U is None or not U.numel():  # the forward pass has not kept them
+            U, states = self.operators.segment_states(*call, self.whole_segments, *prepared)
+        return *prepared, U, states
+
+    def gradients(self, call: RuleCall, kept: Kept, d_output: Tensor, d_end: Tensor) -> Gradients:
+        found = self.operators.segment_gradients(*call, self.whole_segments, *kept, d_output, d_end)
+        return tuple(None if x is None else d for x, d in zip(call.differentiable, found, strict=True))
 
 
 def _gradients_of_loop(call: RuleCall, kept: Kept, d_output: Tensor, d_end: Tensor) -> Gradients:
@@ -85,16 +107,9 @@ def _gradients_of_loop(call: RuleCall, kept: Kept, d_output: Tensor, d_end: Tens
 
 
 def backend_for(name: str, whole_segments: int) -> SegmentBackend:
-    """The backend of a name.
-
-    Args:
-        name: "reference", "chunkwise" or "triton".
-        whole_segments: segments of all ranks, by which the triton backend chooses kernels.
-    """
+    """The backend of a name: "reference", "chunkwise" or "triton"; `whole_segments` are those of all ranks."""
     if name == "triton":
-        from deltazoo.ops.triton.segments import TritonBackend
-
-        return TritonBackend(whole_segments)
+        return _TritonBackend(whole_segments)
     if name == "reference":
-        return _TorchBackend(recurrent_loop, _gradients_of_loop)
-    return _TorchBackend(lambda call: form.forward.overload(*call), form.gradients)
+        return SegmentBackend(recurrent_loop, _gradients_of_loop)
+    return SegmentBackend(lambda call: form.forward.overload(*call), form.gradients)

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ContextParallel", "agreed_lengths", "finished", "started_gather", "sum_over_ranks"]
+from deltazoo.ops.validation import check_tensor_values
+
+__all__ = ["ContextParallel", "agreed_lengths", "agreed_piece", "finished", "started_gather", "sum_over_ranks"]
 
 SEGMENT_UNIT = 64
 """Tokens that the length of a segment is a multiple of: a chunk."""
@@ -133,6 +135,33 @@ def agreed_lengths(
     if error is not None:
         raise error
     raise ValueError(_disagreement(calls))
+
+
+def agreed_piece(
+    context: ContextParallel, num_tokens: int, cu_seqlens: Tensor | None, described: Callable[[], object]
+) -> ContextParallel:
+    """The context with lengths, after all ranks have found that their calls fit together.
+
+    Args:
+        num_tokens: of this rank's piece.
+        cu_seqlens: boundaries in the whole row, or None.
+        described: gives what must be the same on all ranks. If it raises on one of them, all raise.
+    """
+    if context.lengths is None:
+        call, error = None, None
+        try:
+            bounds: object = None if cu_seqlens is None else len(cu_seqlens)
+            if cu_seqlens is not None and cu_seqlens.device.type == "cpu":  # for a GPU the host would have to wait
+                bounds = cu_seqlens.tolist()
+            call = (described(), bounds, context.segment_length, context.gather_final_state)
+        except (NotImplementedError, TypeError, ValueError) as raised:
+            error = raised
+        context = agreed_lengths(context, num_tokens, call, error)
+    lengths = context.known_lengths
+    if num_tokens != lengths[context.rank]:
+        raise ValueError(f"rank {context.rank} has a piece of {num_tokens} tokens, and lengths say {lengths}")
+    check_tensor_values(None, cu_seqlens, sum(lengths))
+    return context
 
 
 def _disagreement(calls: list[tuple[int, str]]) -> str:

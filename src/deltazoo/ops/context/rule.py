@@ -11,12 +11,12 @@ from deltazoo.ops.autograd_modes import records_gradients, refuse_second_derivat
 from deltazoo.ops.call import RuleCall
 from deltazoo.ops.context.backends import SegmentBackend, backend_for
 from deltazoo.ops.context.fold import Fold
-from deltazoo.ops.context.group import ContextParallel, agreed_lengths, sum_over_ranks
+from deltazoo.ops.context.group import ContextParallel, agreed_piece, sum_over_ranks
 from deltazoo.ops.context.pieces import Pieces, cells_of, make_cells, pieces_of, segment_length
 from deltazoo.ops.dtypes import wide_dtype
 from deltazoo.ops.validation import check_tensor_values
 
-__all__ = ["agreed_piece", "rule_on_piece"]
+__all__ = ["rule_on_piece"]
 
 _INSTEAD = ("context parallelism", "give the whole sequence to one rank")
 
@@ -68,33 +68,6 @@ def rule_on_piece(
     if context.meanwhile is not None:
         context.meanwhile()
     return _Finish.apply(piece, started)
-
-
-def agreed_piece(
-    context: ContextParallel, num_tokens: int, cu_seqlens: Tensor | None, described: Callable[[], object]
-) -> ContextParallel:
-    """The context with lengths, after all ranks have found that their calls fit together.
-
-    Args:
-        num_tokens: of this rank's piece.
-        cu_seqlens: boundaries in the whole row, or None.
-        described: gives what must be the same on all ranks. If it raises on one of them, all raise.
-    """
-    if context.lengths is None:
-        call, error = None, None
-        try:
-            bounds: object = None if cu_seqlens is None else len(cu_seqlens)
-            if cu_seqlens is not None and cu_seqlens.device.type == "cpu":  # for a GPU the host would have to wait
-                bounds = cu_seqlens.tolist()
-            call = (described(), bounds, context.segment_length, context.gather_final_state)
-        except (NotImplementedError, TypeError, ValueError) as raised:
-            error = raised
-        context = agreed_lengths(context, num_tokens, call, error)
-    lengths = context.known_lengths
-    if num_tokens != lengths[context.rank]:
-        raise ValueError(f"rank {context.rank} has a piece of {num_tokens} tokens, and lengths say {lengths}")
-    check_tensor_values(None, cu_seqlens, sum(lengths))
-    return context
 
 
 @dataclass

@@ -37,6 +37,9 @@ _MOST_PROGRAMS = 2048
 _MOST_PARTS = 512
 """Most programs of the backward pass along the rows. Each sums a part of the parameters' gradients."""
 
+_ONE_PART = 8192
+"""Elements that one program reads as fast as a further launch would sum its part and others."""
+
 
 def softplus_log_decay(
     a: Tensor, A_log: Tensor, dt_bias: Tensor, *, saturating: bool = False, fused: bool | None = None
@@ -203,7 +206,8 @@ def _decay_forward(a, A_log, dt_bias, saturating):
 def _decay_backward(a, A_log, dt_bias, saturating, d_log_decay):
     C = dt_bias.numel()
     d_a = torch.empty_like(a)
-    constants = _decay_constants(a.numel() // C, C, A_log.numel(), saturating, _MOST_PARTS)
+    most = _MOST_PARTS if a.numel() > _ONE_PART else 1
+    constants = _decay_constants(a.numel() // C, C, A_log.numel(), saturating, most)
     parts = a.new_empty(constants.grid[0], 2, C, dtype=torch.float32)
     launch(softplus_decay_backward_kernel, constants, a, A_log, dt_bias, d_log_decay, d_a, parts)
     d_rate, d_bias = sum_of_parts(parts, torch.float32)

@@ -12,14 +12,15 @@ theta, decay and d are one number per key head; a kernel calls its first such nu
 passes keep only the inputs, and leave the gradients of p0 and p1 per row, for torch to sum.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused.choice import L2_NORM_EPS, takes_kernel
+from deltazoo.ops.fused.choice import takes_kernel
 from deltazoo.ops.fused.device_math import logistic
+from deltazoo.ops.fused.norms import l2_norm
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.fused.row_operator import launcher, row_blocks, row_operator
 from deltazoo.ops.operator import Operator
@@ -109,11 +110,8 @@ def _comba_keys(q: Tensor, k: Tensor, decay: Tensor, D: Tensor) -> tuple[Tensor,
 def _unit_comba_keys(q: Tensor, k: Tensor, decay: Tensor, D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     key = at_least_float32(k)
     c, d = torch.sigmoid(decay.to(key.dtype))[:, None], D.to(key.dtype)[:, None]
-    return _unit(q - d * c * key).to(q.dtype), _unit(key).to(k.dtype), _unit(c * key).to(k.dtype)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_NORM_EPS)
+    unit = partial(l2_norm, fused=False)
+    return unit(q - d * c * key).to(q.dtype), unit(k), unit(c * key).to(k.dtype)
 
 
 def squared_norm(k: Tensor, *, fused: bool | None = None) -> Tensor:

@@ -29,6 +29,7 @@ from deltazoo.ops.autograd_modes import records_gradients
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused.choice import L2_NORM_EPS, takes_kernel
 from deltazoo.ops.fused.device_math import sigmoid
+from deltazoo.ops.fused.norms import l2_norm
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.fused.row_operator import row_operator, sum_of_parts, sums_of_parts
 from deltazoo.ops.recompute import recomputable
@@ -166,10 +167,7 @@ def is_silu(activation: str) -> bool:
 
 def unit_heads(y: Tensor, head_dim: int) -> Tensor:
     """y `[B, T, C]` with each head of `head_dim` channels divided by its L2 norm; as it is for 0."""
-    if not head_dim:
-        return y
-    heads = at_least_float32(y.unflatten(2, (-1, head_dim)))
-    return (heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + L2_NORM_EPS)).to(y.dtype).flatten(2)
+    return l2_norm(y.unflatten(2, (-1, head_dim)), fused=False).flatten(2) if head_dim else y
 
 
 def convolve_window(past: Tensor, x: Tensor, weight: Tensor, silu: bool) -> tuple[Tensor, Tensor]:

@@ -50,13 +50,14 @@ class TileView:
         block_shape: size of a tile in each of them.
     """
 
-    __slots__ = ("base", "block_shape", "shape", "strides")
+    __slots__ = ("base", "block_shape", "data_ptr", "dtype", "shape", "strides")
     padding, round_f32_to_tf32 = "zero", False
 
     def __init__(
         self, base: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block_shape: tuple[int, ...]
     ) -> None:
         self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+        self.data_ptr, self.dtype = base.data_ptr, (base.dtype, block_shape)
 
     def descriptor(self) -> Any:
         """Triton's own object for it."""
@@ -80,38 +81,30 @@ def launch(kernel: Any, constants: Constants, *tensors: Tensor | TileView | None
     if not DIRECT or not isinstance(kernel, JITFunction) or _watched(kernel):
         kernel[constants.grid](*_triton_arguments(tensors), **constants.named)
         return
-    device = driver.active.get_current_device()
-    key: list[Any] = [kernel.fn, device]
-    pointers: list[Any] = []
+    active = driver.active
+    device = active.get_current_device()
+    pointers: list[Any] = [None if x is None else x.data_ptr() for x in tensors]
     bits = 0
-    for tensor in tensors:
-        if tensor is None:
-            key.append(None)
-            pointers.append(None)
-        elif isinstance(tensor, TileView):
-            bits |= tensor.base.data_ptr()
-            key.append((tensor.base.dtype, tensor.block_shape))
-            pointers.append(tensor)
-        else:
-            pointer = tensor.data_ptr()
+    for pointer in pointers:
+        if pointer is not None:
             bits |= pointer
-            key.append(tensor.dtype)
-            pointers.append(pointer)
+    key = (kernel.fn, device, *[None if x is None else x.dtype for x in tensors])
     if bits % ALIGNMENT:
         kernel[constants.grid](*_triton_arguments(tensors), **constants.named)
         return
-    known = constants.compiled.get(tuple(key))
+    known = constants.compiled.get(key)
     if known is None:
         compiled = kernel[constants.grid](*_triton_arguments(tensors), **constants.named)
         if isinstance(compiled, CompiledKernel):
             others = tuple([constants.named[name] for name in kernel.arg_names[len(tensors) :]])
-            constants.compiled[tuple(key)] = compiled, (*constants.grid, 1, 1)[:3], others
+            tiles = [i for i, x in enumerate(tensors) if type(x) is TileView]
+            constants.compiled[key] = compiled, compiled.run, (*constants.grid, 1, 1)[:3], others, tiles
         return
-    compiled, (x, y, z), others = known
-    stream = driver.active.get_current_stream(device)
-    compiled.run(
-        x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *others,
-    )  # fmt: skip
+    compiled, run, (x, y, z), others, tiles = known
+    for i in tiles:
+        pointers[i] = tensors[i]
+    stream = active.get_current_stream(device)
+    run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *others)
 
 
 def _watched(kernel: JITFunction) -> bool:

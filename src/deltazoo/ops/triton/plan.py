@@ -158,6 +158,7 @@ class Plan:
         self.has_erase_key, self.undecayed, self.num_micro_steps = has_erase_key, undecayed, num_micro_steps
         self.dtype, self.half = dtype, dtype != torch.float32
         self.decay, self.per_channel, self.has_beta = decay, decay == 2, has_beta
+        assert not (undecayed and self.per_channel), "no kernel has this read"
         self.packed, self.scale, self.card = sequences is not None, scale, card
         chooses = (
             self.half and has_beta
@@ -232,7 +233,7 @@ class Plan:
         """Arguments of the kernels in plain Triton that read what is kept of chunks."""
         return dict(
             scale=self.scale, T=self.T, NT=self.NT, HV=self.HV, K=self.K, C=CHUNK, HAS_BETA=self.has_beta,
-            MICRO_STEPS=self.num_micro_steps, UNDECAYED=self.undecayed, PACKED=self.packed,
+            MICRO_STEPS=self.num_micro_steps, PACKED=self.packed,
             PRECISION="tf32" if self.half else "tf32x3",
         )  # fmt: skip
 

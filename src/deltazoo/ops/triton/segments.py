@@ -1,4 +1,4 @@
-"""The stages of a sequence that several ranks share, as operators of torch, and the backend that calls them.
+"""The stages of a sequence that several ranks share, as operators of torch: see `ops/context/backends.py`.
 
 All take a `RuleCall` with segments as sequences, and the number of segments on all ranks together, by which kernels are
 chosen. So a segment is computed in the same way however many of them a rank has.
@@ -15,7 +15,7 @@ from deltazoo.ops.triton.plan import Plan
 from deltazoo.ops.triton.problem import Problem, contiguous, fake_plan
 from deltazoo.ops.triton.stages import prepare, reverse_scan, scan, scan_for_states
 
-__all__ = ["TritonBackend"]
+__all__ = ["segment_gradients", "segment_outputs", "segment_pairs", "segment_start_gradients", "segment_states"]
 
 _INPUTS = f"{SCHEMA}, int segments"
 _NUM_INPUTS = len(RuleCall._fields) + 1
@@ -23,8 +23,6 @@ _PREPARED = 8
 """How many of the first fields of `Kept` the preparation of chunks fills."""
 _KEPT = "".join(f", Tensor? {name}" for name in Kept._fields[:_PREPARED])
 _ENDS = ", Tensor d_output, Tensor d_end"
-
-_Tensors = tuple[Tensor | None, ...]
 
 
 def _parts(arguments):
@@ -121,44 +119,16 @@ def _operator(name, more, results, launch, fake):
 
 
 segment_pairs = _operator("pairs", "", 2 + _PREPARED, _pairs, _fake_pairs)
+"""M and X of every segment `[S, HV, K, K]` and `[S, HV, K, V]`, and what is kept of the chunks."""
+
 segment_outputs = _operator("outputs", f"{_KEPT}, bool keep", 4, _outputs, _fake_outputs)
+"""The output and the segments' last states; with `keep` U and the states, where one scan gives all of them."""
+
 segment_start_gradients = _operator("start_gradients", _KEPT + _ENDS, 1, _start_gradients, _fake_start_gradients)
+"""Gradients of the segments' first states."""
+
 segment_states = _operator("states", _KEPT, 2, _states, _fake_states)
+"""U, and the states that enter the chunks."""
+
 segment_gradients = _operator("gradients", f"{_KEPT}, Tensor U, Tensor states{_ENDS}", 7, _gradients, _fake_gradients)
-
-
-class TritonBackend:
-    """The GPU kernels on segments, as a `SegmentBackend`: see there.
-
-    Args:
-        whole_segments: segments of all ranks.
-    """
-
-    def __init__(self, whole_segments: int) -> None:
-        self.whole_segments = whole_segments
-
-    def pairs(self, call: RuleCall) -> tuple[Tensor, Tensor, _Tensors]:
-        """M and X, and what is kept of the chunks."""
-        M, X, *kept = segment_pairs(*call, self.whole_segments)
-        return M, X, tuple(kept)
-
-    def outputs(self, call: RuleCall, kept: _Tensors, keep: bool) -> tuple[Tensor, Tensor, _Tensors]:
-        """The output, the last states, and with `keep` U and the states of chunks, where one scan gives all of them."""
-        output, ends, *states = segment_outputs(*call, self.whole_segments, *kept, keep)
-        return output, ends, tuple(states)
-
-    def start_gradients(self, call: RuleCall, kept: _Tensors, d_output: Tensor, d_end: Tensor) -> Tensor:
-        """Gradients of the segments' first states."""
-        return segment_start_gradients(*call, self.whole_segments, *kept[:-2], d_output, d_end)
-
-    def before_gradients(self, call: RuleCall, kept: _Tensors) -> _Tensors:
-        """With U, and the states that enter the chunks, unless the forward pass has kept them."""
-        *prepared, U, states = kept
-        if U is None or not U.numel():
-            U, states = segment_states(*call, self.whole_segments, *prepared)
-        return *prepared, U, states
-
-    def gradients(self, call: RuleCall, kept: _Tensors, d_output: Tensor, d_end: Tensor) -> _Tensors:
-        """All gradients."""
-        found = segment_gradients(*call, self.whole_segments, *kept, d_output, d_end)
-        return tuple(None if x is None else d for x, d in zip(call.differentiable, found, strict=True))
+"""Gradients of `RuleCall.differentiable`."""

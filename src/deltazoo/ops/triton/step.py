@@ -60,10 +60,9 @@ _STRIDES = [f"{x}_{axis}" for x in "qkv" for axis in ("batch", "step", "head")]
     do_not_specialize_on_alignment=["q", "k", "v", "beta", "log_decay", "output", "erase_key"],
 )
 def step_kernel(
-    q, k, v, beta, log_decay, state, new_state, output, erase_key, scale, HV, GROUP,
-    q_batch, q_step, q_head, k_batch, k_step, k_head, v_batch, v_step, v_head,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY_PER_CHANNEL: tl.constexpr,
-    MICRO_STEPS: tl.constexpr, UNDECAYED: tl.constexpr,
+    q, k, v, beta, log_decay, state, new_state, output, erase_key, scale, HV, GROUP, q_batch, q_step, q_head, k_batch,
+    k_step, k_head, v_batch, v_step, v_head, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DECAY_PER_CHANNEL: tl.constexpr, MICRO_STEPS: tl.constexpr, UNDECAYED: tl.constexpr,
 ):  # fmt: skip
     """Shapes as in `RuleCall`, states `[B, HV, K, V]` float32, which may be one tensor. Grid (B * HV * V / BV).
 
@@ -185,7 +184,7 @@ def _output(q: Tensor, v: Tensor) -> Tensor:
 def recurrent_step(call: RuleCall, *, inplace: bool = False) -> tuple[Tensor, Tensor]:
     """Output and next state of one token. No gradients: for inference.
 
-    The caller checks the shapes (`check_step_shapes`). No value is read back from the device.
+    The caller checks the shapes (`check_shapes`). No value is read back from the device.
 
     Args:
         call: of one token, from the state `initial_state`; K <= 256.

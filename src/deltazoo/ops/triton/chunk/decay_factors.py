@@ -73,14 +73,6 @@ def level_factor(g, o_c, level, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def undecayed_level_factor(g, o_c, level, DTYPE: tl.constexpr):
-    """The factor of the later row of a pair if it reads before its own decay: `level_factor` without that decay."""
-    row, other = o_c[:, None], o_c[None, :]
-    middle = (row >> (level + 1) << (level + 1)) + (1 << level) - 1
-    return tl.exp2(masked_sum(((other > middle) & (other < row)).to(DTYPE), g))
-
-
-@triton.jit
 def level_mask(o_c, level):
     """Pairs with one token in each half of a block of `2 << level` rows.
 

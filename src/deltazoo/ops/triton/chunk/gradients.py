@@ -26,8 +26,8 @@ def partial_overlap(b_S, b_dS):
 
 @triton.jit
 def through_states(
-    b_dO, b_U, b_Z, states, d_states, offsets, mask, b_dq, b_row, b_dk, b_overlap,
-    DECAY: tl.constexpr, HAS_BETA: tl.constexpr, PRECISION: tl.constexpr,
+    b_dO, b_U, b_Z, states, d_states, offsets, mask, b_dq, b_row, b_dk, b_overlap, DECAY: tl.constexpr,
+    HAS_BETA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the products with a tile of S and of dS: `dO S` to dq, `Z S` to row, `U dS` to dk, and <S, dS>."""
     b_S = tl.load(states + offsets, mask=mask, other=0.0)
@@ -75,51 +75,12 @@ def decay_gradient_of_the_rest(
 
 @triton.jit(do_not_specialize=["key_tiles", "value_tiles", "T", "NT", "H", "HV"])
 def chunk_gradients_kernel(
-    q,
-    k,
-    erase_key,
-    v,
-    beta,
-    log_decay,
-    G,
-    large_gain,
-    U,
-    Z,
-    d_output,
-    states,
-    d_states,
-    dq,
-    dk,
-    d_erase_key,
-    dv,
-    d_beta,
-    d_log_decay,
-    cu_seqlens,
-    chunk_sequence,
-    chunk_offsets,
-    scale,
-    key_tiles,
-    value_tiles,
-    T,
-    NT,
-    H,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    DECAY: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    STRICT: tl.constexpr,
-    BY_GAIN: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-    UNDECAYED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    q, k, erase_key, v, beta, log_decay, G, large_gain, U, Z, d_output, states, d_states, dq, dk, d_erase_key, dv,
+    d_beta, d_log_decay, cu_seqlens, chunk_sequence, chunk_offsets, scale, key_tiles, value_tiles, T, NT, H, HV,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
+    HAS_BETA: tl.constexpr, STRICT: tl.constexpr, BY_GAIN: tl.constexpr, MICRO_STEPS: tl.constexpr,
+    UNDECAYED: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """All gradients of one chunk of one value head; grid (HV, NT, B). dq, dk and `d_erase_key` are per value head.
 
     First come the gradients that need no key channels: those of the scores P and L, dv, and the values' part of d_beta.
@@ -321,7 +282,8 @@ def gradient_arguments(plan: Plan, tiles: dict[str, int]) -> dict[str, Any]:
 @per_plan
 def _constants(plan: Plan) -> Constants:
     arguments = gradient_arguments(plan, plan.tiles.gradients)
-    return Constants(*plan.chunk_grid(), DECAY=plan.decay, **plan.precisions, **arguments)
+    named = dict(DECAY=plan.decay, UNDECAYED=plan.undecayed) | plan.precisions
+    return Constants(*plan.chunk_grid(), **named, **arguments)
 
 
 def launch_gradients(p: Problem, kept: Kept, scanned: tuple[Tensor | None, ...], gradients: Gradients) -> None:

@@ -18,49 +18,12 @@ from deltazoo.ops.triton.tiles import CHUNK
 
 @triton.jit(do_not_specialize=["key_tiles", "value_tiles", "T", "NT", "H", "HV"])
 def chunk_gradients_channel_kernel(
-    q,
-    k,
-    erase_key,
-    v,
-    beta,
-    log_decay,
-    G,
-    strong_decay,
-    U,
-    Z,
-    d_output,
-    states,
-    d_states,
-    P_diagonal,
-    dq,
-    dk,
-    d_erase_key,
-    dv,
-    d_beta,
-    d_log_decay,
-    cu_seqlens,
-    chunk_sequence,
-    chunk_offsets,
-    scale,
-    key_tiles,
-    value_tiles,
-    T,
-    NT,
-    H,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-    UNDECAYED: tl.constexpr,
+    q, k, erase_key, v, beta, log_decay, G, strong_decay, U, Z, d_output, states, d_states, P_diagonal, dq, dk,
+    d_erase_key, dv, d_beta, d_log_decay, cu_seqlens, chunk_sequence, chunk_offsets, scale, key_tiles, value_tiles, T,
+    NT, H, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    HAS_BETA: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     MICRO_STEPS: tl.constexpr,
-):
+):  # fmt: skip
     """All gradients of one chunk of one value head, unless its decay is too strong; grid (HV, NT, B).
 
     As `chunk_gradients_kernel`, with the decay inside the products over tokens: `exp(G - middle)` where a token reads,
@@ -176,9 +139,6 @@ def chunk_gradients_channel_kernel(
         b_G = masked_sum(later, b_g)
         b_G -= middle[None, :]
         entry, undone = tl.exp2(b_G), tl.exp2(-b_G)
-        read_entry = entry
-        if UNDECAYED:
-            read_entry = tl.exp2(b_G - b_g)
         k_written = (b_k * undone).to(DTYPE)
 
         if WHOLE:
@@ -197,7 +157,7 @@ def chunk_gradients_channel_kernel(
         if HAS_BETA:
             if WHOLE:
                 b_row = tl.dot(b_Z, b_S, b_row, input_precision=PRECISION)
-            b_row = read_entry * tl.dot(W_L, k_written, -to_middle * b_row, input_precision=PRECISION)
+            b_row = entry * tl.dot(W_L, k_written, -to_middle * b_row, input_precision=PRECISION)
             b_dbeta += tl.sum(b_e * b_row, 1)
             b_row *= b_beta[:, None]
             b_dG += b_e * b_row
@@ -205,9 +165,7 @@ def chunk_gradients_channel_kernel(
                 b_dk += b_row
             else:
                 tl.store(d_erase_key + i_k * BK + o_dk, b_row.to(d_erase_key.dtype.element_ty), mask=m_ck)
-            if UNDECAYED:
-                b_dF = b_e * b_row
-            e_read = (b_beta[:, None] * b_e * read_entry).to(DTYPE)
+            e_read = (b_beta[:, None] * b_e * entry).to(DTYPE)
             b_col = tl.dot(W_L_columns, e_read, b_col, input_precision=PRECISION)
         b_col *= undone
         b_dG -= b_k * b_col
@@ -225,8 +183,6 @@ def chunk_gradients_channel_kernel(
         else:
             b_dg = masked_sum(tl.trans(later), b_dG)
         b_dg += b_last[None, :]
-        if UNDECAYED and HAS_BETA:  # a token's own decay does not act on what it reads to erase
-            b_dg -= b_dF
         tl.store(d_log_decay + i_k * BK + o_gate, b_dg, mask=m_gate[:, None] & m_k[None, :])
 
     if HAS_BETA:

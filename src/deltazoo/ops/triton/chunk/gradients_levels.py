@@ -42,45 +42,11 @@ def level_in_range(g, DTYPE: tl.constexpr):
 
 @triton.jit
 def gradients_of_tile(
-    q,
-    k,
-    erase_key,
-    beta,
-    log_decay,
-    G,
-    U,
-    Z,
-    d_output,
-    states,
-    d_states,
-    W,
-    P_diagonal,
-    dq,
-    dk,
-    d_erase_key,
-    d_log_decay,
-    slot,
-    first,
-    rows,
-    i_h,
-    i_k,
-    nothing,
-    scale,
-    value_tiles,
-    H,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-    UNDECAYED: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-):
+    q, k, erase_key, beta, log_decay, G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_erase_key,
+    d_log_decay, slot, first, rows, i_h, i_k, nothing, scale, value_tiles, H, HV, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, HAS_BETA: tl.constexpr, GROUPED: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, MICRO_STEPS: tl.constexpr,
+):  # fmt: skip
     """Store the gradients of queries, keys and log_decay of one tile of BK key channels of one chunk.
 
     Returns the tile's part of d_beta. `nothing` is zero, which the compiler does not know: it would keep masks and
@@ -133,8 +99,6 @@ def gradients_of_tile(
     entry = tl.exp2(masked_sum((other <= token).to(DTYPE), b_g))
     b_dq *= scale * entry
     if HAS_BETA:
-        if UNDECAYED:
-            entry = tl.exp2(masked_sum((other < token).to(DTYPE), b_g))
         # With beta, as W has it: in the gradient of the decay, pairs that no decay lies between cancel if the rows of
         # dL, for de, and its columns, for dk, are rounded alike.
         b_beta = tl.load(beta + slot * C + o_c)
@@ -155,10 +119,6 @@ def gradients_of_tile(
         exponent = masked_sum(tl.where((other <= token) ^ (other <= middle), sign, 0.0).to(DTYPE), b_g)
         entry = tl.exp2(tl.where(within, exponent, -tl.abs(exponent)))
         undone = tl.exp2(tl.where(within, -exponent, -tl.abs(exponent)))
-        read_entry = entry
-        if UNDECAYED:
-            read = masked_sum(tl.where((other < token) ^ (other <= middle), sign, 0.0).to(DTYPE), b_g)
-            read_entry = tl.exp2(tl.where(within, read, tl.minimum(read, 0.0)))  # left halves read nothing
         shift = tl.where(within, level + 1, level)
         pairs = token >> shift == (other >> shift) ^ tl.where(within, 0, 1)
         b_k = tl.load(k + keys + o_qk, mask=m_ck, other=0.0)
@@ -173,9 +133,9 @@ def gradients_of_tile(
             if erase_key is not None:
                 b_e = tl.load(erase_key + keys + o_qk, mask=m_ck, other=0.0)
             b_beta = tl.load(beta + slot * C + o_c)
-            e_read = (tl.where(not_near_zero(b_beta), 1.0, b_beta)[:, None] * b_e * read_entry).to(DTYPE)
+            e_read = (tl.where(not_near_zero(b_beta), 1.0, b_beta)[:, None] * b_e * entry).to(DTYPE)
             W_L = tl.where(pairs, tl.load(W + C * C + o_cc), 0.0).to(W.dtype.element_ty)
-            b_row += read_entry * tl.dot(W_L, k_written, input_precision=PRECISION)
+            b_row += entry * tl.dot(W_L, k_written, input_precision=PRECISION)
             b_pairs = tl.dot(tl.trans(W_L), e_read, b_pairs, input_precision=PRECISION)
         b_col += undone * b_pairs
 
@@ -205,8 +165,6 @@ def gradients_of_tile(
     else:
         b_dg = masked_sum((other >= token).to(DTYPE), b_dG)
     b_dg += b_last[None, :]
-    if UNDECAYED and HAS_BETA:  # a token's own decay does not act on what it reads to erase
-        b_dg -= b_row
     raw_g = tl.load(log_decay + token_gates + o_gate, mask=m_gate_k, other=0.0)
     b_dg = tl.where(raw_g > float("-inf"), b_dg, 0.0)
     tl.store(d_log_decay + token_gates + o_gate, b_dg, mask=m_gate_k)
@@ -215,52 +173,12 @@ def gradients_of_tile(
 
 @triton.jit(do_not_specialize=["key_tiles", "value_tiles", "chunks", "slots", "T", "NT", "H", "HV"])
 def chunk_gradients_strong_kernel(
-    q,
-    k,
-    erase_key,
-    v,
-    beta,
-    log_decay,
-    G,
-    strong_decay,
-    U,
-    Z,
-    d_output,
-    states,
-    d_states,
-    P_diagonal,
-    dq,
-    dk,
-    d_erase_key,
-    dv,
-    d_beta,
-    d_log_decay,
-    W,
-    cu_seqlens,
-    chunk_sequence,
-    chunk_offsets,
-    scale,
-    key_tiles,
-    value_tiles,
-    chunks,
-    slots,
-    T,
-    NT,
-    H,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-    UNDECAYED: tl.constexpr,
+    q, k, erase_key, v, beta, log_decay, G, strong_decay, U, Z, d_output, states, d_states, P_diagonal, dq, dk,
+    d_erase_key, dv, d_beta, d_log_decay, W, cu_seqlens, chunk_sequence, chunk_offsets, scale, key_tiles, value_tiles,
+    chunks, slots, T, NT, H, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    HAS_BETA: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     MICRO_STEPS: tl.constexpr,
-):
+):  # fmt: skip
     """Gradients of the chunks whose decay is too strong for one matrix product.
 
     One program handles up to 16 neighbouring `chunks`, of `slots` in all. W and `P_diagonal` are scratch memory for one
@@ -288,7 +206,7 @@ def chunk_gradients_strong_kernel(
                 b_dbeta += gradients_of_tile(
                     q, k, erase_key, beta, log_decay, G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk,
                     d_erase_key, d_log_decay, slot, first, rows, i_h, i_k, nothing, scale, value_tiles, H, HV, K, V,
-                    BK, BV, C, HAS_BETA, GROUPED, PRECISION, STAGES, UNDECAYED, MICRO_STEPS,
+                    BK, BV, C, HAS_BETA, GROUPED, PRECISION, STAGES, MICRO_STEPS,
                 )  # fmt: skip
             if HAS_BETA:
                 tl.store(d_beta + first * HV + i_h + o_c * HV, b_dbeta, mask=(o_c < rows) & (stored == 0))
@@ -302,45 +220,11 @@ def exact_sum(x, mask):
 
 @triton.jit
 def exact_gradients_of_tile(
-    q,
-    k,
-    erase_key,
-    beta,
-    log_decay,
-    G,
-    U,
-    Z,
-    d_output,
-    states,
-    d_states,
-    W,
-    P_diagonal,
-    dq,
-    dk,
-    d_erase_key,
-    d_log_decay,
-    slot,
-    first,
-    rows,
-    i_h,
-    i_k,
-    scale,
-    value_tiles,
-    H,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    STRONG: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-    UNDECAYED: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-):
+    q, k, erase_key, beta, log_decay, G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_erase_key,
+    d_log_decay, slot, first, rows, i_h, i_k, scale, value_tiles, H, HV, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STRONG: tl.constexpr, HAS_BETA: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, MICRO_STEPS: tl.constexpr,
+):  # fmt: skip
     """Store the gradients of queries, keys and log_decay of one tile of BK key channels of one chunk.
 
     Returns the tile's part of d_beta.
@@ -405,9 +289,6 @@ def exact_gradients_of_tile(
     b_g = tl.where(m_c[None, :], tl.trans(b_g), 0.0)
     b_G = exact_sum(b_g, tl.trans(later))
     entry = tl.exp2(b_G)
-    read_entry = entry
-    if UNDECAYED:
-        read_entry = tl.exp2(exact_sum(b_g, o_c[:, None] < o_c[None, :]))
     if STRONG:
         RANGE: tl.constexpr = exponent_range(tl.float32)
         undone, direct = tl.exp2(tl.minimum(-b_G, RANGE)), tl.min(b_G, 0) >= -RANGE
@@ -424,10 +305,10 @@ def exact_gradients_of_tile(
     b_dq = entry * tl.dot(k_written, tl.trans(W_P), b_dq * scale, input_precision=PRECISION)
     if HAS_BETA:
         # The row parts of dL and of the state both enter as `beta o row`; their products with k give d_beta.
-        b_row = read_entry * tl.dot(k_written, tl.trans(W_L), -b_row, input_precision=PRECISION)
+        b_row = entry * tl.dot(k_written, tl.trans(W_L), -b_row, input_precision=PRECISION)
     b_pairs = tl.dot(b_q * entry, W_P, input_precision=PRECISION)
     if HAS_BETA:
-        b_pairs = tl.dot(b_beta * b_e * read_entry, W_L, b_pairs, input_precision=PRECISION)
+        b_pairs = tl.dot(b_beta * b_e * entry, W_L, b_pairs, input_precision=PRECISION)
     b_col += undone * b_pairs
 
     if STRONG:
@@ -443,13 +324,10 @@ def exact_gradients_of_tile(
             b_col += f * tl.dot(b_q * f, W_f, input_precision=PRECISION)
             if HAS_BETA:
                 W_f = tl.where(pairs, tl.load(p_W + C * C), 0.0)
-                f_read, e_f = f, k_f
-                if UNDECAYED:
-                    between = (o_c[:, None] > middle[None, :]) & (o_c[:, None] < o_c[None, :])
-                    f_read = tl.exp2(exact_sum(b_g, between))
-                if UNDECAYED or erase_key is not None:
-                    e_f = b_e * f_read
-                b_row += f_read * tl.dot(k_f, tl.trans(W_f), input_precision=PRECISION)
+                e_f = k_f
+                if erase_key is not None:
+                    e_f = b_e * f
+                b_row += f * tl.dot(k_f, tl.trans(W_f), input_precision=PRECISION)
                 b_col += f * tl.dot(b_beta * e_f, W_f, input_precision=PRECISION)
 
     b_dk, b_dG = b_col, b_q * b_dq - b_k * b_col
@@ -468,8 +346,6 @@ def exact_gradients_of_tile(
     tl.store(dk + o_dk, tl.trans(b_dk).to(dk.dtype.element_ty), mask=m_ck)
     b_dg = exact_sum(b_dG, later)
     b_dg += b_last[:, None] + (tl.exp2(g_last) * tl.sum(b_overlap, 0))[:, None]
-    if UNDECAYED and HAS_BETA:  # a token's own decay does not act on what it reads to erase
-        b_dg -= b_e * b_row
     if STRONG:
         keeps = tl.load(log_decay + o_gate, mask=m_gate_k, other=0.0).to(tl.float32) > float("-inf")
         b_dg = tl.where(tl.trans(keeps), b_dg, 0.0)
@@ -479,53 +355,12 @@ def exact_gradients_of_tile(
 
 @triton.jit(do_not_specialize=["key_tiles", "value_tiles", "chunks", "slots", "T", "NT", "H", "HV"])
 def chunk_gradients_exact_kernel(
-    q,
-    k,
-    erase_key,
-    v,
-    beta,
-    log_decay,
-    G,
-    strong_decay,
-    U,
-    Z,
-    d_output,
-    states,
-    d_states,
-    P_diagonal,
-    dq,
-    dk,
-    d_erase_key,
-    dv,
-    d_beta,
-    d_log_decay,
-    W,
-    cu_seqlens,
-    chunk_sequence,
-    chunk_offsets,
-    scale,
-    key_tiles,
-    value_tiles,
-    chunks,
-    slots,
-    T,
-    NT,
-    H,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    STRONG: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-    UNDECAYED: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-):
+    q, k, erase_key, v, beta, log_decay, G, strong_decay, U, Z, d_output, states, d_states, P_diagonal, dq, dk,
+    d_erase_key, dv, d_beta, d_log_decay, W, cu_seqlens, chunk_sequence, chunk_offsets, scale, key_tiles, value_tiles,
+    chunks, slots, T, NT, H, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    STRONG: tl.constexpr, HAS_BETA: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, MICRO_STEPS: tl.constexpr,
+):  # fmt: skip
     """Gradients of the chunks whose decay is too strong for one matrix product (`STRONG`), or of all others.
 
     One program handles up to 16 neighbouring `chunks`, of `slots` in all. W and `P_diagonal` are scratch memory for one
@@ -552,7 +387,7 @@ def chunk_gradients_exact_kernel(
                 b_dbeta += exact_gradients_of_tile(
                     q, k, erase_key, beta, log_decay, G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk,
                     d_erase_key, d_log_decay, slot, first, rows, i_h, i_k, scale, value_tiles, H, HV, K, V, BK, BV, C,
-                    STRONG, HAS_BETA, GROUPED, PRECISION, STAGES, UNDECAYED, MICRO_STEPS,
+                    STRONG, HAS_BETA, GROUPED, PRECISION, STAGES, MICRO_STEPS,
                 )  # fmt: skip
             if HAS_BETA:
                 tl.store(d_beta + first * HV + i_h + o_c * HV, b_dbeta, mask=(o_c < rows) & (stored == 0))

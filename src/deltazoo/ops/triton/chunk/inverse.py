@@ -149,8 +149,8 @@ def strict_L_offsets(slot, i_h, HV, C: tl.constexpr):
 
 @triton.jit
 def store_inverse(
-    L, gain, AP, large_gain, strict_L, slot, i_h, HV,
-    C: tl.constexpr, STRICT: tl.constexpr, BY_GAIN: tl.constexpr, PRECISION: tl.constexpr,
+    L, gain, AP, large_gain, strict_L, slot, i_h, HV, C: tl.constexpr, STRICT: tl.constexpr, BY_GAIN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the transposed inverse of a fast chunk, or L of a strict one, which `invert_kernel` inverts.
 

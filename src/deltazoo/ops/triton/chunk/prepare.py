@@ -91,37 +91,11 @@ def prepare_chunk(
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "HV"])
 def prepare_kernel(
-    q,
-    k,
-    erase_key,
-    beta,
-    log_decay,
-    AP,
-    chunk_beta,
-    G,
-    large_gain,
-    strict_L,
-    cu_seqlens,
-    chunk_sequence,
-    chunk_offsets,
-    scale,
-    T,
-    NT,
-    H,
-    HV,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    C: tl.constexpr,
-    DECAY: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    STRICT: tl.constexpr,
-    BY_GAIN: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-    UNDECAYED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, cu_seqlens, chunk_sequence,
+    chunk_offsets, scale, T, NT, H, HV, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
+    HAS_BETA: tl.constexpr, STRICT: tl.constexpr, BY_GAIN: tl.constexpr, MICRO_STEPS: tl.constexpr,
+    UNDECAYED: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """A, P, step sizes and cumulative log2-decay G of every chunk; no decay, or one per head. Grid (HV, NT, B).
 
     The erase key is the key unless there is an `erase_key`.
@@ -141,29 +115,10 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["chunks", "T", "NT", "H", "HV"])
 def prepare_rest_kernel(
-    q,
-    k,
-    beta,
-    log_decay,
-    stopped,
-    AP,
-    chunk_beta,
-    G,
-    large_gain,
-    strict_L,
-    chunks,
-    scale,
-    T,
-    NT,
-    H,
-    HV,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    C: tl.constexpr,
-    DECAY: tl.constexpr,
-    GROUPED: tl.constexpr,
+    q, k, beta, log_decay, stopped, AP, chunk_beta, G, large_gain, strict_L, chunks, scale, T, NT, H, HV,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, GROUPED: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """What `prepare_kernel` stores, of the chunks at which and after which a fused kernel stopped.
 
     `stopped [B, HV]` has the first such chunk of every head, or NT. It counts as one with a large erase gain, so that
@@ -191,7 +146,8 @@ def _constants(plan: Plan) -> Constants:
     if more and plan.half and plan.tiles.BK <= 128 and plan.card.shared >= HOPPER:  # older cards spill
         options = options | dict(maxnreg=128)  # a few less let four programs share a multiprocessor
     return Constants(
-        *plan.chunk_grid(), DECAY=plan.decay, BK=plan.tiles.BK, **plan.precisions, **plan.per_chunk, **options,
+        *plan.chunk_grid(), DECAY=plan.decay, UNDECAYED=plan.undecayed, BK=plan.tiles.BK, **plan.precisions,
+        **plan.per_chunk, **options,
     )  # fmt: skip
 
 

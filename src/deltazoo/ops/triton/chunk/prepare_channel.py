@@ -25,7 +25,6 @@ from deltazoo.ops.triton.chunk.decay_factors import (
     level_factor,
     level_mask,
     log2_decay,
-    undecayed_level_factor,
 )
 from deltazoo.ops.triton.chunk.inverse import store_inverse
 from deltazoo.ops.triton.chunk.prepare import store_scores
@@ -61,19 +60,6 @@ def of_all_runs(x, C: tl.constexpr):
 
 
 @triton.jit
-def sum_before(G, RUNS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """The running sum `G [C, BK]` of the row before, zero for the first row; rows as they are loaded."""
-    RUN: tl.constexpr = C // RUNS
-    G = tl.reshape(G, [RUN, RUNS, BK])
-    place, run = tl.arange(0, RUN)[:, None, None], tl.arange(0, RUNS)[None, :, None]
-    before = tl.gather(G, tl.broadcast_to(tl.maximum(place - 1, 0), [RUN, RUNS, BK]), 0)
-    ends = tl.sum(tl.where(place == RUN - 1, G, 0.0), 0)
-    starts = tl.gather(ends, tl.broadcast_to(tl.maximum(tl.arange(0, RUNS)[:, None] - 1, 0), [RUNS, BK]), 0)
-    before = tl.where(place == 0, tl.where(run == 0, 0.0, starts[None, :, :]), before)
-    return tl.reshape(before, [C, BK])
-
-
-@triton.jit
 def by_token(x, RUNS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
     """The rows of `x [C, BK]` from the order in which they are loaded to the order of the tokens."""
     return tl.reshape(tl.permute(tl.reshape(x, [C // RUNS, RUNS, BK]), (1, 0, 2)), [C, BK])
@@ -81,25 +67,9 @@ def by_token(x, RUNS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def add_levels(
-    b_P,
-    b_N,
-    q,
-    k,
-    erase_key,
-    log_decay,
-    k_out,
-    first,
-    o_c,
-    o_k,
-    m_ck,
-    q_stride,
-    g_stride,
-    direct,
-    HAS_BETA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UNDECAYED: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-):
+    b_P, b_N, q, k, erase_key, log_decay, k_out, first, o_c, o_k, m_ck, q_stride, g_stride, direct,
+    HAS_BETA: tl.constexpr, PRECISION: tl.constexpr, MICRO_STEPS: tl.constexpr,
+):  # fmt: skip
     """Add the pairs of the rows that are not `direct`, over some channels, and store these channels of `k_out`."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     RANGE: tl.constexpr = exponent_range(DTYPE)
@@ -135,9 +105,6 @@ def add_levels(
     pairs = same & (other < row)
     b_P += tl.where(pairs, tl.dot((b_q * decay).to(DTYPE), k_written, input_precision=PRECISION), 0.0)
     if HAS_BETA:
-        if UNDECAYED:
-            decay = tl.exp2(masked_sum((same & (other < row)).to(DTYPE), b_g))
-            decay = tl.where(near, decay, 0.0)
         b_N += tl.where(pairs, tl.dot((b_e * decay).to(DTYPE), k_written, input_precision=PRECISION), 0.0)
     # All others take the levels; those below 4 are of pairs within such a block.
     all_near = tl.min((near | (direct != 0)).to(tl.int32))
@@ -145,51 +112,20 @@ def add_levels(
         f = level_factor(b_g, o_c, level, DTYPE)
         pairs = level_mask(o_c, level)
         k_f = tl.trans((b_k * f).to(DTYPE))
-        f_read = undecayed_level_factor(b_g, o_c, level, DTYPE) if UNDECAYED else f
-        f, f_read = tl.where(near & (level < 4), 0.0, f), tl.where(near & (level < 4), 0.0, f_read)
+        f = tl.where(near & (level < 4), 0.0, f)
         b_P += tl.where(pairs, tl.dot((b_q * f).to(DTYPE), k_f, input_precision=PRECISION), 0.0)
         if HAS_BETA:
-            b_N += tl.where(pairs, tl.dot((b_e * f_read).to(DTYPE), k_f, input_precision=PRECISION), 0.0)
+            b_N += tl.where(pairs, tl.dot((b_e * f).to(DTYPE), k_f, input_precision=PRECISION), 0.0)
     return b_P, b_N
 
 
 @triton.jit
 def prepare_chunk(
-    q,
-    k,
-    erase_key,
-    beta,
-    log_decay,
-    AP,
-    chunk_beta,
-    G,
-    large_gain,
-    strict_L,
-    q_in,
-    k_in,
-    k_out,
-    slot,
-    first,
-    rows,
-    i_h,
-    scale,
-    level_tiles,
-    H,
-    HV,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    LEVEL_BK: tl.constexpr,
-    RUNS: tl.constexpr,
-    C: tl.constexpr,
-    STRONG: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    STRICT: tl.constexpr,
-    BY_GAIN: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UNDECAYED: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-):
+    q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, slot, first, rows,
+    i_h, scale, level_tiles, H, HV, K: tl.constexpr, BK: tl.constexpr, LEVEL_BK: tl.constexpr, RUNS: tl.constexpr,
+    C: tl.constexpr, STRONG: tl.constexpr, HAS_BETA: tl.constexpr, STRICT: tl.constexpr, BY_GAIN: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, MICRO_STEPS: tl.constexpr,
+):  # fmt: skip
     """Prepare one chunk; returns its flag `strong_decay`. Without STRONG returns early if that is not 0."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     RANGE: tl.constexpr = exponent_range(DTYPE)
@@ -245,10 +181,7 @@ def prepare_chunk(
         run = tl.arange(0, RUNS)[:, None]
         tl.store(G + slot * K + o_k[None, :] + run * 0, g_last, mask=(run == 0) & (o_k < K)[None, :])
         decay, undone = tl.exp2(b_G), tl.exp2(tl.minimum(-b_G, RANGE) if STRONG else -b_G)
-        read_decay = decay
-        if UNDECAYED:
-            read_decay = tl.exp2(sum_before(b_G, RUNS, C, BK))
-        q_read, k_read = (b_q * decay).to(DTYPE), (b_e * read_decay).to(DTYPE)
+        q_read, k_read = (b_q * decay).to(DTYPE), (b_e * decay).to(DTYPE)
         k_written = b_k * undone
         tl.store(q_in + o_gate, q_read, mask=m_query)
         tl.store(k_in + o_gk, k_read, mask=mask)
@@ -263,9 +196,6 @@ def prepare_chunk(
         N = b_N
         if HAS_BETA:
             N = tl.dot(by_token(k_read, RUNS, C, BK), k_written, input_precision=PRECISION)
-            if UNDECAYED:  # for the erase gain, which has no decay in it
-                b_ek = tl.sum(b_e.to(tl.float32) * b_k.to(tl.float32), 1)
-                N = tl.where(diagonal, by_token(b_ek[:, None], RUNS, C, 1), N)
         if tl.float32 == DTYPE:
             b_qk = by_token(tl.sum(b_q * b_k, 1)[:, None], RUNS, C, 1)
             P = tl.where(diagonal, b_qk, P)
@@ -278,7 +208,7 @@ def prepare_chunk(
                 m_ck = (o_c < rows)[:, None] & (o_l < K)[None, :]
                 b_P, b_N = add_levels(
                     b_P, b_N, q, k, erase_key, log_decay, k_out, first, o_c, o_l, m_ck, q_stride, g_stride, direct,
-                    HAS_BETA, PRECISION, UNDECAYED, MICRO_STEPS,
+                    HAS_BETA, PRECISION, MICRO_STEPS,
                 )  # fmt: skip
         elif tile == 0:
             b_P, b_N = P, N
@@ -302,48 +232,15 @@ def prepare_chunk(
 
 @triton.jit(do_not_specialize=["level_tiles", "T", "NT", "H", "HV"])
 def prepare_channel_kernel(
-    q,
-    k,
-    erase_key,
-    beta,
-    log_decay,
-    stopped,
-    AP,
-    chunk_beta,
-    G,
-    strong_decay,
-    large_gain,
-    strict_L,
-    q_in,
-    k_in,
-    k_out,
-    cu_seqlens,
-    chunk_sequence,
-    chunk_offsets,
-    scale,
-    level_tiles,
-    T,
-    NT,
-    H,
-    HV,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    LEVEL_BK: tl.constexpr,
-    RUNS: tl.constexpr,
-    C: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    STRICT: tl.constexpr,
-    BY_GAIN: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PART: tl.constexpr,
-    UNDECAYED: tl.constexpr,
+    q, k, erase_key, beta, log_decay, stopped, AP, chunk_beta, G, strong_decay, large_gain, strict_L, q_in, k_in, k_out,
+    cu_seqlens, chunk_sequence, chunk_offsets, scale, level_tiles, T, NT, H, HV, K: tl.constexpr, BK: tl.constexpr,
+    LEVEL_BK: tl.constexpr, RUNS: tl.constexpr, C: tl.constexpr, HAS_BETA: tl.constexpr, STRICT: tl.constexpr,
+    BY_GAIN: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr,
     MICRO_STEPS: tl.constexpr,
-):
+):  # fmt: skip
     """A, P, step sizes, log2-decay G, q and k with the decay multiplied in, and the flag `strong_decay` of every chunk.
 
-    `k_in` has the erase keys if there are any; UNDECAYED, with the decay up to the token before.
+    `k_in` has the erase keys if there are any.
 
     PART selects the chunks of a launch: all (0), those without strong decay, with the flags of all (1), or those with
     strong decay (2). With `stopped`, a number for each head, they are those from this number on. Grid (HV, NT, B).
@@ -365,7 +262,7 @@ def prepare_channel_kernel(
         flag = prepare_chunk(
             q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, slot, first,
             rows, i_h, scale, 0, H, HV, K, BK, BK, RUNS, C, False, HAS_BETA, STRICT, BY_GAIN, GROUPED, PRECISION,
-            UNDECAYED, MICRO_STEPS,
+            MICRO_STEPS,
         )  # fmt: skip
         tl.store(strong_decay + slot, flag)
         if PART == 1:
@@ -376,7 +273,7 @@ def prepare_channel_kernel(
         flag = prepare_chunk(
             q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, slot, first,
             rows, i_h, scale, level_tiles, H, HV, K, BK, LEVEL_BK, RUNS, C, True, HAS_BETA, STRICT, BY_GAIN, GROUPED,
-            PRECISION, UNDECAYED, MICRO_STEPS,
+            PRECISION, MICRO_STEPS,
         )  # fmt: skip
         tl.store(strong_decay + slot, flag)
 

@@ -121,49 +121,13 @@ def unpack_values(fetched, BV: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexp
 
 @triton.jit(do_not_specialize=["T", "NT", "segments", "chunks", "HK", "HV"])
 def scan_kernel(
-    q_in,
-    k_in,
-    k_out,
-    v,
-    beta,
-    G,
-    AP,
-    large_gain,
-    output,
-    U_out,
-    states,
-    initial_state,
-    final_state,
-    cu_seqlens,
-    chunk_offsets,
-    scale,
-    T,
-    NT,
-    segments,
-    chunks,
-    HK,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    DECAY: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    STRICT: tl.constexpr,
-    BY_GAIN: tl.constexpr,
-    SEPARATE: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-    UNDECAYED: tl.constexpr,
-    INITIAL: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_V: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    KEEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    q_in, k_in, k_out, v, beta, G, AP, large_gain, output, U_out, states, initial_state, final_state, cu_seqlens,
+    chunk_offsets, scale, T, NT, segments, chunks, HK, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, HAS_BETA: tl.constexpr, STRICT: tl.constexpr,
+    BY_GAIN: tl.constexpr, SEPARATE: tl.constexpr, MICRO_STEPS: tl.constexpr, UNDECAYED: tl.constexpr,
+    INITIAL: tl.constexpr, PACKED: tl.constexpr, HAS_V: tl.constexpr, OUTPUT: tl.constexpr, KEEP: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """Final state; with OUTPUT the output, or with KEEP the states that enter the chunks, and the corrections U.
 
     One program owns BV value channels of one value head of one sequence or segment. It starts from zero, a given state
@@ -318,7 +282,7 @@ FROM_ZERO, FROM_STATE, FROM_IDENTITY = 0, 1, 2
 def scan_arguments(plan: Plan, tiles: dict[str, int], V: int, **named: Any) -> Constants:
     """Constants of a serial scan of states with V value channels in plain Triton: a program per tile of them."""
     programs = -(-V // tiles["BV"]) * plan.HV * plan.scans
-    return Constants(programs, V=V, **plan.common, **plan.scanned_heads, **named, **tiles)
+    return Constants(programs, V=V, UNDECAYED=plan.undecayed, **plan.common, **plan.scanned_heads, **named, **tiles)
 
 
 @per_plan

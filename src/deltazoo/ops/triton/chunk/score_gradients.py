@@ -31,9 +31,8 @@ def values_gradient(v, dv, offsets, mask, b_beta, b_Z, HAS_BETA: tl.constexpr):
 
 @triton.jit
 def score_gradients(
-    v, dv, d_output, U, Z, b_beta, o_cv, o_output, o_v, m_c, m_output, value_tiles,
-    V: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr, HAS_BETA: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    v, dv, d_output, U, Z, b_beta, o_cv, o_output, o_v, m_c, m_output, value_tiles, V: tl.constexpr, BV: tl.constexpr,
+    WHOLE: tl.constexpr, HAS_BETA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the scores of a chunk, dP and -dL, not yet masked, and the values' part of d_beta; stores dv.
 
@@ -89,31 +88,10 @@ def store_step_gradient(d_beta, b_beta, b_ZU, m_c):
 
 @triton.jit
 def pair_gradients(
-    v,
-    beta,
-    U,
-    Z,
-    d_output,
-    W,
-    P_diagonal,
-    dv,
-    d_beta,
-    slot,
-    first,
-    rows,
-    i_h,
-    scale,
-    value_tiles,
-    HV,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-    WITH_STEPS: tl.constexpr,
-):
+    v, beta, U, Z, d_output, W, P_diagonal, dv, d_beta, slot, first, rows, i_h, scale, value_tiles, HV, V: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, HAS_BETA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    MICRO_STEPS: tl.constexpr, WITH_STEPS: tl.constexpr,
+):  # fmt: skip
     """Store the gradients of the scores of one chunk, dv, and d_beta of the tokens whose step size is not near zero.
 
     Returns the values' part of d_beta, and which tokens have their d_beta stored. W gets the strictly lower parts of

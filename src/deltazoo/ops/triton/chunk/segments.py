@@ -6,19 +6,9 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["segments", "HV"])
 def chain_kernel(
-    transitions,
-    added,
-    first,
-    states,
-    segments,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    REVERSE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    transitions, added, first, states, segments, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """`states[0] = first` (None: zero), `states[i + 1] = transitions[i] states[i] + added[i]` over a row's segments.
 
     REVERSE runs from the last segment to the first with the transposed transitions. All `[N * segments, HV, K, V]`

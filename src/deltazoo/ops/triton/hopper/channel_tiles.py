@@ -98,9 +98,7 @@ def copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states, o_rows
 
 
 @jit
-def score_gradients(
-    v, dv, beta, d_beta, wide_row, o_values, m_values, token, HV, rows, scale, dO, b_U, b_Z, dP, ZU,
-):  # fmt: skip
+def score_gradients(v, dv, beta, d_beta, wide_row, o_values, m_values, token, HV, rows, scale, dO, b_U, b_Z, dP, ZU):
     """Store dv, d_beta where it is <z, u> / beta, and what is below the diagonals of dP and Z U^T in shared memory.
 
     Waits for all copies but the latest. Step sizes near zero have a sum in place of <z, u> / beta

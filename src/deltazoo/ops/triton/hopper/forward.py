@@ -82,9 +82,7 @@ def _read_scalar(x, warps: gl.constexpr):
 
 
 @jit
-def copy_chunks(
-    copied, DECAY: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
+def copy_chunks(copied, DECAY: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.constexpr, STAGES: gl.constexpr):
     """Copy q, k and v of every chunk, and store its step sizes and factors of decay. One warp."""
     tiles, rings, channel, bars, factors, large, beta, chunk_beta, chunk_G, scale, i_b, i_k, i_h, T, HV, NC = copied
     q_tiles, k_tiles, v_tiles, log_decay = tiles
@@ -168,8 +166,8 @@ def _store_output(tiles, coordinates, buffer, O):
 
 @jit
 def carry_state(
-    carried, PART: gl.constexpr, DECAY: gl.constexpr, INITIAL: gl.constexpr, STOPS: gl.constexpr,
-    KEEP: gl.constexpr, STAGES: gl.constexpr,
+    carried, PART: gl.constexpr, DECAY: gl.constexpr, INITIAL: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """The state of value channels `PART * 64` on, from chunk to chunk, and their outputs. Four warps."""
     tiles, rings, channel, bars, prepared, factors, large, buffers, ends, scale, i_b, i_h, B, NC = carried
@@ -297,33 +295,11 @@ def carry_state(
 
 @jit(do_not_specialize=["T", "H", "HV"])
 def hopper_forward_kernel(
-    q_tiles,
-    k_tiles,
-    v_tiles,
-    o_tiles,
-    beta,
-    log_decay,
-    initial,
-    final,
-    stopped,
-    U_tiles,
-    states_tiles,
-    AP_tiles,
-    chunk_beta,
-    chunk_G,
-    scale,
-    T,
-    H,
-    HV,
-    DECAY: gl.constexpr,
-    INITIAL: gl.constexpr,
-    BY_GAIN: gl.constexpr,
-    KEEP: gl.constexpr,
-    STAGES: gl.constexpr,
-    STATE_REGISTERS: gl.constexpr,
-    PREPARE_REGISTERS: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, o_tiles, beta, log_decay, initial, final, stopped, U_tiles, states_tiles, AP_tiles,
+    chunk_beta, chunk_G, scale, T, H, HV, DECAY: gl.constexpr, INITIAL: gl.constexpr, BY_GAIN: gl.constexpr,
+    KEEP: gl.constexpr, STAGES: gl.constexpr, STATE_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
-):
+):  # fmt: skip
     """Output and final states of the delta rule; DECAY is 0 for none, 1 per head, 2 per channel. Grid (B * HV,).
 
     A program stops at the first chunk that is not for it: with BY_GAIN one whose largest erase gain needs strict

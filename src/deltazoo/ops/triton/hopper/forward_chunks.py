@@ -71,9 +71,7 @@ def _twice(x, LAYOUT: gl.constexpr):
 
 
 @jit
-def prepare_chunks(
-    chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
+def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, STAGES: gl.constexpr):
     """P, T11 and T22, and -L21 of every chunk, and whether its largest gain is too large. Four warps."""
     rings, channel, bars, prepared, factors, large, scratch, kept, scale, NC = chunks
     q_ring, k_ring, _ = rings

@@ -332,9 +332,7 @@ def walk(
 
 
 @jit
-def gradients(
-    tiles, buffers, bars, gates, d_beta, d_G, where, DECAY: gl.constexpr, STRICT: gl.constexpr
-):  # fmt: skip
+def gradients(tiles, buffers, bars, gates, d_beta, d_G, where, DECAY: gl.constexpr, STRICT: gl.constexpr):
     """The gradients of q, k and, with decay, G of each chunk, from those of P and L; with STRICT these, too.
 
     W_P and W_L have a buffer each, but with STRICT one, since the second term of A takes the other.
@@ -456,36 +454,10 @@ def gradients(
 
 @jit(do_not_specialize=["T", "H", "HV", "segments", "chunks", "ZERO"])
 def backward_kernel(
-    q_tiles,
-    k_tiles,
-    dO_tiles,
-    U_tiles,
-    AP_tiles,
-    S_tiles,
-    dq_tiles,
-    dk_tiles,
-    dv_tiles,
-    beta,
-    G,
-    large_gain,
-    d_beta,
-    d_G,
-    overlap,
-    d_final,
-    d_initial,
-    scale,
-    T,
-    H,
-    HV,
-    segments,
-    chunks,
-    ZERO,
-    DECAY: gl.constexpr,
-    STRICT: gl.constexpr,
-    WALK_REGISTERS: gl.constexpr,
-    GRADIENT_REGISTERS: gl.constexpr,
-    COPY_REGISTERS: gl.constexpr,
-):
+    q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles, beta, G, large_gain, d_beta,
+    d_G, overlap, d_final, d_initial, scale, T, H, HV, segments, chunks, ZERO, DECAY: gl.constexpr,
+    STRICT: gl.constexpr, WALK_REGISTERS: gl.constexpr, GRADIENT_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+):  # fmt: skip
     """All gradients of one value head of one row, or of one of its `segments` of `chunks` chunks; grid (N * HV).
 
     The first arguments are tiles for the copy engine: `[C, D]` of q, k, dO, U, S, dq and dk, `[C, HALF]` of AP and dv.

@@ -54,35 +54,9 @@ from deltazoo.ops.triton.problem import Problem
 
 @jit(do_not_specialize=["channels", "nothing", "T", "NT", "H", "HV"])
 def hopper_chunk_gradients_channel_kernel(
-    q,
-    k,
-    erase_key,
-    v,
-    beta,
-    log_decay,
-    G,
-    strong_decay,
-    U,
-    Z,
-    d_output,
-    states,
-    d_states,
-    d_states_high,
-    dq,
-    dk,
-    d_erase_key,
-    dv,
-    d_beta,
-    d_log_decay,
-    scale,
-    channels,
-    nothing,
-    T,
-    NT,
-    H,
-    HV,
-    GROUPED: gl.constexpr,
-):
+    q, k, erase_key, v, beta, log_decay, G, strong_decay, U, Z, d_output, states, d_states, d_states_high, dq, dk,
+    d_erase_key, dv, d_beta, d_log_decay, scale, channels, nothing, T, NT, H, HV, GROUPED: gl.constexpr,
+):  # fmt: skip
     """All gradients of one chunk of one value head, unless its decay is too strong; grid (HV, NT, B).
 
     dv may lie where Z does, and dq and dk where `d_states` and `d_states_high` do, if there is the latter. Only this

@@ -105,37 +105,9 @@ def add_pairs(b_dq, b_row, b_col, level, operands, buffers, WHOLE: gl.constexpr)
 
 @jit(do_not_specialize=["channels", "nothing", "chunks", "slots", "T", "NT", "H", "HV"])
 def hopper_chunk_gradients_strong_kernel(
-    q,
-    k,
-    erase_key,
-    v,
-    beta,
-    log_decay,
-    G,
-    strong_decay,
-    U,
-    Z,
-    d_output,
-    states,
-    d_states,
-    d_states_high,
-    dq,
-    dk,
-    d_erase_key,
-    dv,
-    d_beta,
-    d_log_decay,
-    scale,
-    channels,
-    nothing,
-    chunks,
-    slots,
-    T,
-    NT,
-    H,
-    HV,
-    GROUPED: gl.constexpr,
-):
+    q, k, erase_key, v, beta, log_decay, G, strong_decay, U, Z, d_output, states, d_states, d_states_high, dq, dk,
+    d_erase_key, dv, d_beta, d_log_decay, scale, channels, nothing, chunks, slots, T, NT, H, HV, GROUPED: gl.constexpr,
+):  # fmt: skip
     """All gradients of the chunks whose decay is too strong; grid (programs,).
 
     A program looks at `chunks` neighbouring ones, of `slots` in all. `channels` and `nothing` are as in

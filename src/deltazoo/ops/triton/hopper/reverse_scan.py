@@ -170,38 +170,11 @@ def gradient_partition(
 
 @jit(do_not_specialize=["T", "NT", "segments", "chunks", "HK", "HV"])
 def hopper_reverse_scan_kernel(
-    q_tiles,
-    k_in_tiles,
-    k_out_tiles,
-    d_output_tiles,
-    AP_tiles,
-    Z_tiles,
-    d_states_tiles,
-    d_states_high_tiles,
-    beta,
-    G,
-    large_gain,
-    d_final,
-    d_initial,
-    scale,
-    T,
-    NT,
-    segments,
-    chunks,
-    HK,
-    HV,
-    DECAY: gl.constexpr,
-    BY_GAIN: gl.constexpr,
-    SEPARATE: gl.constexpr,
-    UNDECAYED: gl.constexpr,
-    HAS_FINAL: gl.constexpr,
-    HAS_INITIAL: gl.constexpr,
-    KEEP: gl.constexpr,
-    IN_PLACE: gl.constexpr,
-    PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    LATE_STAGES: gl.constexpr,
-):
+    q_tiles, k_in_tiles, k_out_tiles, d_output_tiles, AP_tiles, Z_tiles, d_states_tiles, d_states_high_tiles, beta, G,
+    large_gain, d_final, d_initial, scale, T, NT, segments, chunks, HK, HV, DECAY: gl.constexpr, BY_GAIN: gl.constexpr,
+    SEPARATE: gl.constexpr, UNDECAYED: gl.constexpr, HAS_FINAL: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    KEEP: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
+):  # fmt: skip
     """As `chunk.scan.reverse_scan_kernel` without STRICT: heads of 128 channels, 16-bit inputs, rows not packed.
 
     One program owns `64 * PARTS` value channels of one value head of one row or segment. Grid (2 / PARTS * HV * N).

@@ -59,7 +59,7 @@ def as_tile(buffer, channels: gl.constexpr):
 @jit
 def store_factors(
     factors, totals, stage, beta, G, chunk, scale, ROWS: gl.constexpr, DECAY: gl.constexpr, UNDECAYED: gl.constexpr
-):  # fmt: skip
+):
     """Store the factors of one chunk, by one warp."""
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_c = gl.arange(0, C, LANES)
@@ -318,41 +318,12 @@ def first_large(large_gain, slot, count, HV):
 
 @jit(do_not_specialize=["T", "NT", "segments", "chunks", "HK", "HV"])
 def hopper_scan_kernel(
-    q_tiles,
-    k_in_tiles,
-    k_out_tiles,
-    v_tiles,
-    AP_tiles,
-    out_tiles,
-    U_tiles,
-    states_tiles,
-    beta,
-    G,
-    large_gain,
-    stopped,
-    initial_state,
-    final_state,
-    scale,
-    T,
-    NT,
-    segments,
-    chunks,
-    HK,
-    HV,
-    DECAY: gl.constexpr,
-    BY_GAIN: gl.constexpr,
-    SEPARATE: gl.constexpr,
-    UNDECAYED: gl.constexpr,
-    INITIAL: gl.constexpr,
-    HAS_V: gl.constexpr,
-    OUTPUT: gl.constexpr,
-    KEEP: gl.constexpr,
-    BY_TOKEN: gl.constexpr,
-    STRICT: gl.constexpr,
-    PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
+    q_tiles, k_in_tiles, k_out_tiles, v_tiles, AP_tiles, out_tiles, U_tiles, states_tiles, beta, G, large_gain, stopped,
+    initial_state, final_state, scale, T, NT, segments, chunks, HK, HV, DECAY: gl.constexpr, BY_GAIN: gl.constexpr,
+    SEPARATE: gl.constexpr, UNDECAYED: gl.constexpr, INITIAL: gl.constexpr, HAS_V: gl.constexpr, OUTPUT: gl.constexpr,
+    KEEP: gl.constexpr, BY_TOKEN: gl.constexpr, STRICT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr,
-):
+):  # fmt: skip
     """As `chunk.scan.scan_kernel`: heads of 128 channels, 16-bit inputs, rows that are not packed.
 
     One program owns `64 * PARTS` value channels of one value head of one row or segment. Grid (2 / PARTS * HV * N).

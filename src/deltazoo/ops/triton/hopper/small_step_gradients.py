@@ -38,26 +38,9 @@ def last_small(beta, slot, first, NC, T, HV, SMALL: tl.constexpr, C: tl.constexp
 
 @triton.jit(do_not_specialize=["T", "H", "HV", "segments", "chunks", "value_tiles"])
 def tiny_steps_kernel(
-    k,
-    v,
-    beta,
-    G,
-    AP,
-    initial_state,
-    dv,
-    d_beta,
-    T,
-    H,
-    HV,
-    segments,
-    chunks,
-    value_tiles,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    DECAY: tl.constexpr,
-):
+    k, v, beta, G, AP, initial_state, dv, d_beta, T, H, HV, segments, chunks, value_tiles, K: tl.constexpr,
+    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
+):  # fmt: skip
     """d_beta and dv of the tokens with a small step size, whose rows of dv are Z; grid (N * HV).
 
     `d_beta = <z, v - y>`, y what the token reads of its key: of the state that enters the chunk, and of the corrections
