@@ -232,7 +232,7 @@ class DeltaRuleAttention(Float32Parameters):
         past = StateAccess(past_key_values, self.layer_idx)
         sequences = self._describe(hidden_states, attention_mask, cu_seqlens, sequences, past)
         x = LayerInput(sequences.arrange(hidden_states), self, apart=sequences.computed_meanwhile)
-        q, k, v = (x.project(name) for name in ("q_proj", "k_proj", "v_proj"))
+        q, k, v = [x.project(name) for name in ("q_proj", "k_proj", "v_proj")]
         q, k, v, conv_state = convolve(self._convolutions(), q, k, v, past, sequences, self.activation)
         q, k, v = self._split_heads(q, k, v)
         q, k = rotate_queries_and_keys(q, k, rotary, sequences, fused_kernels=self.fused_kernels)

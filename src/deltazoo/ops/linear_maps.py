@@ -43,8 +43,8 @@ def linear_maps(x: Tensor, linears: Sequence[nn.Module], *, plain: bool = False)
     joint: Sequence[Any] = linears if plain else [linear for linear in linears if called_as_is(linear)]
     if len(joint) < 2 or transforming() or type(x) is not Tensor:
         return [linear(x) for linear in linears]
-    x_cast, *weights = cast_for_product(x, *(linear.weight for linear in joint))
-    if any(weight.dtype != x_cast.dtype for weight in weights):
+    x_cast, *weights = cast_for_product(x, *[linear.weight for linear in joint])
+    if {weight.dtype for weight in weights} != {x_cast.dtype}:
         return [linear(x) for linear in linears]
     results = dict(zip(map(id, joint), _LinearMaps.apply(x_cast, *weights), strict=True))
     return [results[id(linear)] if id(linear) in results else linear(x) for linear in linears]
@@ -106,7 +106,7 @@ class _LinearMaps(torch.autograd.Function):
             if any(i in trained for i in small):
                 d_weights |= _parts(d_joined.t() @ rows, small, weights, 0)
         d_x = _sum_of_products(rows, pairs).view(x.shape) if ctx.needs_input_grad[0] and pairs else None
-        return d_x, *(d_weights.get(i) if i in trained else None for i in range(len(weights)))
+        return d_x, *[d_weights.get(i) if i in trained else None for i in range(len(weights))]
 
 
 def _small_maps(x: Tensor, weights: Sequence[Tensor]) -> list[int]:
