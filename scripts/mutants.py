@@ -52,7 +52,7 @@ MUTANTS = {
         'return torch.sigmoid(x.project("b_proj"))',
         "layers/test_delta_attention.py",
     ),
-    "decay that grows": Mutant("return -rate * F.softplus(x)", "return rate * F.softplus(x)", "ops/test_decay.py"),
+    "decay that grows": Mutant("g = -rate * F.softplus(x)", "g = rate * F.softplus(x)", "ops/test_decay.py"),
     "taps reach into the document before": Mutant(
         "x.masked_fill((positions < lag)[..., None], 0)",
         "x.masked_fill((positions < 0)[..., None], 0)",

@@ -14,7 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 ON_ONE_WORKER = (
     "tests/distributed/test_distributed.py",
     "tests/distributed/test_tensor_parallel.py",
-    "tests/ops/fused/test_fused.py",
+    "tests/ops/fused/test_layers.py",
     "tests/ops/triton/test_step.py",
     "tests/ops/triton/test_delta_rule.py",
     "tests/training/test_conversion.py",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from deltazoo import layers, list_rules
 from deltazoo.layers import DeltaRuleAttention, LayerInput, SwiGLU, make_layer
+from deltazoo.ops.fused import norms
 from deltazoo.ops.linear_maps import linear_maps
 from deltazoo.ops.recompute import recomputing
 
@@ -177,8 +178,9 @@ def test_an_output_norm_of_another_class_is_called(monkeypatch: pytest.MonkeyPat
     layer, x = DeltaRuleAttention("delta_net", 16, 2, backend="chunkwise"), torch.randn(1, 5, 16)
     expected = 2 * layer(x)
     joined = lambda x, weight, linear, eps: F.linear(F.rms_norm(x, (8,), weight, eps).flatten(2), linear)  # noqa: E731
-    monkeypatch.setattr(layers.norm, "fused_rms_norm_linear", joined)
-    monkeypatch.setattr(layers.RMSNorm, "takes_linear", lambda self, x: True)
+    monkeypatch.setattr(norms, "takes_kernel", lambda fused, x, *others, columns: len(others) == 1)
+    monkeypatch.setattr(norms, "_rms_linear_operator", joined)
+    monkeypatch.setattr(norms, "_rms_operator", lambda x, weight, eps, dtype: F.rms_norm(x, (8,), weight, eps))
     torch.testing.assert_close(2 * layer(x), expected)
     layer.o_norm = TwiceTheNorm(8)
     torch.testing.assert_close(layer(x), expected)

@@ -202,9 +202,11 @@ def describe_shared_batch(
                     f"in a batch of {batch_size} rows"
                 )
             sequences = replace(sequences, cu_seqlens=PackedSequences.from_starts(starts).cu_seqlens)
-    if position_ids is None and sequences.cu_seqlens is None:
+    if position_ids is None:
+        position_ids = sequences.positions
+    if position_ids is None:
         position_ids = torch.arange(sequences.begin, sequences.begin + num_tokens, device=device)[None]
-    return BatchDescription(sequences, sequences.positions if position_ids is None else position_ids, None)
+    return BatchDescription(sequences, position_ids, None)
 
 
 def refuse_empty(shape: tuple[int, int]) -> None:

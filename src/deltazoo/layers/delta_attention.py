@@ -254,18 +254,17 @@ class DeltaRuleAttention(Float32Parameters):
     ) -> Sequences:
         if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
             raise ValueError(f"hidden_states must be [B, T, {self.hidden_size}], got {tuple(hidden_states.shape)}")
-        if sequences is None:
-            batch_size, num_tokens = hidden_states.shape[:2]
-            if self.context is not None:
-                check = partial(_check_shared, attention_mask, past)
-                rows = (batch_size, num_tokens, cu_seqlens)
-                return describe_shared(self.context, *rows, check, fills_cache=past.wanted)
+        if sequences is not None:
+            if attention_mask is not None or cu_seqlens is not None:
+                raise ValueError(
+                    "sequences already says where sequences begin: pass no attention_mask or cu_seqlens beside it"
+                )
+            return sequences
+        batch_size, num_tokens, _ = hidden_states.shape
+        if self.context is None:
             return describe_sequences(batch_size, num_tokens, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
-        if attention_mask is not None or cu_seqlens is not None:
-            raise ValueError(
-                "sequences already says where sequences begin: pass no attention_mask or cu_seqlens beside it"
-            )
-        return sequences
+        check = partial(_check_shared, attention_mask, past)
+        return describe_shared(self.context, batch_size, num_tokens, cu_seqlens, check, fills_cache=past.wanted)
 
     def _convolutions(self) -> Convolutions | None:
         return (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.conv_size else None

@@ -51,9 +51,9 @@ class LayerInput:
     def _projected_together(self) -> dict[str, tuple[Tensor, Sequence[nn.Module]]]:
         if not (torch.is_grad_enabled() and self.hidden_states.requires_grad):
             return {}
-        maps: dict[str, list[Any]] = {}
+        maps: dict[str, list[nn.Module]] = {}
         for name in self._layer.input_projections:
-            module = getattr(self._layer, name, None)
+            module: Any = getattr(self._layer, name, None)
             parts = list(module) if isinstance(module, nn.Sequential) and is_plain_sequence(module) else [module]
             if name not in self._apart and called_as_is(parts[0]):
                 maps[name] = parts

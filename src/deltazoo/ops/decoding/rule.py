@@ -34,7 +34,7 @@ def unit_head(x, NORMALIZE: tl.constexpr = True):
 
 @triton.jit
 def _load_turned(x, keys, mask, cos, sin, TURNED: tl.constexpr):
-    """A query or key, with its first channels turned by their angles (`rotary_embedding`)."""
+    """A query or key, with its first channels turned by their angles (`deltazoo.ops.fused.rotate`)."""
     value = tl.load(x + keys, mask=mask, other=0.0)
     if TURNED > 0:
         first = keys < TURNED // 2

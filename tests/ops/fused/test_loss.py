@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
+from fused_cases import HALF, Case, Results, interpreted_results, judge
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -140,3 +145,61 @@ def test_tensors_without_data():
     x, weight = (torch.empty(n, 8, device="meta", requires_grad=True) for n in (5, 11))
     loss = linear_cross_entropy(x, weight, torch.zeros(5, dtype=torch.long, device="meta"))
     assert [d.shape for d in torch.autograd.grad(loss, (x, weight))] == [x.shape, weight.shape]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Cross-entropy per row and the gradient of its sum."""
+
+    name: str
+    rows: int = 6
+    vocabulary: int = 37
+    most_columns: int = 4096
+    dtype: torch.dtype = torch.float32
+    impossible: int = 0
+    """Columns from the first on that no row may take."""
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+        logits = (4 * torch.randn(self.rows, self.vocabulary, generator=generator)).to(self.dtype)
+        logits = logits.to(device, dtype or self.dtype)
+        logits[:, : self.impossible] = -torch.inf
+        labels = torch.randint(self.impossible, self.vocabulary, (self.rows,), generator=generator).to(device)
+        labels[1] = -100
+        if fused:
+            with mock.patch.object(module, "_MOST_COLUMNS", self.most_columns):
+                module._constants.cache_clear()
+                losses, _ = module._cross_entropy(logits, labels, torch.float32, fused=True)
+                return {"losses": losses, "gradient": logits}
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).requires_grad_()
+        losses = F.cross_entropy(wide, labels, reduction="none")
+        return {"losses": losses.detach(), "gradient": torch.autograd.grad(losses.sum(), wide)[0].to(logits.dtype)}
+
+
+CASES: list[Case] = [
+    Loss("loss"),
+    Loss("loss_in_several_blocks", vocabulary=150, most_columns=32),
+    Loss("loss_half", dtype=HALF),
+    Loss("loss_without_its_first_block", vocabulary=150, most_columns=32, impossible=40),
+]
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
+    return interpreted_results(__file__, tmp_path_factory.mktemp("interpreted"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
+    pytest.importorskip("triton")
+    judge(case, interpreted[case.name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_on_the_gpu(case: Case) -> None:
+    judge(case, case.run("cuda", fused=True))
+
+
+if __name__ == "__main__":
+    torch.save({case.name: case.run("cpu", fused=True) for case in CASES}, sys.argv[1])
