@@ -21,7 +21,7 @@ def launched_by(function: Callable[..., None]) -> Iterator[None]:
     original = launch.launch
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
-            if name.startswith("deltazoo.ops.triton.") and getattr(module, "launch", None) is original:
+            if name.startswith("deltazoo.ops.") and getattr(module, "launch", None) is original:
                 patch.setattr(module, "launch", function)
         yield
 

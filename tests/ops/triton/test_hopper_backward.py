@@ -87,7 +87,7 @@ def gradients_of_small_steps() -> None:
     for decay, T, state in (("none", 150, True), ("scalar", 128, False)):
         case = DeltaRuleCase("small", B=2, T=T, H=1, groups=2, K=16, V=128, decay=decay, initial_state=state)
         x = case.make(dtype=torch.float16)
-        x.beta[0, ::5], x.beta[1, 60:80, 0], x.beta[1, :, 1], x.beta[1, 20, 0] = 0.0, 0.01, 0.9, 1.9
+        x.beta[0, ::5], x.beta[1, 60:80, 0], x.beta[1, :, 1], x.beta[1, 20, 0] = 0.0, 2**-41, 0.9, 1.9
         p = Problem(RuleCall(x.q, x.k, x.v, x.beta, x.log_decay, 0.25, x.initial_state, None, None, None, False, 1))
         kept, constants = forward(p, keep=False)[2], small_step_gradients._tiny_steps(p.plan)
         Z, d_beta = torch.randn(x.v.shape).half(), torch.full(x.beta.shape, torch.inf)
@@ -102,7 +102,7 @@ def gradients_of_small_steps() -> None:
             k = x.k[:, t].float().repeat_interleave(2, 1)
             correction = x.v[:, t] - torch.einsum("bhk,bhkv->bhv", k, S)
             step = x.beta[:, t].float()
-            expected[:, t] = torch.where(step <= 2**-4, (Z[:, t] * correction).sum(-1), torch.inf)
+            expected[:, t] = torch.where(step <= 2**-40, (Z[:, t] * correction).sum(-1), torch.inf)
             S += torch.einsum("bhk,bhv->bhkv", k, step[..., None] * correction)
         small = expected.isfinite()
         assert torch.equal(d_beta.isfinite(), small)

@@ -70,7 +70,7 @@ def _require(x: Tensor, others: tuple[Tensor | None, ...], columns: int) -> None
     if x.device.type not in ("cuda", "meta") and not triton_interprets():
         raise NotImplementedError(f"fused kernels run on NVIDIA GPUs, not on {x.device.type}: leave fused_kernels off")
     for tensor in (x, *others):
-        if not _has_kernel_dtype(tensor):
+        if tensor is not None and not _has_kernel_dtype(tensor):
             raise NotImplementedError(f"fused kernels take float32, bfloat16 and float16, not {tensor.dtype}")
     refuse_transforms(*REFUSAL)
     if columns > MOST_COLUMNS:

@@ -208,14 +208,9 @@ class Plan:
     @cached_property
     def scan_tiles(self) -> dict[bool, Tiles]:
         """Tiles of the strict and of the other launches of the serial scans."""
-        sizes, separate, shared = (
-            (self.K, self.V, self.half, self.decay, self.has_beta),
-            self.separate,
-            self.card.shared,
-        )
-        return {
-            strict: tiles_for(*sizes, strict, separate, shared, self.many_scans) for strict in self.scan_modes
-        }  # fmt: skip
+        sizes = self.K, self.V, self.half, self.decay, self.has_beta
+        card = self.separate, self.card.shared, self.many_scans
+        return {strict: tiles_for(*sizes, strict, *card) for strict in self.scan_modes}
 
     @property
     def tiles(self) -> Tiles:

@@ -36,7 +36,7 @@ from deltazoo.ops.triton.gluon import (
     warpgroup_mma_wait,
 )
 from deltazoo.ops.triton.hopper.scan import split_inverse
-from deltazoo.ops.triton.hopper.small_step_gradients import small_step
+from deltazoo.ops.triton.hopper.small_step_gradients import SMALL_STEP
 from deltazoo.ops.triton.kept import Gradients, Kept
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
@@ -180,7 +180,7 @@ def gradient_of_P(dO_buffer, U_buffer, gates, scale, s, z, DECAY: gl.constexpr):
 def gradient_of_L(Z_buffer, U_buffer, gates, s, z, DECAY: gl.constexpr):
     """The gradient of L of a chunk times the decay, W_L, and d_beta."""
     DTYPE: gl.constexpr = U_buffer.dtype
-    SMALL: gl.constexpr = small_step(DTYPE)
+    SMALL: gl.constexpr = SMALL_STEP
     zero = gl.full([C, C], 0.0, gl.float32, PAIRS)
     U = U_buffer.index(s)
     U0, U1 = U.slice(0, HALF, dim=1).permute((1, 0)), U.slice(HALF, HALF, dim=1).permute((1, 0))
@@ -220,7 +220,7 @@ def walk(
     WP_full, WP_empty, WL_full, WL_empty, A_split = last_five(single)
     scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = where
     DTYPE: gl.constexpr = k_buffer.dtype
-    SMALL: gl.constexpr = small_step(DTYPE)
+    SMALL: gl.constexpr = SMALL_STEP
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     CHUNK: gl.constexpr = PAIRS  # tokens are columns
     STATE_LEFT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
@@ -345,7 +345,7 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, where, DECAY: gl.constex
     WP_full, WP_empty, WL_full, WL_empty, A_split = last_five(single)
     scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = where
     DTYPE: gl.constexpr = k_buffer.dtype
-    SMALL: gl.constexpr = small_step(DTYPE)
+    SMALL: gl.constexpr = SMALL_STEP
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     KEYS_LEFT: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
     KEY_ROW: gl.constexpr = gl.SliceLayout(1, KEYS)

@@ -11,16 +11,12 @@ from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Problem
 from deltazoo.ops.triton.tiles import CHUNK
 
-__all__ = ["launch_log_decay_gradient", "launch_sum_of_groups", "launch_tiny_steps", "small_step"]
+__all__ = ["SMALL_STEP", "launch_log_decay_gradient", "launch_sum_of_groups", "launch_tiny_steps"]
 
 
-@triton.constexpr_function
-def small_step(DTYPE):
-    """The largest step size whose gradient is not `<z, u> / beta` (see `chunk.score_gradients.store_step_gradient`).
-
-    As bfloat16 has the range of float32, even products with 2^-40 have all digits.
-    """
-    return 2.0**-40 if tl.bfloat16 == DTYPE else 2.0**-4
+SMALL_STEP = tl.constexpr(2.0**-40)
+"""The largest step size whose gradient is not `<z, u> / beta` (see `chunk.score_gradients.store_step_gradient`). With
+the range of bfloat16 even products with it have all digits."""
 
 
 @triton.jit
@@ -51,7 +47,7 @@ def tiny_steps_kernel(
     last token with a small step size. Heads without one take no time.
     """
     DTYPE: tl.constexpr = k.dtype.element_ty
-    SMALL: tl.constexpr = small_step(DTYPE)
+    SMALL: tl.constexpr = SMALL_STEP
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, K), tl.arange(0, BV)
     i_n, i_h = tl.program_id(0) // HV, tl.program_id(0) % HV
     row, first_chunk = i_n // segments, i_n % segments * chunks
