@@ -44,6 +44,10 @@ def results(
     return [*(y.detach() for y in outputs), *gradients]
 
 
+def close(mine: Tensor, theirs: Tensor) -> bool:
+    return bool((mine - theirs).norm() <= 4 * torch.finfo(mine.dtype).eps * theirs.norm())
+
+
 def check(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
     sizes = [
         ((16, 16, 16), 8, 8),
@@ -58,10 +62,10 @@ def check(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
             found = results(True, *options)
         assert launch.call_count == 2, options
         expected = results(False, *options)
-        for mine, theirs in zip(found[:6], expected[:6], strict=True):
-            assert torch.equal(mine, theirs), options
+        for mine, theirs in zip(found[:6], expected[:6], strict=True):  # a compiler may contract other products
+            assert torch.equal(mine, theirs) if device == "cpu" else close(mine, theirs), options
         for mine, theirs in zip(found[6:], expected[6:], strict=True):  # the programs' parts are others
-            assert mine.dtype == dtype and (mine - theirs).norm() <= 4 * torch.finfo(dtype).eps * theirs.norm(), options
+            assert mine.dtype == dtype and close(mine, theirs), options
 
 
 def check_apart(device: str) -> None:
