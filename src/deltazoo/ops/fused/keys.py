@@ -13,6 +13,7 @@ passes keep only the inputs, and leave the gradients of p0 and p1 per row, for t
 """
 
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -288,28 +289,28 @@ def rule_keys_backward_kernel(q, k, gate, p0, p1, d_new_q, d_new_k, d_e, d_q, d_
 
 
 @lru_cache(maxsize=1024)
-def _key_constants(R: int, H: int, K: int, keys: str, largest: float) -> Constants:
+def key_constants(shape: torch.Size, **named: Any) -> Constants:
+    """Grid and constants of kernels over keys `[..., K]` of this shape, besides those that are `named`."""
+    R, K = shape[:-1].numel(), shape[-1]
     programs, tile = row_blocks(R, K)
-    return Constants(programs, R=R, KEYS=keys, LARGEST=largest, H=H, K=K, **tile, num_warps=8)
+    return Constants(programs, R=R, K=K, **tile, **named, num_warps=8)
 
 
 def _keys_forward(q, k, gate, p0, p1, keys, largest):
     new_q = torch.empty_like(q) if keys in ("feedback", "unit_feedback") else None
     new_k = torch.empty_like(k) if keys == "unit_feedback" else None
     e = torch.empty_like(k)
-    H, K = k.shape[-2:]
-    constants = _key_constants(k.numel() // K, H, K, keys, largest)
+    constants = key_constants(k.shape, H=k.shape[-2], KEYS=keys, LARGEST=largest)
     launch(rule_keys_forward_kernel, constants, q, k, gate, p0, p1, new_q, new_k, e)
     return new_q, new_k, e
 
 
 def _keys_backward(q, k, gate, p0, p1, keys, largest, d_new_q, d_new_k, d_e):
     d_q, d_k, d_gate = torch.empty_like(q), torch.empty_like(k), None if gate is None else torch.empty_like(gate)
-    H, K = k.shape[-2:]
-    R = k.numel() // K
+    H = k.shape[-2]
     parameters = [p for p in (p0, p1) if p is not None]
-    terms = q.new_empty(len(parameters), R, dtype=torch.float32)
-    constants = _key_constants(R, H, K, keys, largest)
+    terms = q.new_empty(len(parameters), *k.shape[:-1], dtype=torch.float32)
+    constants = key_constants(k.shape, H=H, KEYS=keys, LARGEST=largest)
     launch(rule_keys_backward_kernel, constants, q, k, gate, p0, p1, d_new_q, d_new_k, d_e, d_q, d_k, d_gate, terms)
     d_p = [part.view(-1, H).sum(0).to(p.dtype) for part, p in zip(terms, parameters, strict=True)]
     return d_q, d_k, d_gate, *d_p, *[None] * (2 - len(d_p))
@@ -365,27 +366,21 @@ def erase_gain_kernel(k, erase_key, gain, R, K: tl.constexpr, BR: tl.constexpr, 
     tl.store(gain + rows, tl.sum(products, axis=1), mask=row_mask)
 
 
-@lru_cache(maxsize=1024)
-def _product_constants(R: int, K: int) -> Constants:
-    programs, tile = row_blocks(R, K)
-    return Constants(programs, R=R, K=K, **tile, num_warps=8)
-
-
 def _norm_forward(k):
-    n = k.new_empty(k.shape[:-1], dtype=torch.float32)
-    launch(squared_norm_forward_kernel, _product_constants(n.numel(), k.shape[-1]), k, n)
+    n = _like_heads(k)
+    launch(squared_norm_forward_kernel, key_constants(k.shape), k, n)
     return n
 
 
 def _norm_backward(k, d_n):
     d_k = torch.empty_like(k)
-    launch(squared_norm_backward_kernel, _product_constants(d_n.numel(), k.shape[-1]), k, d_n, d_k)
+    launch(squared_norm_backward_kernel, key_constants(k.shape), k, d_n, d_k)
     return d_k
 
 
 def _gain(k, erase_key):
-    gain = k.new_empty(k.shape[:-1], dtype=torch.float32)
-    launch(erase_gain_kernel, _product_constants(gain.numel(), k.shape[-1]), k, erase_key, gain)
+    gain = _like_heads(k)
+    launch(erase_gain_kernel, key_constants(k.shape), k, erase_key, gain)
     return gain
 
 

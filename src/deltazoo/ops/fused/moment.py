@@ -18,9 +18,9 @@ from torch import Tensor
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused.choice import takes_kernel
 from deltazoo.ops.fused.device_math import logistic
-from deltazoo.ops.fused.keys import keep_tile, key_rows, load_tile, number_of_heads
+from deltazoo.ops.fused.keys import keep_tile, key_constants, key_rows, load_tile, number_of_heads
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
-from deltazoo.ops.fused.row_operator import row_blocks, row_operator
+from deltazoo.ops.fused.row_operator import row_operator
 from deltazoo.ops.recompute import recomputable
 
 __all__ = ["decayed_sum", "scaled_key", "takes_decayed_sum", "weighted_squares"]
@@ -177,15 +177,8 @@ def scaled_key_backward_kernel(moment, log_scale, k, d_y, d_moment, d_k, terms, 
     tl.store(terms + rows, -tl.sum(d_r, axis=1), mask=row_mask)
 
 
-@lru_cache(maxsize=1024)
-def _key_constants(R: int, H: int, K: int) -> Constants:
-    programs, tile = row_blocks(R, K)
-    return Constants(programs, R=R, H=H, K=K, **tile, num_warps=8)
-
-
 def _constants_of(k):
-    H, K = k.shape[-2:]
-    return _key_constants(k.numel() // K, H, K)
+    return key_constants(k.shape, H=k.shape[-2])
 
 
 def _squares_forward(step, k):
@@ -297,19 +290,11 @@ def _sum_backward(y, g, d_y):
     return d_x, d_g
 
 
-def _save(ctx, inputs, y):
-    ctx.save_for_backward(y, inputs[1])
-
-
-def _gradients(backward, ctx, d_y):
-    return backward(*ctx.saved_tensors, d_y)
-
-
 _decayed_sum = row_operator(
     "decayed_sum(Tensor x, Tensor g) -> Tensor",
     _sum_forward,
     _sum_backward,
     backward_schema="decayed_sum_backward(Tensor y, Tensor g, Tensor d_y) -> (Tensor, Tensor)",
-    save=_save,
-    gradients=_gradients,
+    save=lambda ctx, inputs, y: ctx.save_for_backward(y, inputs[1]),
+    gradients=lambda backward, ctx, d_y: backward(*ctx.saved_tensors, d_y),
 )

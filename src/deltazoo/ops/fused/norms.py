@@ -280,37 +280,32 @@ def gated_norm_backward_kernel(x, gate, weight, d_y, d_x, d_gate, d_weight, R, e
 
 
 @lru_cache(maxsize=1024)
-def _constants(R: int, D: int, eps: float, most: int | None = None) -> Constants:
-    programs, tile = row_blocks(R, D, most)
+def _constants(shape: torch.Size, eps: float, most: int | None = None) -> Constants:
+    D = shape[-1]
+    programs, tile = row_blocks(shape.numel() // D, D, most)
     warps = 8 if tile["BD"] <= 4096 else 16
-    return Constants(programs, R=R, eps=eps, D=D, **tile, num_warps=warps)
+    return Constants(programs, R=shape.numel() // D, eps=eps, D=D, **tile, num_warps=warps)
 
 
 @lru_cache(maxsize=1024)
-def _gated_constants(R: int, D: int, eps: float, silu: bool, most: int | None = None) -> Constants:
-    programs, tile = row_blocks(R, D, most)
-    return Constants(programs, R=R, eps=eps, D=D, SILU=silu, **tile, num_warps=4)
+def _gated_constants(shape: torch.Size, eps: float, silu: bool, most: int | None = None) -> Constants:
+    D = shape[-1]
+    programs, tile = row_blocks(shape.numel() // D, D, most)
+    return Constants(programs, R=shape.numel() // D, eps=eps, D=D, SILU=silu, **tile, num_warps=4)
 
 
 def _l2_forward(x, eps):
-    y = torch.empty_like(x)
-    D = x.shape[-1]
-    launch(rms_norm_forward_kernel, _constants(x.numel() // D, D, eps), x, None, None, y, None)
-    return y
+    return _rms_forward(x, None, eps, x.dtype)
 
 
 def _l2_backward(x, eps, d_y):
-    d_x = torch.empty_like(x)
-    D = x.shape[-1]
-    constants = _constants(x.numel() // D, D, eps, _MOST_PARTS)
-    launch(rms_norm_backward_kernel, constants, x, None, d_y, None, d_x, None, None, None)
-    return d_x
+    return _sum_backward(x, None, eps, d_y, None, x.dtype)[0]
 
 
-def _rms_forward(x, weight, eps, dtype):
+def _rms_forward(x, weight, eps, dtype, residual=None, total=None):
+    """The norm of x, or of its sum with a residual, which is kept in `total`; without a weight the L2 norm."""
     y = torch.empty_like(x, dtype=dtype)
-    D = x.shape[-1]
-    launch(rms_norm_forward_kernel, _constants(x.numel() // D, D, eps), x, None, weight, y, None)
+    launch(rms_norm_forward_kernel, _constants(x.shape, eps), x, residual, weight, y, total)
     return y
 
 
@@ -320,17 +315,16 @@ def _rms_backward(x, weight, eps, dtype, d_y):
 
 
 def _sum_backward(total, weight, eps, d_y, d_sum, dtype, y=None):
-    """Gradients of the sum, the same again in `dtype` (None if that is the sum's own), and of the weight.
+    """Gradients of the sum, the same again in `dtype` (None if that is the sum's own), and of the weight, if any.
 
     `y`, contiguous, becomes the norm again; it may be `d_y`.
     """
     d_total = torch.empty_like(total)
     d_x = None if dtype == total.dtype else torch.empty_like(total, dtype=dtype)
-    D = total.shape[-1]
-    constants = _constants(total.numel() // D, D, eps, _MOST_PARTS)
-    parts = total.new_empty(*constants.grid, D, dtype=torch.float32)
+    constants = _constants(total.shape, eps, _MOST_PARTS)
+    parts = None if weight is None else total.new_empty(*constants.grid, *weight.shape, dtype=torch.float32)
     launch(rms_norm_backward_kernel, constants, total, weight, d_y, d_sum, d_total, d_x, y, parts)
-    return d_total, d_x, sum_of_parts(parts, weight.dtype)
+    return d_total, d_x, None if weight is None else sum_of_parts(parts, weight.dtype)
 
 
 def _sum_backward_fake(total, weight, eps, d_y, d_sum, dtype):
@@ -340,10 +334,7 @@ def _sum_backward_fake(total, weight, eps, d_y, d_sum, dtype):
 
 def _add_forward(x, residual, weight, eps, dtype):
     total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
-    y = torch.empty_like(x, dtype=dtype)
-    D = x.shape[-1]
-    launch(rms_norm_forward_kernel, _constants(x.numel() // D, D, eps), x, residual, weight, y, total)
-    return y, total
+    return _rms_forward(x, weight, eps, dtype, residual, total), total
 
 
 def _add_fake(x, residual, weight, eps, dtype):
@@ -378,16 +369,14 @@ def _linear_backward(x, weight, linear, eps, d_z):
 
 def _gated_forward(x, gate, weight, eps, silu):
     y = torch.empty_like(x)
-    D = x.shape[-1]
-    launch(gated_norm_forward_kernel, _gated_constants(x.numel() // D, D, eps, silu), x, gate, weight, y)
+    launch(gated_norm_forward_kernel, _gated_constants(x.shape, eps, silu), x, gate, weight, y)
     return y
 
 
 def _gated_backward(x, gate, weight, eps, silu, d_y):
     d_x, d_gate = torch.empty_like(x), torch.empty_like(gate)
-    D = x.shape[-1]
-    constants = _gated_constants(x.numel() // D, D, eps, silu, _MOST_GATED_PARTS)
-    parts = x.new_empty(*constants.grid, D, dtype=torch.float32)
+    constants = _gated_constants(x.shape, eps, silu, _MOST_GATED_PARTS)
+    parts = x.new_empty(*constants.grid, *weight.shape, dtype=torch.float32)
     launch(gated_norm_backward_kernel, constants, x, gate, weight, d_y, d_x, d_gate, parts)
     return d_x, d_gate, parts.sum(0).to(weight.dtype)
 

@@ -103,19 +103,11 @@ def _turn(x, cos, sin, backward):
     return y
 
 
-def _save(ctx, inputs, y):
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _gradients(backward, ctx, d_y):
-    return backward(d_y, *ctx.saved_tensors), None, None
-
-
 _operator = row_operator(
     "rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor",
     lambda x, cos, sin: _turn(x, cos, sin, False),
     lambda d_y, cos, sin: _turn(d_y, cos, sin, True),
     backward_schema="rotary_backward(Tensor d_y, Tensor cos, Tensor sin) -> Tensor",
-    save=_save,
-    gradients=_gradients,
+    save=lambda ctx, inputs, y: ctx.save_for_backward(*inputs[1:]),
+    gradients=lambda backward, ctx, d_y: (backward(d_y, *ctx.saved_tensors), None, None),
 )

@@ -19,6 +19,7 @@ nearest one.
 # Triton's loops over tuples run while compiling, where a name may take a longer tuple each time.
 
 from functools import lru_cache
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -558,36 +559,40 @@ def _constants(
     return programs(length), constants
 
 
-_NONE = (None,) * 6
+def _constants_of(inputs, weights, silu, head_dim, norm_v):
+    channels = tuple([x.shape[2] for x in inputs])
+    return _constants(*inputs[0].shape[:2], channels, weights[0].shape[-1], silu, head_dim, norm_v)
+
+
+def _convolved(inputs, weights, past, sequence, cu_seqlens, *options):
+    """The convolutions of one input, or of three, in one launch."""
+    _, constants = _constants_of(inputs, weights, *options)
+    results = tuple([torch.empty_like(x) for x in inputs])
+    (x, weight, y), *others = zip(inputs, weights, results, strict=True)
+    others = chain(*others) if others else (None,) * 6
+    launch(short_conv_forward_kernel, constants, x, weight, past, sequence, cu_seqlens, y, *others)
+    return results
+
+
+def _convolved_backward(inputs, weights, past, sequence, cu_seqlens, d_results, *options):
+    """Gradients of the inputs, and parts `[programs, all channels, W]` of those of the weights."""
+    programs, constants = _constants_of(inputs, weights, *options)
+    gradients = tuple([torch.empty_like(x) for x in inputs])
+    channels = sum([len(weight) for weight in weights])
+    parts = inputs[0].new_empty(programs, channels, weights[0].shape[-1], dtype=torch.float32)
+    (x, weight, d_y, d_x), *others = zip(inputs, weights, d_results, gradients, strict=True)
+    others = chain(*others) if others else (None,) * 8
+    launch(short_conv_backward_kernel, constants, x, weight, past, sequence, cu_seqlens, d_y, d_x, parts, *others)
+    return gradients, parts
 
 
 def _forward(x, weight, past, sequence, cu_seqlens, silu, head_dim):
-    y = torch.empty_like(x)
-    _, constants = _constants(*x.shape[:2], x.shape[2:], weight.shape[-1], silu, head_dim, True)
-    launch(short_conv_forward_kernel, constants, x, weight, past, sequence, cu_seqlens, y, *_NONE)
-    return y
+    return _convolved((x,), (weight,), past, sequence, cu_seqlens, silu, head_dim, True)[0]
 
 
 def _backward(x, weight, past, sequence, cu_seqlens, silu, head_dim, d_y):
-    d_x = torch.empty_like(x)
-    programs, constants = _constants(*x.shape[:2], x.shape[2:], weight.shape[-1], silu, head_dim, True)
-    parts = x.new_empty(programs, *weight.shape, dtype=torch.float32)
-    launch(
-        short_conv_backward_kernel,
-        constants,
-        x,
-        weight,
-        past,
-        sequence,
-        cu_seqlens,
-        d_y,
-        d_x,
-        parts,
-        *_NONE,
-        None,
-        None,
-    )
-    return d_x, sum_of_parts(parts, weight.dtype)
+    (d_x,), parts = _convolved_backward((x,), (weight,), past, sequence, cu_seqlens, (d_y,), silu, head_dim, True)
+    return d_x, sum_of_parts(parts, weight.dtype).view_as(weight)
 
 
 _ARGUMENTS = "Tensor x, Tensor weight, Tensor? past, Tensor? sequence, Tensor? cu_seqlens, bool silu, int head_dim"
@@ -612,33 +617,21 @@ def _forward_three(q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, 
     if not _together(inputs, weights, heads):
         calls = zip(inputs, weights, heads, strict=True)
         return tuple([_forward(x, weight, None, sequence, cu_seqlens, silu, head) for x, weight, head in calls])
-    y, y_k, y_v = (torch.empty_like(x) for x in inputs)
-    channels = q.shape[2], k.shape[2], v.shape[2]
-    _, constants = _constants(*q.shape[:2], channels, q_weight.shape[-1], silu, q_head, v_head == q_head)
-    launch(
-        short_conv_forward_kernel, constants, q, q_weight, None, sequence, cu_seqlens, y, k, k_weight, y_k,
-        v, v_weight, y_v,
-    )  # fmt: skip
-    return y, y_k, y_v
+    return _convolved(inputs, weights, None, sequence, cu_seqlens, silu, q_head, v_head == q_head)
 
 
 def _backward_three(
     q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, silu, q_head, k_head, v_head, d_y, d_y_k, d_y_v
 ):
     inputs, weights, heads = (q, k, v), (q_weight, k_weight, v_weight), (q_head, k_head, v_head)
+    d_results = d_y, d_y_k, d_y_v
     if not _together(inputs, weights, heads):
-        calls = zip(inputs, weights, heads, (d_y, d_y_k, d_y_v), strict=True)
+        calls = zip(inputs, weights, heads, d_results, strict=True)
         pairs = [_backward(x, weight, None, sequence, cu_seqlens, silu, head, d) for x, weight, head, d in calls]
         return *(d_x for d_x, _ in pairs), *(d_weight for _, d_weight in pairs)
-    d_q, d_k, d_v = (torch.empty_like(x) for x in inputs)
-    channels = q.shape[2], k.shape[2], v.shape[2]
-    programs, constants = _constants(*q.shape[:2], channels, q_weight.shape[-1], silu, q_head, v_head == q_head)
-    parts = q.new_empty(programs, sum(channels), q_weight.shape[-1], dtype=torch.float32)
-    launch(
-        short_conv_backward_kernel, constants, q, q_weight, None, sequence, cu_seqlens, d_y, d_q, parts,
-        k, k_weight, d_y_k, d_k, v, v_weight, d_y_v, d_v,
-    )  # fmt: skip
-    return d_q, d_k, d_v, *sums_of_parts(parts, weights)
+    options = silu, q_head, v_head == q_head
+    gradients, parts = _convolved_backward(inputs, weights, None, sequence, cu_seqlens, d_results, *options)
+    return *gradients, *sums_of_parts(parts, weights)
 
 
 _THREE = (

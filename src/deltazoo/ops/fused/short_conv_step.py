@@ -135,7 +135,7 @@ def _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, silu, q_head
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     q_weight, k_weight, v_weight = (x.contiguous() for x in (q_weight, k_weight, v_weight))
     B, channels, rows = q.shape[0], (q.shape[-1], k.shape[-1], v.shape[-1]), (q.stride(0), k.stride(0), v.stride(0))
-    constants = _constants(B, channels, rows, q_weight.shape[-1], window.shape[-1], silu, q_head, k_head)
+    constants = _constants(B, channels, rows, q_weight.shape[-1], window.shape[-1], silu, (q_head, k_head))
     y = q.new_empty(B, 1, sum(channels))
     with torch.cuda.device_of(q):
         launch(short_conv_step_kernel, constants, q, k, v, q_weight, k_weight, v_weight, window, new_window, y)
@@ -144,16 +144,9 @@ def _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, silu, q_head
 
 @lru_cache(maxsize=1024)
 def _constants(
-    B: int,
-    channels: tuple[int, int, int],
-    rows: tuple[int, int, int],
-    W: int,
-    kept: int,
-    silu: bool,
-    q_head: int,
-    k_head: int,
+    B: int, channels: tuple[int, ...], rows: tuple[int, ...], W: int, kept: int, silu: bool, heads: tuple[int, int]
 ) -> Constants:
-    (CQ, CK, CV), (q_row, k_row, v_row) = channels, rows
+    (CQ, CK, CV), (q_row, k_row, v_row), (q_head, k_head) = channels, rows, heads
     width = q_head or k_head or min(_CHANNELS, CQ + CK + CV)
     block = triton.next_power_of_2(width)
     return Constants(
