@@ -65,7 +65,7 @@ def launcher(schema: str, function: Callable[..., Any]) -> Callable[..., Any]:
             for x, is_tensor in zip(given, are_tensors, strict=True)
         ]
         first = contiguous[0]
-        if first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
+        if first.is_cuda and first.get_device() != torch.cuda.current_device():
             with torch.cuda.device(first.device):
                 return function(*contiguous)
         return function(*contiguous)
