@@ -182,7 +182,7 @@ class DeltaRuleAttention(Float32Parameters):
                     f"deltazoo.register_rule(SPEC, layer={cls.__name__}, {name}=...) behind the class"
                 )
         for name in ("step_gate", "log_decay", "rule_inputs", "with_auxiliary_state"):
-            parameters = list(signature(vars(cls)[name]).parameters) if name in vars(cls) else []
+            parameters = list(signature(getattr(cls, name)).parameters)
             if "hidden_states" in parameters:
                 line = ", ".join("x" if parameter == "hidden_states" else parameter for parameter in parameters)
                 raise TypeError(
