@@ -345,6 +345,10 @@ class DeltaRuleAttention(Float32Parameters):
         a = x.project("a_proj") if per_head else _per_head(x.project("f_proj"), self.head_k_dim)
         return decay.log_decay(self.decay_gate, a, self.A_log, self.dt_bias, fused=self.fused_kernels)
 
+    def project(self, name: str, *_: Any) -> Tensor:
+        """TypeError with the new line, for methods that were written when layers, not their input, had it."""
+        raise TypeError(f"{type(self).__name__}.project({name!r}, x) is x.project({name!r}) now, with x a LayerInput")
+
     def apply_rule(self, inputs: RuleInputs, past: StateAccess, sequences: Sequences) -> DeltaRuleOutput:
         """Call the operator: `[B, T, HV, V]`, and the state after the last token."""
         return run_rule(
