@@ -32,8 +32,9 @@ class RuntimeOptions:
         fuse_linear_cross_entropy: training computes the loss from `labels` without the logits of all positions, see
             `deltazoo.models.loss`. True: a model whose loss cannot be computed so raises.
         recompute: what training computes again in the backward pass instead of keeping it: `"none"`, `"elementwise"`,
-            `"states"` or `"block"`, see `deltazoo.layers.recompute_levels`. Gradient checkpointing replaces it if both
-            are on. As with gradient checkpointing, training then creates no cache.
+            `"states"` or `"block"`, see `deltazoo.layers.recompute_levels`. None: `"states"` for large batches on a
+            GPU, else `"none"`. Gradient checkpointing replaces it if both are on. As with gradient checkpointing,
+            training then creates no cache.
 
     Raises:
         ValueError: a value that an option does not have.

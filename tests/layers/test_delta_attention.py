@@ -236,6 +236,22 @@ def test_a_method_written_for_hidden_states_is_told_the_new_line() -> None:
             def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
                 return super().rule_inputs(hidden_states, q, k, v)
 
+    class Mixin:
+        def step_gate(self, hidden_states: Tensor) -> Tensor:
+            return hidden_states
+
+    with pytest.raises(TypeError, match=r"^Mixed\.step_gate gets a LayerInput .* `def step_gate\(self, x\)`"):
+
+        class Mixed(Mixin, DeltaRuleAttention):
+            pass
+
+    class Unnamed(DeltaRuleAttention):
+        def step_gate(self, h: Tensor) -> Tensor:
+            return torch.sigmoid(self.project("b_proj", h))
+
+    with pytest.raises(TypeError, match=r"^Unnamed\.project\('b_proj', x\) is x\.project\('b_proj'\) now"):
+        Unnamed("gated_deltanet", 16, 2)(torch.randn(1, 3, 16))
+
 
 def test_linear_maps_are_called_as_modules() -> None:
     layer, called = make("kda"), set()

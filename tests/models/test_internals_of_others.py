@@ -174,7 +174,7 @@ INTERNALS = (
 
 # Public by their documentation, or set by us on objects of others.
 NOT_INTERNAL = {
-    *("_fields", "_replace"),  # of named tuples
+    *("_asdict", "_fields", "_replace"),  # of named tuples
     "_getframe",  # of sys
     "_dynamo_marked_constant",  # documented by torch for functions
     *("_delta_hook", "_no_weight_decay", "_original_properties"),  # ours

@@ -104,6 +104,19 @@ def test_small_batches_are_kept_whole_by_default(monkeypatch):
     assert f"states, none in batches of up to {most:,} tokens (default on" in model.model.describe_training()
 
 
+def test_compiled_code_does_not_ask_for_the_size(monkeypatch):
+    """It recomputes at any, and a condition on a symbolic one would compile it twice."""
+    monkeypatch.setattr(recompute_levels, "_recomputes_by_default", lambda device: True)
+    monkeypatch.setattr(recompute_levels, "SMALL_BATCH", 200)
+    compiled = []
+
+    def scaled(x):
+        return x * (2 if recompute_levels.level_of(None, x.device, x.numel()) == "states" else 3)
+
+    run = torch.compile(scaled, backend=lambda program, _: compiled.append(program) or program, dynamic=True)
+    assert [run(torch.ones(rows, 10)).max() for rows in (5, 30)] == [2, 2] and len(compiled) == 1
+
+
 def test_the_default_on_a_gpu(on_a_gpu, monkeypatch):
     ids, seen = tokens(2, 20), levels_run(monkeypatch)
     expected = loss_and_gradients(tiny_model("hybrid", recompute="none").train(), ids)

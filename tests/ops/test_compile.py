@@ -47,7 +47,7 @@ def test_registered_operators_pass_opcheck(case: DeltaRuleCase, dtype: torch.dty
     leaves = {name: tensor.requires_grad_() for name, tensor in inputs.leaves().items()}
     arguments = inputs.arguments() | leaves
     ordered = [arguments[name] for name in ("q", "k", "v", "beta", "log_decay")]
-    update = (arguments.get("erase_key"), inputs.erase_reads == "undecayed", inputs.num_micro_steps)
+    update = (None, arguments.get("erase_key"), inputs.erase_reads == "undecayed", inputs.num_micro_steps)
     rest = (0.25, arguments["initial_state"], arguments["cu_seqlens"], *update)
     torch.library.opcheck(torch.ops.deltazoo.chunkwise.default, (*ordered, *rest))
     gradients = (inputs.d_output, inputs.d_final_state)
@@ -60,7 +60,7 @@ def test_operator_of_linear_attention_passes_opcheck() -> None:
     inputs = CASES[1].make(dtype=torch.float32)
     leaves = {name: tensor.requires_grad_() for name, tensor in inputs.leaves().items()}
     q, k, v, g = (leaves[name] for name in ("q", "k", "v", "log_decay"))
-    arguments = (q, k, v, None, g, 0.25, leaves["initial_state"], None, None, False, 1)
+    arguments = (q, k, v, None, g, 0.25, leaves["initial_state"], None, None, None, False, 1)
     torch.library.opcheck(torch.ops.deltazoo.chunkwise.default, arguments)
 
 

@@ -371,10 +371,14 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
+        # Contiguous like the parameter: autograd sees to that for plain parameters alone, and fused optimizers rely on
+        # it. The gradient of a convolution's taps comes transposed.
         return tuple(
             None
             if gradient is None
-            else DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
+            else DTensor.from_local(
+                gradient.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride
+            )
             for gradient, (mesh, placements, shape, stride) in zip(gradients, ctx.layouts, strict=True)
         )
 

@@ -182,7 +182,7 @@ class DeltaRuleAttention(Float32Parameters):
                     f"deltazoo.register_rule(SPEC, layer={cls.__name__}, {name}=...) behind the class"
                 )
         for name in ("step_gate", "log_decay", "rule_inputs", "with_auxiliary_state"):
-            parameters = list(signature(vars(cls)[name]).parameters) if name in vars(cls) else []
+            parameters = list(signature(getattr(cls, name)).parameters)
             if "hidden_states" in parameters:
                 line = ", ".join("x" if parameter == "hidden_states" else parameter for parameter in parameters)
                 raise TypeError(
@@ -344,6 +344,10 @@ class DeltaRuleAttention(Float32Parameters):
         per_head = self.spec.decay == "scalar"
         a = x.project("a_proj") if per_head else _per_head(x.project("f_proj"), self.head_k_dim)
         return decay.log_decay(self.decay_gate, a, self.A_log, self.dt_bias, fused=self.fused_kernels)
+
+    def project(self, name: str, *_: Any) -> Tensor:
+        """TypeError with the new line, for methods that were written when layers, not their input, had it."""
+        raise TypeError(f"{type(self).__name__}.project({name!r}, x) is x.project({name!r}) now, with x a LayerInput")
 
     def apply_rule(self, inputs: RuleInputs, past: StateAccess, sequences: Sequences) -> DeltaRuleOutput:
         """Call the operator: `[B, T, HV, V]`, and the state after the last token."""

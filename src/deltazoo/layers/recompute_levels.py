@@ -61,9 +61,9 @@ def level_of(chosen: str | None, device: torch.device, num_elements: float = mat
         return chosen
     if not (_recomputes_by_default(device) and torch.is_grad_enabled()):
         return "none"
-    if num_elements <= SMALL_BATCH and not torch.compiler.is_compiling():  # compiled code waits for no host
-        return "none"
-    if not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if torch.compiler.is_compiling():  # compiled code waits for no host, and the size may be symbolic: no guard on it
+        return "states"
+    if num_elements <= SMALL_BATCH or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "none"
     return "states"
 

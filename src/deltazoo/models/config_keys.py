@@ -93,9 +93,13 @@ def without_runtime_options(values: Mapping[str, Any]) -> dict[str, Any]:
     found = [key for key in (*RUNTIME_OPTIONS, *FORMER_OPTIONS) if key in values]
     if found:
         listed = ", ".join(f"{key}={values[key]!r}" for key in found)
+        kept = (
+            "" if set(found) <= set(FORMER_OPTIONS) else "; pass them to from_pretrained or model.set_runtime instead"
+        )
+        gone = "".join(f". {FORMER_OPTIONS[key]}" for key in found if key in FORMER_OPTIONS)
         warnings.warn(
             f"the configuration holds {listed}, which say how a model runs, not what it is. They are ignored, and left "
-            "out when the model is saved again; pass them to from_pretrained or model.set_runtime instead",
+            f"out when the model is saved again{kept}{gone}",
             stacklevel=2,
         )
     return {key: value for key, value in values.items() if key not in found}

@@ -93,6 +93,7 @@ _USE_CACHE_POSITION = 5  # among the arguments of DeltaRuleModel.forward
 def _no_cache_while_recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`use_cache=False` unless given, in training that recomputes: a block that runs twice must not write to a cache.
 
+    By default small batches on a GPU have none either: the form of an output does not depend on the batch's size.
     It acts before `merge_with_config_defaults` fills in the configuration's `use_cache`.
     """
 

@@ -2,7 +2,9 @@
 
 Where the input needs a gradient, each map of its own makes a tensor of it, which autograd then adds up, three passes
 over memory for each. Here every product after the first adds to the same tensor as it is written, and the input is
-saved once. For inputs of many rows, maps to a few numbers, such as one per head, are one product.
+saved once. For inputs of many rows, maps to a few numbers, such as one per head, are one product. For inputs of few
+rows, whose products take a GPU less time than a launch takes the host, the backward pass joins all maps: two copies and
+two products in place of two products for each.
 """
 
 from collections.abc import Sequence
@@ -22,6 +24,8 @@ __all__ = ["PLAIN_WEIGHTS", "called_as_is", "is_hooked", "is_plain_sequence", "l
 
 _FEW = 64
 """Maps to fewer numbers are one product, for an input of at least `_MANY_ROWS` rows."""
+_FEW_LAUNCHES = 3
+"""Maps of which the backward pass makes products one by one; more are joined, for an input of fewer rows."""
 _MANY_ROWS = 4096
 """A guess at where reading the input takes longer than a launch."""
 
@@ -96,15 +100,17 @@ class _LinearMaps(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         rows = x.flatten(0, -2)
         gradients = {i: d.flatten(0, -2) for i, d in enumerate(d_results) if d is not None}
-        small = [i for i in _small_maps(x, weights) if i in gradients]
+        joint = [i for i in _small_maps(x, weights) if i in gradients]
+        if len(rows) < _MANY_ROWS and len(gradients) > _FEW_LAUNCHES:
+            joint = list(gradients)
         trained = [i for i in gradients if ctx.needs_input_grad[1 + i]]
-        pairs = [(d, weights[i]) for i, d in gradients.items() if i not in small]
-        d_weights = {i: gradients[i].t() @ rows for i in trained if i not in small}
-        if small:
-            d_joined = _joined([gradients[i] for i in small], 1)
-            pairs.append((d_joined, _joined([weights[i] for i in small], 0)))
-            if any(i in trained for i in small):
-                d_weights |= _parts(d_joined.t() @ rows, small, weights, 0)
+        pairs = [(d, weights[i]) for i, d in gradients.items() if i not in joint]
+        d_weights = {i: gradients[i].t() @ rows for i in trained if i not in joint}
+        if joint:
+            d_joined = _joined([gradients[i] for i in joint], 1)
+            pairs.append((d_joined, _joined([weights[i] for i in joint], 0)))
+            if any(i in trained for i in joint):
+                d_weights |= _parts(d_joined.t() @ rows, joint, weights, 0)
         d_x = _sum_of_products(rows, pairs).view(x.shape) if ctx.needs_input_grad[0] and pairs else None
         return d_x, *[d_weights.get(i) if i in trained else None for i in range(len(weights))]
 
@@ -121,17 +127,17 @@ def _small_maps(x: Tensor, weights: Sequence[Tensor]) -> list[int]:
 
 
 def _joined(matrices: list[Tensor], dim: int) -> Tensor:
-    """Matrices of small maps, or gradients of their results, along a dimension, with zeros up to a multiple of 8."""
+    """Matrices of maps, or gradients of their results, along a dimension, with zeros up to a multiple of 8."""
     shape = list(matrices[0].shape)
     shape[dim] = -sum(matrix.shape[dim] for matrix in matrices) % 8
     return torch.cat([*matrices, matrices[0].new_zeros(shape)], dim)
 
 
-def _parts(joined: Tensor, small: list[int], weights: Sequence[Tensor], dim: int) -> dict[int, Tensor]:
-    """What belongs to each of the small maps, in memory of its own."""
-    sizes = [len(weights[i]) for i in small]
+def _parts(joined: Tensor, maps: list[int], weights: Sequence[Tensor], dim: int) -> dict[int, Tensor]:
+    """The part of each of the joined maps: along columns in memory of its own, rows as they lie."""
+    sizes = [len(weights[i]) for i in maps]
     parts = joined.narrow(dim, 0, sum(sizes)).split(sizes, dim)
-    return {i: part.clone(memory_format=torch.contiguous_format) for i, part in zip(small, parts, strict=True)}
+    return {i: part.contiguous() for i, part in zip(maps, parts, strict=True)}
 
 
 def _sum_of_products(like: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -121,7 +121,7 @@ class DifferentiableOperator(Operator):
 
         def gradients_from_operator(ctx: Any, *d_results: Tensor | None) -> Any:
             refuse_second_derivative(*refusal)
-            return gradients(run_backward, ctx, *d_results)
+            return gradients(run_backward, ctx, *_with_none(d_results))
 
         self.differentiate(gradients_from_operator, save_from_operator)
         launch_backward = backward.launch
@@ -145,7 +145,9 @@ class DifferentiableOperator(Operator):
         """Results of a call that autograd records if gradients are wanted."""
         function = self._function_for(arguments)
         results = function(*arguments)
-        return results if self.shown is None else results[: self.shown]
+        if self.shown is not None:
+            return results[: self.shown]
+        return _with_none(results) if function is self.overload else results
 
     def _function_for(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         """The operator if something must see it, else its autograd function or, without gradients, `infer`."""
@@ -182,6 +184,8 @@ def _with_none(results: Any) -> Any:
     return tuple([None if _stands_for_none(x) else x for x in results]) if isinstance(results, tuple) else results
 
 
-def _stands_for_none(x: Tensor) -> bool:
+def _stands_for_none(x: Tensor | None) -> bool:
+    if x is None:
+        return True
     # A symbolic size is no int, and asking whether it is zero would make it a condition of the compiled program.
     return x.ndim == 1 and type(x.shape[0]) is int and x.shape[0] == 0 and x.is_floating_point()

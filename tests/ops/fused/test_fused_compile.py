@@ -209,6 +209,8 @@ def launches_of(name: str) -> int:
     """Forward and backward, and the sum of parts of a weight's gradient, or the erase gain."""
     if name.startswith(("step", "loss")):
         return 1
+    if name == "conv_one_token":  # one program along the tokens: its part is the sum
+        return 2
     return 3 if name.startswith(("conv", "plain_norm", "decay", "key_products")) else 2
 
 

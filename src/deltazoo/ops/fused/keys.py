@@ -167,12 +167,7 @@ def _made(
         number = len(parameters)
         raise ValueError(f"{keys!r} takes q and k [B, T, H, K], its gate and {number} parameters [H], got {shapes}")
     new_q, new_k, erase_key = _rule_keys(q, k, gate, p0, p1, keys, largest)
-    return q if _is_absent(new_q) else new_q, k if _is_absent(new_k) else new_k, erase_key
-
-
-def _is_absent(result: Tensor | None) -> bool:
-    """Whether the operator has no such result: None from a plain call, empty from `torch.ops`."""
-    return result is None or result.ndim == 1
+    return q if new_q is None else new_q, k if new_k is None else new_k, erase_key
 
 
 @triton.jit
@@ -316,14 +311,6 @@ def _keys_backward(q, k, gate, p0, p1, keys, largest, d_new_q, d_new_k, d_e):
     return d_q, d_k, d_gate, *d_p, *[None] * (2 - len(d_p))
 
 
-def _gradients(backward, ctx, d_new_q, d_new_k, d_e):
-    tensors = ctx.saved_tensors  # read once, as activation checkpointing demands
-    # A result that there is not has no gradient, or an empty one of one axis.
-    given = [None if d is None or d.ndim == 1 else d for d in (d_new_q, d_new_k)]
-    gradients = backward(*tensors, *ctx.options, *given, d_e)
-    return *(None if x is None else d for x, d in zip(tensors, gradients, strict=True)), None, None
-
-
 _ARGUMENTS = "Tensor q, Tensor k, Tensor? gate, Tensor? p0, Tensor? p1, str keys, float largest"
 
 
@@ -339,7 +326,6 @@ _rule_keys = row_operator(
     fake=_fake,
     backward_schema=f"rule_keys_backward({_ARGUMENTS}, Tensor? d_new_q, Tensor? d_new_k, Tensor d_e) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
-    gradients=_gradients,
 )
 """New query, new key (None where they stay) and erase key."""
 

@@ -37,8 +37,8 @@ def row_operator(
         forward: takes the arguments, tensors contiguous and on the current device, and returns the results.
         backward: takes them too, then the gradients of the results; returns the gradients of the tensors.
         fake: results without data; like the first arguments unless given.
-        backward_schema, backward_fake: of a backward pass with other arguments or results; then `save` and `gradients`
-            are needed.
+        backward_schema, backward_fake: of a backward pass with other results, or arguments that may be None. If it
+            takes other arguments, `save` and `gradients` are needed, too.
         differentiation: `save` and `gradients`, see `DifferentiableOperator`.
     """
     name, arguments, results = _parts_of(schema)
@@ -65,7 +65,7 @@ def launcher(schema: str, function: Callable[..., Any]) -> Callable[..., Any]:
             for x, is_tensor in zip(given, are_tensors, strict=True)
         ]
         first = contiguous[0]
-        if first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
+        if first.is_cuda and first.get_device() != torch.cuda.current_device():
             with torch.cuda.device(first.device):
                 return function(*contiguous)
         return function(*contiguous)
