@@ -25,6 +25,7 @@ from deltazoo.ops.triton.kept import (
 )
 from deltazoo.ops.triton.problem import Problem, contiguous
 from deltazoo.ops.triton.stages import prepared_again, reverse_scan, scan_for_states, segment_end_gradients
+from deltazoo.ops.triton.tiles import CHUNK
 
 if MISSING is None:
     from deltazoo.ops.triton.hopper.gradients import launch_gradients as launch_fused_gradients
@@ -111,19 +112,23 @@ def in_stages(
 def of_chunks(
     p: Problem, kept: Kept, scanned: tuple[Tensor | None, ...], d_states: StateGradients, gradients: Gradients
 ) -> None:
-    """Fill the gradients."""
-    if p.plan.route.gradients == "gluon":
-        launch_gluon_gradients_channel(p, kept, (*scanned, *d_states), gradients)
-        launch_gluon_gradients_levels(p, kept, (*scanned, *d_states), gradients)
-        return
-    scanned = *scanned, d_states[0]
+    """Fill the gradients; `scanned`: U, Z, d_output and the states."""
+    low, high = d_states
     if not p.plan.per_channel:
-        launch_gradients(p, kept, scanned, gradients)
+        launch_gradients(p, kept, (*scanned, low), gradients)
+        return
+    gluon = p.plan.route.gradients == "gluon"
+    others = high if gluon else p.float32(p.plan.slots, CHUNK)  # the diagonals of dP, in plain Triton
+    inputs = p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay
+    tensors = *inputs, *scanned, low, others, *gradients
+    if gluon:
+        launch_gluon_gradients_channel(p, tensors)
+        launch_gluon_gradients_levels(p, tensors)
     elif p.plan.half:
-        launch_gradients_channel(p, kept, scanned, gradients)
-        launch_gradients_levels(p, kept, scanned, gradients)
+        launch_gradients_channel(p, tensors)
+        launch_gradients_levels(p, tensors)
     else:
-        launch_gradients_exact(p, kept, scanned, gradients)
+        launch_gradients_exact(p, tensors)
 
 
 def sum_of_group(gradient: Tensor, q: Tensor) -> Tensor:

@@ -9,11 +9,9 @@ from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, middle_of
 from deltazoo.ops.triton.chunk.gradients import gradient_arguments
 from deltazoo.ops.triton.chunk.score_gradients import load_values, score_gradients, store_step_gradient
 from deltazoo.ops.triton.chunk.terms import masked_sum
-from deltazoo.ops.triton.kept import Gradients, Kept
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Problem
-from deltazoo.ops.triton.tiles import CHUNK
 
 
 @triton.jit(do_not_specialize=["key_tiles", "value_tiles", "T", "NT", "H", "HV"])
@@ -64,25 +62,9 @@ def chunk_gradients_channel_kernel(
     b_beta = tl.load(beta + slot * C + o_c) if HAS_BETA else o_c
 
     b_dO, b_U, b_Z, b_dP, b_dL, b_dbeta = score_gradients(
-        v,
-        dv,
-        d_output,
-        U,
-        Z,
-        b_beta,
-        o_cv,
-        o_output,
-        o_v,
-        m_c,
-        m_query,
-        value_tiles,
-        V,
-        BV,
-        WHOLE,
-        HAS_BETA,
-        PRECISION,
-        STAGES,
-    )
+        v, dv, d_output, U, Z, b_beta, o_cv, o_output, o_v, m_c, m_query, value_tiles, V, BV, WHOLE, HAS_BETA,
+        PRECISION, STAGES,
+    )  # fmt: skip
 
     # The diagonal goes through memory, so that the compiler is free to choose the registers that it is loaded into.
     above, below = o_c[:, None] < o_c[None, :], o_c[:, None] > o_c[None, :]
@@ -194,15 +176,6 @@ def _constants(plan: Plan) -> Constants:
     return Constants(*plan.chunk_grid(), **gradient_arguments(plan, plan.tiles.gradients))
 
 
-def channel_tensors(
-    p: Problem, kept: Kept, scanned: tuple[Tensor | None, ...], gradients: Gradients
-) -> tuple[Tensor | None, ...]:
-    """The tensors of all kernels in plain Triton for decay per channel, in their order, but for scratch and offsets."""
-    inputs = p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay
-    return *inputs, *scanned, p.float32(p.plan.slots, CHUNK), *gradients
-
-
-def launch_gradients_channel(p: Problem, kept: Kept, scanned: tuple[Tensor | None, ...], gradients: Gradients) -> None:
-    """Fill the gradients of chunks without strong decay; arguments as of `gradients.launch_gradients`."""
-    tensors = channel_tensors(p, kept, scanned, gradients)
+def launch_gradients_channel(p: Problem, tensors: tuple[Tensor | None, ...]) -> None:
+    """Fill the gradients of chunks without strong decay, from the tensors of `backward.of_chunks`."""
     launch(chunk_gradients_channel_kernel, _constants(p.plan), *tensors, *p.chunk_offsets)

@@ -12,10 +12,8 @@ from torch import Tensor
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, centred_range, exponent_range, level_mask
 from deltazoo.ops.triton.chunk.gradients import gradient_arguments
-from deltazoo.ops.triton.chunk.gradients_channel import channel_tensors
 from deltazoo.ops.triton.chunk.score_gradients import load_values, not_near_zero, pair_gradients
 from deltazoo.ops.triton.chunk.terms import masked_sum
-from deltazoo.ops.triton.kept import Gradients, Kept
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Problem
@@ -409,15 +407,14 @@ def _scratch(p: Problem, constants: Constants) -> Tensor:
     return p.q.new_empty(constants.grid[0], p.plan.matrices, CHUNK, CHUNK)
 
 
-def launch_gradients_levels(p: Problem, kept: Kept, scanned: tuple[Tensor | None, ...], gradients: Gradients) -> None:
-    """Fill the gradients of chunks with strong decay, of 16 bits; arguments as of `gradients.launch_gradients`."""
-    constants, tensors = _constants(p.plan), channel_tensors(p, kept, scanned, gradients)
+def launch_gradients_levels(p: Problem, tensors: tuple[Tensor | None, ...]) -> None:
+    """Fill the gradients of chunks with strong decay, of 16 bits, from the tensors of `backward.of_chunks`."""
+    constants = _constants(p.plan)
     launch(chunk_gradients_strong_kernel, constants, *tensors, _scratch(p, constants), *p.chunk_offsets)
 
 
-def launch_gradients_exact(p: Problem, kept: Kept, scanned: tuple[Tensor | None, ...], gradients: Gradients) -> None:
-    """Fill the gradients of all chunks in float32, of those with strong decay last; arguments likewise."""
-    tensors = channel_tensors(p, kept, scanned, gradients)
+def launch_gradients_exact(p: Problem, tensors: tuple[Tensor | None, ...]) -> None:
+    """Fill the gradients of all chunks in float32, of those with strong decay last, from the same tensors."""
     for strong in (False, True):
         constants = _exact_constants(p.plan, strong)
         launch(chunk_gradients_exact_kernel, constants, *tensors, _scratch(p, constants), *p.chunk_offsets)

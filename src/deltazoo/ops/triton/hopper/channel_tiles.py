@@ -13,12 +13,9 @@ from deltazoo.ops.triton.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from deltazoo.ops.triton.hopper.scan import C
 
-C = gl.constexpr(64)  # tokens per chunk
-D = gl.constexpr(128)  # channels of a head, of keys and of values
 BK = gl.constexpr(32)  # key channels per tile
-LOG2E = gl.constexpr(1.4426950408889634)
-LOG2_FLOOR = gl.constexpr(-200.0)  # as in `chunk.decay_factors`
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 """Layout of `[C, C]`, a product's accumulator."""

@@ -48,10 +48,10 @@ from deltazoo.ops.triton.hopper.forward_chunks import (
     TO_END,
     TOTAL,
     VECTORS,
-    C,
     halves,
     prepare_chunks,
 )
+from deltazoo.ops.triton.hopper.scan import HALF, C, D, as_tile
 from deltazoo.ops.triton.kept import Kept
 from deltazoo.ops.triton.launch import Constants, TileView, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
@@ -60,15 +60,7 @@ from deltazoo.ops.triton.tiles import CHUNK, fused_forward_options
 
 __all__ = ["hopper_forward_kernel"]
 
-D = gl.constexpr(128)  # channels per head
-HALF = gl.constexpr(64)  # value channels of one state partition
 NOWHERE = gl.constexpr(0x7FFF0000)  # a token beyond every sequence: the copy engine drops what is written there
-
-
-@jit
-def _as_tile(buffer, channels: gl.constexpr):
-    """A buffer `[C, channels]` as the copy engine sees it, with the row of the batch as first dimension."""
-    return buffer._reinterpret(buffer.dtype, [1, C, channels], gl.NVMMASharedLayout(128, 16, 3))
 
 
 @triton.constexpr_function
@@ -109,12 +101,12 @@ def copy_chunks(copied, DECAY: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.const
         if c < end:
             bar = full.index(stage)
             mbarrier.expect(bar, 3 * C * D * 2)
-            tma.async_copy_global_to_shared(k_tiles, [i_b, token, i_k * D], bar, _as_tile(k_ring.index(stage), D))
-            tma.async_copy_global_to_shared(q_tiles, [i_b, token, i_k * D], bar, _as_tile(q_ring.index(stage), D))
+            tma.async_copy_global_to_shared(k_tiles, [i_b, token, i_k * D], bar, as_tile(k_ring.index(stage), D))
+            tma.async_copy_global_to_shared(q_tiles, [i_b, token, i_k * D], bar, as_tile(q_ring.index(stage), D))
             for half in gl.static_range(2):
                 column = i_h * D + half * HALF
                 v_half = v_ring.index(2 * stage + half)
-                tma.async_copy_global_to_shared(v_tiles, [i_b, token, column], bar, _as_tile(v_half, HALF))
+                tma.async_copy_global_to_shared(v_tiles, [i_b, token, column], bar, as_tile(v_half, HALF))
             if DECAY == 2:
                 mbarrier.wait(gates_empty.index(0), (c & 1) ^ 1)
                 mbarrier.expect(gates_full.index(0), C * D * gates.dtype.primitive_bitwidth // 8)
@@ -161,7 +153,7 @@ def _store_output(tiles, coordinates, buffer, O):
     buffer.permute((1, 0)).store(O)
     fence_async_shared()  # of every thread that wrote
     barrier()  # ... before one of them starts the copy
-    tma.async_copy_shared_to_global(tiles, coordinates, _as_tile(buffer, HALF))
+    tma.async_copy_shared_to_global(tiles, coordinates, as_tile(buffer, HALF))
 
 
 @jit
@@ -218,10 +210,10 @@ def carry_state(
             states_buffer.store(S.to(DTYPE))
             fence_async_shared()
             barrier()
-            tma.async_copy_shared_to_global(o_tiles, [i_b, token, column], _as_tile(buffer, HALF))
-            tma.async_copy_shared_to_global(U_tiles, [i_b, token, column], _as_tile(U_buffer, HALF))
+            tma.async_copy_shared_to_global(o_tiles, [i_b, token, column], as_tile(buffer, HALF))
+            tma.async_copy_shared_to_global(U_tiles, [i_b, token, column], as_tile(U_buffer, HALF))
             at_state = [i_b + PART * B, c * C, i_h * D]
-            tma.async_copy_shared_to_global(states_tiles, at_state, _as_tile(states_buffer, D))
+            tma.async_copy_shared_to_global(states_tiles, at_state, as_tile(states_buffer, D))
         else:
             _store_output(o_tiles, [i_b, token, column], buffer, O_before)
         v = v_ring.index(2 * stage + PART).permute((1, 0)).load(CHUNK)
@@ -286,7 +278,7 @@ def carry_state(
         S = S * totals.index((c - 1) % (2 * STAGES)).load(gl.SliceLayout(0, STATE))[None, :]
     _store_output(o_tiles, [i_b, token, column], buffer, O_before)
     if KEEP:
-        tma.async_copy_shared_to_global(U_tiles, [i_b, token, column], _as_tile(U_buffer, HALF))
+        tma.async_copy_shared_to_global(U_tiles, [i_b, token, column], as_tile(U_buffer, HALF))
     gl.store(final + o_state, S)
     if STOPS and PART == 0:
         gl.store(stopped, stopped_at)

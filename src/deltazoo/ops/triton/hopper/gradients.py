@@ -35,7 +35,7 @@ from deltazoo.ops.triton.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from deltazoo.ops.triton.hopper.scan import split_inverse
+from deltazoo.ops.triton.hopper.scan import HALF, C, D, as_tile, split_inverse
 from deltazoo.ops.triton.hopper.small_step_gradients import SMALL_STEP
 from deltazoo.ops.triton.kept import Gradients, Kept
 from deltazoo.ops.triton.launch import Constants, launch
@@ -45,12 +45,6 @@ from deltazoo.ops.triton.tiles import CHUNK, FUSED_BACKWARD
 
 __all__ = ["backward_kernel"]
 
-C = gl.constexpr(64)
-"""Tokens in a chunk."""
-D = gl.constexpr(128)
-"""Channels of keys and of values."""
-HALF = gl.constexpr(64)
-"""Value channels of a group that walks."""
 SPACING = gl.constexpr(1073741824.0)
 """More than any decay, and a power of two, so that its multiples are exact."""
 # Rows of `gates`, two sets of them.
@@ -60,12 +54,6 @@ LOG = gl.constexpr(2)  # cumulative log2-decay
 STEP = gl.constexpr(3)  # step sizes
 ROWS = gl.constexpr(4)
 ORDER = gl.constexpr(8)  # behind both sets: the multiples of SPACING
-
-
-@jit
-def as_tile(buffer, channels: gl.constexpr):
-    """A buffer `[tokens, channels]` as the copy engine sees it, as a tile of one row of the batch."""
-    return buffer._reinterpret(buffer.dtype, [1, C, channels], gl.NVMMASharedLayout(128, 16, 3))
 
 
 @jit

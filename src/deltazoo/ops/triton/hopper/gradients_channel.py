@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
 from deltazoo.ops.triton.gluon import (
     async_copy,
     barrier,
@@ -25,8 +26,6 @@ from deltazoo.ops.triton.hopper.channel_tiles import (
     BK,
     CHANNELS,
     LEFT,
-    LOG2_FLOOR,
-    LOG2E,
     RIGHT,
     ROWS,
     ROWS_32,
@@ -36,8 +35,6 @@ from deltazoo.ops.triton.hopper.channel_tiles import (
     TILE,
     TOKENS,
     WIDE_ROWS,
-    C,
-    D,
     copy_tile,
     copy_values,
     overlap_of,
@@ -46,7 +43,7 @@ from deltazoo.ops.triton.hopper.channel_tiles import (
     score_gradients,
     store_two_terms,
 )
-from deltazoo.ops.triton.kept import Gradients, Kept
+from deltazoo.ops.triton.hopper.scan import C, D
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Problem
@@ -240,7 +237,6 @@ def _constants(plan: Plan) -> Constants:
     return Constants(*plan.chunk_grid(), **channel_arguments(plan))
 
 
-def launch_gradients_channel(p: Problem, kept: Kept, scanned: tuple[Tensor | None, ...], gradients: Gradients) -> None:
-    """Fill the gradients of chunks without strong decay; `scanned`: U, Z, d_output, states, both `StateGradients`."""
-    inputs = p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay
-    launch(hopper_chunk_gradients_channel_kernel, _constants(p.plan), *inputs, *scanned, *gradients)
+def launch_gradients_channel(p: Problem, tensors: tuple[Tensor | None, ...]) -> None:
+    """Fill the gradients of chunks without strong decay, from the tensors of `backward.of_chunks`."""
+    launch(hopper_chunk_gradients_channel_kernel, _constants(p.plan), *tensors)

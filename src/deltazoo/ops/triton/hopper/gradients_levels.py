@@ -10,6 +10,7 @@ ones are assembled wrongly (docs/kernels.md).
 
 from torch import Tensor
 
+from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
 from deltazoo.ops.triton.gluon import (
     async_copy,
     barrier,
@@ -24,8 +25,6 @@ from deltazoo.ops.triton.hopper.channel_tiles import (
     BK,
     CHANNELS,
     LEFT,
-    LOG2_FLOOR,
-    LOG2E,
     RIGHT,
     ROWS,
     ROWS_32,
@@ -35,8 +34,6 @@ from deltazoo.ops.triton.hopper.channel_tiles import (
     TILE,
     TOKENS,
     WIDE_ROWS,
-    C,
-    D,
     copy_tile,
     copy_values,
     overlap_of,
@@ -45,7 +42,7 @@ from deltazoo.ops.triton.hopper.channel_tiles import (
     store_two_terms,
 )
 from deltazoo.ops.triton.hopper.gradients_channel import channel_arguments
-from deltazoo.ops.triton.kept import Gradients, Kept
+from deltazoo.ops.triton.hopper.scan import C, D
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Problem
@@ -273,10 +270,10 @@ def hopper_chunk_gradients_strong_kernel(
 
 @per_plan
 def _constants(plan: Plan) -> Constants:
-    return Constants(*plan.neighbour_grid()[0], **plan.neighbour_grid()[1], **channel_arguments(plan))
+    grid, neighbours = plan.neighbour_grid()
+    return Constants(*grid, **neighbours, **channel_arguments(plan))
 
 
-def launch_gradients_levels(p: Problem, kept: Kept, scanned: tuple[Tensor | None, ...], gradients: Gradients) -> None:
-    """Fill the gradients of chunks with strong decay; `scanned`: U, Z, d_output, states and both `StateGradients`."""
-    inputs = p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay
-    launch(hopper_chunk_gradients_strong_kernel, _constants(p.plan), *inputs, *scanned, *gradients)
+def launch_gradients_levels(p: Problem, tensors: tuple[Tensor | None, ...]) -> None:
+    """Fill the gradients of chunks with strong decay, from the tensors of `backward.of_chunks`."""
+    launch(hopper_chunk_gradients_strong_kernel, _constants(p.plan), *tensors)
