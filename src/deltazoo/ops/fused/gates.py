@@ -20,13 +20,10 @@ from deltazoo.ops.dtypes import at_least_float32, wide_dtype
 from deltazoo.ops.fused.choice import takes_kernel
 from deltazoo.ops.fused.device_math import exponential, exponential_minus_1, logistic, softplus
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
-from deltazoo.ops.fused.row_operator import row_blocks, row_operator, sum_of_parts
+from deltazoo.ops.fused.row_operator import element_constants, row_blocks, row_operator, sum_of_parts
 from deltazoo.ops.recompute import recomputable
 
 __all__ = ["log_sigmoid_decay", "rate_and_logit", "sigmoid_gate", "softplus_log_decay"]
-
-_ELEMENTS = 2048
-"""Elements of one program of the gate per channel."""
 
 _MOST_COLUMNS = 1024
 """Most columns of a program; more take several programs."""
@@ -255,20 +252,16 @@ def sigmoid_gate_backward_kernel(gate, x, d_y, d_gate, d_x, N, LARGEST: tl.const
     tl.store(d_gate + offsets, (0.5 * d if ROOT else d).to(d_gate.dtype.element_ty), mask=mask)
 
 
-@lru_cache(maxsize=1024)
-def _gate_constants(N: int, largest: float, root: bool) -> Constants:
-    return Constants(max(1, -(-N // _ELEMENTS)), N=N, LARGEST=largest, ROOT=root, BLOCK=_ELEMENTS, num_warps=8)
-
-
 def _gate_forward(gate, x, largest, root):
     y = torch.empty_like(x)
-    launch(sigmoid_gate_forward_kernel, _gate_constants(x.numel(), largest, root), gate, x, y)
+    launch(sigmoid_gate_forward_kernel, element_constants(x.numel(), LARGEST=largest, ROOT=root), gate, x, y)
     return y
 
 
 def _gate_backward(gate, x, largest, root, d_y):
     d_gate, d_x = torch.empty_like(gate), torch.empty_like(x)
-    launch(sigmoid_gate_backward_kernel, _gate_constants(x.numel(), largest, root), gate, x, d_y, d_gate, d_x)
+    constants = element_constants(x.numel(), LARGEST=largest, ROOT=root)
+    launch(sigmoid_gate_backward_kernel, constants, gate, x, d_y, d_gate, d_x)
     return d_gate, d_x
 
 

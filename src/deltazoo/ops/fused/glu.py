@@ -4,8 +4,6 @@ A backward pass keeps only the inputs. With the linear map, whose gradient needs
 in the same pass as the gradients of the inputs (arXiv:2002.05202).
 """
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,15 +11,12 @@ from torch import Tensor, nn
 from deltazoo.ops.dtypes import cast_for_product
 from deltazoo.ops.fused.choice import takes_kernel
 from deltazoo.ops.fused.device_math import sigmoid
-from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
-from deltazoo.ops.fused.row_operator import row_operator
+from deltazoo.ops.fused.optional_triton import launch, tl, triton
+from deltazoo.ops.fused.row_operator import element_constants, row_operator
 from deltazoo.ops.linear_maps import takes_weight
 from deltazoo.ops.recompute import recomputable
 
 __all__ = ["swiglu", "swiglu_linear"]
-
-_ELEMENTS = 2048
-"""Elements of one program."""
 
 
 def swiglu(gate: Tensor, up: Tensor, *, fused: bool | None = None) -> Tensor:
@@ -96,20 +91,15 @@ def swiglu_backward_kernel(gate, up, d_y, d_gate, d_up, y, N, BLOCK: tl.constexp
     tl.store(d_up + offsets, (d * g * factor).to(d_up.dtype.element_ty), mask=mask)
 
 
-@lru_cache(maxsize=1024)
-def _constants(N: int) -> Constants:
-    return Constants(max(1, -(-N // _ELEMENTS)), N=N, BLOCK=_ELEMENTS, num_warps=8)
-
-
 def _forward(gate, up):
     y = torch.empty_like(gate)
-    launch(swiglu_forward_kernel, _constants(gate.numel()), gate, up, y)
+    launch(swiglu_forward_kernel, element_constants(gate.numel()), gate, up, y)
     return y
 
 
 def _backward(gate, up, d_y):
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-    launch(swiglu_backward_kernel, _constants(gate.numel()), gate, up, d_y, d_gate, d_up, None)
+    launch(swiglu_backward_kernel, element_constants(gate.numel()), gate, up, d_y, d_gate, d_up, None)
     return d_gate, d_up
 
 
@@ -122,7 +112,7 @@ def _linear_backward(gate, up, weight, d_z):
     d_z = d_z.flatten(0, -2)
     product = torch.empty_like(gate).flatten(0, -2)
     torch.mm(d_z, weight, out=product)  # its gradient, until the kernel writes the product there
-    launch(swiglu_backward_kernel, _constants(gate.numel()), gate, up, product, d_gate, d_up, product)
+    launch(swiglu_backward_kernel, element_constants(gate.numel()), gate, up, product, d_gate, d_up, product)
     return d_gate, d_up, d_z.t() @ product
 
 

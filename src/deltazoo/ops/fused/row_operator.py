@@ -11,7 +11,7 @@ from deltazoo.ops.fused.choice import REFUSAL
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.operator import DifferentiableOperator, Operator
 
-__all__ = ["launcher", "row_blocks", "row_operator", "sum_of_parts", "sums_of_parts"]
+__all__ = ["element_constants", "launcher", "row_blocks", "row_operator", "sum_of_parts", "sums_of_parts"]
 
 _ELEMENTS = 2048
 """Elements that a program works on at a time: 16 bytes of bfloat16 for each thread of eight warps."""
@@ -89,6 +89,12 @@ def row_blocks(R: int, D: int, most: int | None = None) -> tuple[int, dict[str, 
     rows = max(1, _ELEMENTS // columns)
     programs = max(1, -(-R // rows))
     return programs if most is None else min(programs, most), dict(BR=rows, BD=columns)
+
+
+@lru_cache(maxsize=1024)
+def element_constants(N: int, **named: Any) -> Constants:
+    """Grid and constants of kernels over N elements, besides those that are `named`."""
+    return Constants(max(1, -(-N // _ELEMENTS)), N=N, BLOCK=_ELEMENTS, **named, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["P", "C", "C1", "C2"])

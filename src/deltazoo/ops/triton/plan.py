@@ -160,9 +160,8 @@ class Plan:
         self.decay, self.per_channel, self.has_beta = decay, decay == 2, has_beta
         assert not (undecayed and self.per_channel), "no kernel has this read"
         self.packed, self.scale, self.card = sequences is not None, scale, card
-        chooses = (
-            self.half and has_beta
-        )  # float32 has one precision, and without beta there is nothing to be strict about
+        # float32 has one precision, and without beta there is nothing to be strict about
+        chooses = self.half and has_beta
         self.by_gain, self.strict = chooses and strict is None, bool(chooses and strict)
         self.scan_modes = (False, True) if self.by_gain else (self.strict,)
         """Whether each launch of a serial scan is strict, in the order of the tokens."""
