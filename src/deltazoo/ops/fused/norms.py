@@ -324,7 +324,7 @@ def _sum_backward(total, weight, eps, d_y, d_sum, dtype, y=None):
     constants = _constants(total.shape, eps, _MOST_PARTS)
     parts = None if weight is None else total.new_empty(*constants.grid, *weight.shape, dtype=torch.float32)
     launch(rms_norm_backward_kernel, constants, total, weight, d_y, d_sum, d_total, d_x, y, parts)
-    return d_total, d_x, None if weight is None else sum_of_parts(parts, weight.dtype)
+    return d_total, d_x, None if parts is None else sum_of_parts(parts, weight.dtype)
 
 
 def _sum_backward_fake(total, weight, eps, d_y, d_sum, dtype):

@@ -569,8 +569,8 @@ def _convolved(inputs, weights, past, sequence, cu_seqlens, *options):
     _, constants = _constants_of(inputs, weights, *options)
     results = tuple([torch.empty_like(x) for x in inputs])
     (x, weight, y), *others = zip(inputs, weights, results, strict=True)
-    others = chain(*others) if others else (None,) * 6
-    launch(short_conv_forward_kernel, constants, x, weight, past, sequence, cu_seqlens, y, *others)
+    more = [*chain(*others)] or [None] * 6
+    launch(short_conv_forward_kernel, constants, x, weight, past, sequence, cu_seqlens, y, *more)
     return results
 
 
@@ -581,8 +581,8 @@ def _convolved_backward(inputs, weights, past, sequence, cu_seqlens, d_results, 
     channels = sum([len(weight) for weight in weights])
     parts = inputs[0].new_empty(programs, channels, weights[0].shape[-1], dtype=torch.float32)
     (x, weight, d_y, d_x), *others = zip(inputs, weights, d_results, gradients, strict=True)
-    others = chain(*others) if others else (None,) * 8
-    launch(short_conv_backward_kernel, constants, x, weight, past, sequence, cu_seqlens, d_y, d_x, parts, *others)
+    more = [*chain(*others)] or [None] * 8
+    launch(short_conv_backward_kernel, constants, x, weight, past, sequence, cu_seqlens, d_y, d_x, parts, *more)
     return gradients, parts
 
 
