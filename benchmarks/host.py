@@ -1,6 +1,5 @@
 """The host's time for an eager training step, and its launches, beside transformers' Llama of the same size.
 
-    python -m benchmarks.host --out run.json
     python -m benchmarks.host --out run.json --sources ../before/src src
     python -m benchmarks.host --out run.json --device cpu --shapes 1x32
 
