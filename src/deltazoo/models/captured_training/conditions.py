@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import output_capturing
 
 from deltazoo._report import report
-from deltazoo.generation.capture_conditions import IMPLEMENTATIONS
 from deltazoo.generation.capture import graphs_run_on
+from deltazoo.generation.capture_conditions import IMPLEMENTATIONS
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.ops.autograd_modes import transforming
 
@@ -71,7 +71,7 @@ def why_not_blocks(blocks: Sequence[nn.Module], device: torch.device) -> str | N
     return None
 
 
-def _why_not_module(module: nn.Module, device: torch.device) -> str | None:
+def _why_not_module(module: Any, device: torch.device) -> str | None:
     kind: Any = type(module)
     if kind.__module__.partition(".")[0] not in _KNOWN_PACKAGES and not isinstance(module, DeltaRuleAttention):
         return f"it is a {kind.__module__}.{kind.__qualname__}, which may do more than a graph repeats"
@@ -80,9 +80,9 @@ def _why_not_module(module: nn.Module, device: torch.device) -> str | None:
             return "it has hooks"
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         return "its forward pass has been replaced"
-    if getattr(module, "is_causal", False) and hasattr(module, "config"):
-        if (implementation := module.config._attn_implementation) not in IMPLEMENTATIONS:  # type: ignore[union-attr]
-            return f"softmax attention runs {implementation!r}, not one of {', '.join(IMPLEMENTATIONS)}"
+    softmax: Any = module.config._attn_implementation if getattr(module, "is_causal", False) else IMPLEMENTATIONS[0]
+    if softmax not in IMPLEMENTATIONS:
+        return f"softmax attention runs {softmax!r}, not one of {', '.join(IMPLEMENTATIONS)}"
     for name, x in _tensors(module):
         if x.device != device:
             return f"{name} is on {x.device} and the hidden states on {device}"
@@ -92,7 +92,7 @@ def _why_not_module(module: nn.Module, device: torch.device) -> str | None:
 
 
 def _may_sleep(hook: Any) -> bool:
-    """Whether a hook does nothing in a step that `why_not_now` lets pass: those that transformers records outputs by."""
+    """Whether a hook does nothing unless outputs of single layers are asked for, as those of transformers."""
     return getattr(hook, "__module__", "") == output_capturing.__name__
 
 

@@ -49,7 +49,9 @@ class GraphMemory:
     def __init__(self, device: torch.device) -> None:
         self._token: Callable[[], Token | None] = lambda: None
         self.device = device
-        self.stream = self.pool = self._last = None
+        self.stream: torch.cuda.Stream | None = None
+        self.pool: Any = None
+        self._last: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 

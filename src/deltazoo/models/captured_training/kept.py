@@ -106,11 +106,9 @@ class _KeptStacks:
         except UnknownArgument as error:
             return str(error)
         form = call.form, surroundings(x)
-        stack = self.stacks.get(form)
-        if stack is None:
-            stack = self._capture(form, call, x, config)
-            if isinstance(stack, str):
-                return stack
+        stack = self.stacks.get(form) or self._capture(form, call, x, config)
+        if isinstance(stack, str):
+            return stack
         if stack.memory.pending:
             return "the backward pass of an earlier forward pass is still to come"
         if not stack.weights.same():
