@@ -23,7 +23,7 @@ from deltazoo.generation.next_token import check_model, next_logits, prepared_in
 from deltazoo.generation.position_limit import check_positions
 from deltazoo.generation.sampling import Sampler, Sampling, Way
 from deltazoo.generation.static_cache import fixed_cache
-from deltazoo.generation.step_capture import CapturedStep
+from deltazoo.generation.step import CapturedStep
 from deltazoo.names import did_you_mean
 
 __all__ = ["Decoder", "generate"]
