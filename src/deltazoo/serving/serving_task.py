@@ -6,7 +6,7 @@ from typing import Any
 
 from deltazoo.generation import Sampling, Snapshot
 from deltazoo.generation.row_copies import RowState
-from deltazoo.generation.row_sampling import Way
+from deltazoo.generation.sampling import Way
 from deltazoo.serving.requests import FinishReason, Output, Piece, Request, TokenLogprob
 
 __all__ = ["Deliver", "ServingTask"]
