@@ -102,10 +102,10 @@ def report(model: nn.Module) -> ModelReport:
                 names = ", ".join(methods)
                 reason += f"; but {names} of this layer did not come with deltazoo and may call no operator"
             layers.append(LayerReport(name or type(module).__name__, rule.spec.name, update, backend, reason))
-    told = [_told(model, f"describe_{part}") for part in ("decoding", "training")]
+    decoding, training = _told(model, "describe_decoding"), _told(model, "describe_training")
     kept = (vars(module).get("_captured_training") for module in model.modules())
     captured = next((steps.describe() for steps in kept if steps is not None), None)
-    return ModelReport(tuple(layers), *told, captured)
+    return ModelReport(tuple(layers), decoding, training, captured)
 
 
 def _told(model: nn.Module, method: str) -> str | None:

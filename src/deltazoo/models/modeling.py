@@ -23,8 +23,8 @@ from transformers.utils.output_capturing import capture_outputs
 import deltazoo.distributed.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
 from deltazoo.generation.batch import BatchDescription
 from deltazoo.generation.cache import prepare_cache
-from deltazoo.generation.capture import graphs_run_on
 from deltazoo.generation.cache_argument import CACHE, takes_cache
+from deltazoo.generation.capture import graphs_run_on
 from deltazoo.generation.captured_generation import CapturedGeneration
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of
@@ -95,7 +95,8 @@ _USE_CACHE_POSITION = 5  # among the arguments of DeltaRuleModel.forward
 def _no_cache_while_recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`use_cache=False` unless given, in training that recomputes: a block that runs twice must not write to a cache.
 
-    So it is in training that may run captured, which writes to none. By default small batches on a GPU have none either: the form of an output does not depend on the batch's size.
+    So it is in training that may run captured, which writes to none. By default small batches on a GPU have none
+    either: the form of an output does not depend on the batch's size.
     It acts before `merge_with_config_defaults` fills in the configuration's `use_cache`.
     """
 

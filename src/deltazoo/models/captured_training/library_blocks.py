@@ -20,7 +20,7 @@ from deltazoo.models.forward_arguments import remove_pre_hook
 __all__ = ["capture_library_blocks", "release_library_blocks"]
 
 _PUT = "_captures_blocks"
-"""Attribute of a base model: None before the first training step; then whether its loop only passes hidden states on."""
+"""Attribute of a base model: whether its loop only passes hidden states on, once a training step has shown that."""
 _KNOWN_ARGUMENTS = (
     *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache", "past_key_values", CACHE),
     *PACKING_ARGUMENTS,
@@ -109,8 +109,9 @@ class _Recorder(nn.Module):
         vars(self).update(_block=block, _loop=loop)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        loop: Any
         block, loop = vars(self)["_block"], vars(self)["_loop"]
-        return loop.call(block, args, kwargs) if loop is _loop() else block(*args, **kwargs)
+        return block(*args, **kwargs) if loop is not _loop() else loop.call(block, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_block"], name)
