@@ -36,7 +36,7 @@ _PATIENCE = 3
 
 def wants_capture(option: str | bool | None) -> bool:
     """Whether the runtime option `captured_training` has this value for models that may be captured."""
-    return option == "auto"
+    return option is not False
 
 
 def run_blocks(model: Any, calls: _Calls, x: Tensor, *, wanted: bool = True) -> Tensor:

@@ -109,9 +109,9 @@ class _Recorder(nn.Module):
         vars(self).update(_block=block, _loop=loop)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        loop: Any
-        block, loop = vars(self)["_block"], vars(self)["_loop"]
-        return block(*args, **kwargs) if loop is not _loop() else loop.call(block, args, kwargs)
+        block, loop = vars(self)["_block"], _loop()
+        ours = loop is not None and loop is vars(self)["_loop"]
+        return loop.call(block, args, kwargs) if ours else block(*args, **kwargs)  # type: ignore[union-attr]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_block"], name)
