@@ -376,12 +376,11 @@ def serve(
     url = url_of(addresses[0])
     import torch
 
-    from deltazoo.serving.engine import Engine
-    from deltazoo.serving.model_limits import unlimited
-    from deltazoo.serving.model_loading import load_for_serving
+    from deltazoo.serving.engine import Engine, unlimited
+    from deltazoo.training.loading import load_checkpoint
 
     with errors.status(f"loading {path}"):
-        model, tokenizer = load_for_serving(str(folder), device, None if dtype is None else getattr(torch, dtype))
+        model, tokenizer = load_checkpoint(str(folder), device, None if dtype is None else getattr(torch, dtype))
         if context_limit is None and unlimited(model):
             context_limit = 32_768
         engine = Engine(
