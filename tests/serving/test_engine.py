@@ -93,6 +93,15 @@ def test_greedy_tokens_are_those_of_generate(kind, engine_of):
         assert tokens_of(stream) == expected[0, prompt.shape[1] :].tolist()
 
 
+@pytest.mark.parametrize("drawing", [{}, {"top_k": 20, "top_p": 0.8}])
+def test_a_seed_draws_the_tokens_of_generate(drawing, engine_of):
+    engine, drawing = engine_of(), {"temperature": 1.2, "seed": 7, **drawing}
+    prompt = prompt_of(21)
+    made = tokens_of(engine.submit(request(21, max_tokens=30, **drawing)))
+    ids = deltazoo.generate(engine.model, torch.tensor([prompt]), max_new_tokens=30, eos_token_id=[], **drawing)
+    assert made == ids[0, 21:].tolist() != tokens_of(engine.submit(request(21, max_tokens=30)))
+
+
 def test_a_model_without_our_layers_is_refused(engine_of):
     with pytest.raises(ValueError, match="with our delta-rule layers .* got LlamaForCausalLM"):
         engine_of(tiny_original("llama"))

@@ -15,8 +15,7 @@ from transformers.cache_utils import StaticCache
 
 from deltazoo.generation.batch import BatchDescription
 from deltazoo.generation.cache_argument import CACHE
-from deltazoo.generation.decoder import prepared_inputs
-from deltazoo.generation.read_later import wait_for
+from deltazoo.generation.next_token import prepared_inputs, wait_for
 from deltazoo.generation.row_copies import RowState, RowStates
 from deltazoo.generation.row_table import cache_of_rows, forward_tokens
 from deltazoo.generation.states import Snapshot, restore, snapshot

@@ -25,7 +25,7 @@ import numpy as np
 from deltazoo.generation import Sampling, Snapshot
 from deltazoo.generation.prompt_rows import PromptRows
 from deltazoo.generation.row_copies import RowState
-from deltazoo.generation.row_sampling import Way
+from deltazoo.generation.sampling import Way
 from deltazoo.serving.requests import Output, Request
 
 __all__ = ["Deliver", "Prefill", "PrefixCache", "Task", "prefix_keys"]
