@@ -133,7 +133,7 @@ class Engine:
         self._refusal: str | None = "the engine has not been started"
 
         # Of the engine's thread, others only read it:
-        self._counters: Counter[str] = Counter()
+        self._counters: defaultdict[str, float] = defaultdict(int)
         self._finished: Counter[str] = Counter()
         self._seconds = 0.0  # from the arrival of requests to their end, summed
         self._prefill = Prefill(self.prompts, self.prefixes)
@@ -224,7 +224,7 @@ class Engine:
             "prefix_bytes": self.prefixes.nbytes,
             "prefix_entries": len(self.prefixes),
         }
-        return Status(self._refusal is None, Counter({**self._counters, **now}), Counter(self._finished))
+        return Status(self._refusal is None, defaultdict(int, {**self._counters, **now}), self._finished.copy())
 
     def stop(self, *, timeout: float | None = None) -> None:
         """Refuse new requests, finish all accepted ones, and end the thread.
@@ -357,8 +357,9 @@ class Engine:
 
     def _begin_row(self, task: Task) -> None:
         row = next(row for row in range(self.table.widths[-1]) if row not in self._running)
-        prompt = task.request.prompt
-        self.table.put(row, task.state, prompt[-1], len(prompt) - 1, task.sampling, task.request.seed)
+        prompt, seed = task.request.prompt, task.request.seed
+        assert seed is not None
+        self.table.put(row, task.state, prompt[-1], len(prompt) - 1, task.sampling, seed)
         task.state = None
         self._running[row] = task
         self._counters["prompt_tokens"] += len(prompt)

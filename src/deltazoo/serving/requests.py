@@ -190,7 +190,8 @@ class Stream:
         self.cached_tokens = self.completion_tokens = 0
         self._on_cancel = on_cancel
         self._changed = threading.Condition()
-        self._outputs: list[Output] = []
+        self._made: list[int | Piece] = []
+        self._error: EngineError | None = None
         self._is_read = False
         """Whether the reader has had the last piece or an error."""
         self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
@@ -204,7 +205,7 @@ class Stream:
         """The pieces as they are made; blocks."""
         while not self._is_read:
             with self._changed:
-                self._changed.wait_for(lambda: self._outputs)
+                self._changed.wait_for(lambda: self._made or self._error)
             yield self._take()
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
@@ -214,21 +215,20 @@ class Stream:
             self._reader = asyncio.get_running_loop(), news
         while not self._is_read:
             news.clear()
-            if self._outputs:
+            if self._made or self._error:
                 yield self._take()
             else:
                 await news.wait()
 
     def _take(self) -> Piece:
-        """All tokens that have come; an error behind them is left for the next call."""
+        """All tokens that have come; without any, raises the error that has."""
         with self._changed:
-            outputs, self._outputs = self._outputs, []
-        if isinstance(outputs[-1], EngineError):
-            self._outputs = [error := outputs.pop()]
-            if not outputs:
-                self._is_read = True
-                raise error
-        piece = Piece.joined(outputs)
+            made, self._made = self._made, []
+        if not made:
+            assert self._error is not None
+            self._is_read = True
+            raise self._error
+        piece = Piece.joined(made)
         self._is_read = piece.finish_reason is not None
         self.completion_tokens += len(piece.token_ids)
         self.cached_tokens += piece.cached_tokens
@@ -240,7 +240,10 @@ class Stream:
         arrived: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
         for stream, output in outputs:
             with stream._changed:
-                stream._outputs.append(output)
+                if isinstance(output, EngineError):
+                    stream._error = output
+                else:
+                    stream._made.append(output)
                 stream._changed.notify()
                 if stream._reader is not None and not stream._reader[1].is_set():
                     loop, news = stream._reader
