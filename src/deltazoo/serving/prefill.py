@@ -24,7 +24,6 @@ import numpy as np
 
 from deltazoo.generation import Sampling, Snapshot
 from deltazoo.generation.prompt_rows import PromptRows
-from deltazoo.generation.row_copies import RowState
 from deltazoo.generation.sampling import Way
 from deltazoo.serving.requests import Output, Request
 
@@ -65,7 +64,7 @@ class Task:
     keys: dict[int, bytes]
     done: int = 0
     cached: int = 0
-    state: RowState | Snapshot | None = None
+    state: Snapshot | None = None
     steps: int = 0
     made: int = 0
     ended: bool = False
@@ -110,12 +109,12 @@ class PrefixCache:
     def __init__(self, memory: int) -> None:
         self.memory = memory
         self.nbytes = 0
-        self._states: OrderedDict[bytes, RowState | Snapshot] = OrderedDict()
+        self._states: OrderedDict[bytes, Snapshot] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._states)
 
-    def find(self, keys: dict[int, bytes]) -> tuple[int, RowState | Snapshot | None]:
+    def find(self, keys: dict[int, bytes]) -> tuple[int, Snapshot | None]:
         """The longest known beginning of a prompt: its number of tokens and the state after them; 0 and None: none."""
         for length in reversed(keys):
             state = self._states.get(keys[length])
@@ -124,7 +123,7 @@ class PrefixCache:
                 return length, state
         return 0, None
 
-    def put(self, key: bytes, state: RowState | Snapshot) -> None:
+    def put(self, key: bytes, state: Snapshot) -> None:
         """Keep a state, unless it is larger than all the memory."""
         if key in self._states:
             return self._states.move_to_end(key)
