@@ -12,11 +12,11 @@ from tiny_families import tiny_original
 from tiny_models import CASES, STATES, tiny_config, tiny_model, tokens
 
 import deltazoo
-from deltazoo.generation import Sampling, row_table, step_capture
+from deltazoo.generation import Sampling, row_table, step
 from deltazoo.generation.prompt_rows import PromptRows
 from deltazoo.generation.row_copies import RowState
-from deltazoo.generation.row_sampling import Way
 from deltazoo.generation.row_table import RowTable
+from deltazoo.generation.sampling import Way
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LINEAR = [case for case in CASES if "full_attention" not in tiny_config(case).layer_types]
@@ -143,10 +143,45 @@ def model_of_kind(kind):
     return model
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.5, 20, 0.9)], ids=str)
+@pytest.mark.parametrize("kind", [*FEW, "hybrid", "swapped 1:1", ACCELERATED[0]])
+def test_a_seed_draws_the_same_everywhere(kind, sampling, device):
+    """In `generate` alone and in a batch with padding, and in a table where other rows begin and move meanwhile."""
+    model, lengths = model_of_kind(kind).to(device), [20, 6, 11]
+    ids = tokens(3, 20).to(device)
+    mask = torch.tensor([[0] * (20 - length) + [1] * length for length in lengths], device=device)
+    options = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    options |= {"max_new_tokens": 8, "eos_token_id": []}
+    made = deltazoo.generate(model, ids, mask, seed=2**40, **options)[:, 20:].tolist()
+    prompts = [ids[i, 20 - length :] for i, length in enumerate(lengths)]
+    for row, prompt in enumerate(prompts):
+        alone = deltazoo.generate(model, prompt[None], seed=2**40 + row, **options)
+        assert alone[0, len(prompt) :].tolist() == made[row]
+    assert made[0] != made[1] != made[2]
+
+    table = RowTable(model, [3], MOST)
+    passes = PromptRows(model, [1], PIECE, table.empty, padded=False, max_length=MOST)
+
+    def begin(row, number):
+        prompt = prompts[number].tolist()
+        table.put(row, state_after(passes, 0, prompt), prompt[-1], len(prompt) - 1, sampling, 2**40 + number)
+
+    begin(2, 0)
+    begin(0, 1)
+    found = continued(table, 2, 3, 4, Way.FILTERED)
+    begin(1, 2)
+    table.move([2], [0])
+    assert found + continued(table, 0, 3, 4, Way.FILTERED) == made[0]
+    begin(0, 2)
+    begin(2, 1)
+    assert continued(table, 2, 3, 8, Way.FILTERED) == made[1]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_of_passes_and_steps(kind, replays, monkeypatch):
     """Nothing that Python did at a capture is missing at a replay, or is as it was then."""
-    monkeypatch.setattr(row_table, "capture", step_capture.capture)
+    monkeypatch.setattr(row_table, "capture", step.capture)
     check_greedy(model_of_kind(kind), tokens(2, 20), padded=True)
 
 
@@ -280,7 +315,7 @@ def test_widths_differ_by_rounding(case, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_waits_for_the_device(kind, captures, monkeypatch):
     """What is captured holds no operation that a CUDA graph could not."""
-    monkeypatch.setattr(row_table, "capture", step_capture.capture)
+    monkeypatch.setattr(row_table, "capture", step.capture)
     model = model_of_kind(kind)
     table = RowTable(model, [1, 2], MOST)
     table.capture()

@@ -27,7 +27,7 @@ from transformers import (
 from deltazoo.swap import swap_attention, swapped_layers
 from deltazoo.training import distill as module
 from deltazoo.training import pictures
-from deltazoo.training.config import TokenizerConfig
+from deltazoo.training.config import TokenizerConfig, from_mapping
 from deltazoo.training.conversion_config import STAGES, ConversionConfig
 from deltazoo.training.corpus import read_corpus
 from deltazoo.training.distill import (
@@ -43,7 +43,6 @@ from deltazoo.training.pictures import draw_conversion
 from deltazoo.training.text import open_text
 from deltazoo.training.tokenizer import build_tokenizer, encode_documents
 from deltazoo.training.trainer import training_arguments
-from deltazoo.training.yaml_config import from_mapping
 
 STAGE = {"row_length": 48, "rows_per_batch": 4, "log_every": 2, "evaluate_every": 8, "evaluation_rows": 4}
 STAGE |= {"precision": "fp32", "weight_decay": 0.0}

@@ -14,7 +14,6 @@ from deltazoo.cli.options import LoadOption, OverrideOption, facts_table, where_
 from deltazoo.training.checkpoint_files import checkpoints
 from deltazoo.training.config import DataConfig, RunConfig, load_config
 from deltazoo.training.console import say
-from deltazoo.training.division import divide_rows
 from deltazoo.training.presets import find_config, is_for_gpus, rule_overrides
 from deltazoo.training.run_folder import LOSS_PICTURE, check_run
 from deltazoo.training.text import open_text
@@ -71,7 +70,7 @@ def train(
     processes = int(started) if started else gpus or 1
     if gpus not in (None, processes):
         raise ValueError(f"--gpus {gpus}: the command runs in {started} processes already; leave --gpus out")
-    divide_rows(run.training, processes)
+    run.training.divided(processes)
     if started is None and config is not None and is_for_gpus(config):
         import torch
 

@@ -15,13 +15,12 @@ from transformers.cache_utils import StaticCache
 
 from deltazoo.generation.batch import BatchDescription
 from deltazoo.generation.cache_argument import CACHE
-from deltazoo.generation.decoder import prepared_inputs
-from deltazoo.generation.read_later import wait_for
+from deltazoo.generation.next_token import prepared_inputs, wait_for
 from deltazoo.generation.row_copies import RowState, RowStates
 from deltazoo.generation.row_table import cache_of_rows, forward_tokens
 from deltazoo.generation.states import Snapshot, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
-from deltazoo.generation.step_capture import CapturedStep
+from deltazoo.generation.step import CapturedStep
 from deltazoo.layers import RightPaddedSequences
 
 __all__ = ["PromptRows"]

@@ -17,16 +17,15 @@ from torch import Tensor
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer
+from deltazoo.generation.capture import capture
 from deltazoo.generation.capture_conditions import IMPLEMENTATIONS
-from deltazoo.generation.decoder import check_model, prepared_inputs
-from deltazoo.generation.read_later import read_later
+from deltazoo.generation.next_token import check_model, prepared_inputs, read_later
 from deltazoo.generation.row_copies import RowState, RowStates
 from deltazoo.generation.row_keys import RowKeyValues
-from deltazoo.generation.row_sampling import RowSampling, Way
-from deltazoo.generation.sampling import Sampling
+from deltazoo.generation.sampling import Sampler, Sampling, Way
 from deltazoo.generation.states import Snapshot, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
-from deltazoo.generation.step_capture import CapturedStep, capture
+from deltazoo.generation.step import CapturedStep
 
 __all__ = ["RowTable", "cache_of_rows", "forward_tokens", "has_softmax_layers"]
 
@@ -61,7 +60,7 @@ class RowTable:
         rows, device = self.widths[-1], model.device
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self.sampling = RowSampling(rows, device)
+        self.sampling = Sampler(rows, device)
         cache = cache_of_rows(model, max_length, self.position)
         lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, RowKeyValues)]
         self._columns = torch.arange(lengths[0], device=device) if lengths else None
