@@ -19,9 +19,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from deltazoo._report import RunsDeltaRule
 from deltazoo.generation.cache_argument import CACHE
-from deltazoo.generation.captured_generation import CapturedGeneration, without_single_tokens
+from deltazoo.generation.conditions import check_positions
+from deltazoo.generation.hf_generate import CapturedGeneration, without_single_tokens
 from deltazoo.generation.nan_origin import origin_of_nan
-from deltazoo.generation.position_limit import check_positions
 from deltazoo.generation.read_later import read_later
 from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.static_cache import fixed_cache

@@ -18,7 +18,7 @@ from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWind
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.capture import capture
-from deltazoo.generation.capture_conditions import IMPLEMENTATIONS
+from deltazoo.generation.conditions import IMPLEMENTATIONS
 from deltazoo.generation.decoder import check_model, prepared_inputs
 from deltazoo.generation.read_later import read_later
 from deltazoo.generation.row_copies import RowState, RowStates

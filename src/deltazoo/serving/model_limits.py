@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from deltazoo.generation.position_limit import max_positions
+from deltazoo.generation.conditions import max_positions
 from deltazoo.generation.row_table import has_softmax_layers
 from deltazoo.models import DeltaRuleForCausalLM
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from deltazoo.generation.position_limit import check_positions
+from deltazoo.generation.conditions import check_positions
 from deltazoo.swap.layer import swapped_layers
 from deltazoo.training.checkpoint_files import as_json, checkpoints, whole_or_not_at_all, write_whole
 from deltazoo.training.config import MODEL_CONFIG, DataConfig, RunConfig, save_config

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from deltazoo.generation.position_limit import max_positions
+from deltazoo.generation.conditions import max_positions
 from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.surgery import swap_attention, unswap_attention
 from deltazoo.training.checkpoint_files import as_json

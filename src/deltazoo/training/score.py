@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from deltazoo.generation.cache_argument import CACHE
+from deltazoo.generation.conditions import learned_positions
 from deltazoo.generation.nan_origin import origin_of_nan
-from deltazoo.generation.position_limit import learned_positions
 from deltazoo.models.delta_layers import evaluation_mode
 from deltazoo.training.console import track
 from deltazoo.training.corpus import num_bytes
