@@ -60,7 +60,7 @@ class Decoder:
 
     Args:
         model: a causal language model with delta-rule layers: ours, swapped or accelerated; in evaluation mode, on the
-            device where it stays. The captured step arranges its weights in memory (`MergedProjections`); where they
+            device where it stays. The captured step arranges its weights in memory (`generation.merged`); where they
             move later, a new step is captured.
         batch_size: rows.
         max_length: tokens of prompt and continuation at most. Softmax layers reserve keys, values and masks for that
