@@ -282,7 +282,7 @@ def generate(
     from transformers import TextStreamer, set_seed
 
     from deltazoo.generation import generate as continue_prompt
-    from deltazoo.generation.position_limit import check_positions
+    from deltazoo.generation.conditions import check_positions
     from deltazoo.models import DeltaRuleForCausalLM
     from deltazoo.training.loading import load_checkpoint
 
@@ -513,7 +513,7 @@ def diagnose(
     documents = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
 
     from deltazoo.diagnosis import diagnose as measure_layers
-    from deltazoo.generation.position_limit import check_positions, learned_positions
+    from deltazoo.generation.conditions import check_positions, learned_positions
     from deltazoo.training.loading import load_checkpoint
     from deltazoo.training.text_batch import text_batch
 

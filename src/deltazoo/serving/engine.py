@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from deltazoo.generation import Sampling
+from deltazoo.generation.conditions import max_positions
 from deltazoo.generation.nan_origin import origin_of_nan
-from deltazoo.generation.position_limit import max_positions
 from deltazoo.generation.prompt_rows import PromptRows
 from deltazoo.generation.row_table import RowTable, has_softmax_layers
 from deltazoo.generation.sampling import NO_TOKEN
