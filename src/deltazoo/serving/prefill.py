@@ -156,6 +156,8 @@ class Prefill:
         self.prompts = prompts
         self.prefixes = prefixes
         self.tasks: list[Task] = []
+        self._loaded: dict[Task, int] = {}
+        """The row that has the state of a task."""
         self._turns = itertools.count()
 
     def add(self, task: Task) -> None:
@@ -193,16 +195,24 @@ class Prefill:
         if done > task.done:
             task.cached += done - task.done
             task.done, task.state = done, state
+            self._loaded.pop(task, None)
 
     def run(self, tasks: Sequence[Task]) -> Callable[[], None]:
         """One pass over the next piece of each of these prompts; the result waits until the device has done it."""
-        for row, task in enumerate(tasks):
-            self.prompts.load(row, task.state)
+        loaded, self._loaded = self._loaded, {}  # nothing, if the pass fails
+        size = self.prompts.size_for(len(tasks))
+        rows = {task: loaded[task] for task in tasks if loaded.get(task, size) < size}
+        free = iter(sorted({*range(size)} - {*rows.values()}))
+        for task in tasks:
+            if task not in rows:
+                rows[task] = next(free)
+                self.prompts.load(rows[task], task.state)
         wait = self.prompts.run(
-            {row: (task.done, task.request.prompt[task.done : task.next_end]) for row, task in enumerate(tasks)}
+            {row: (task.done, task.request.prompt[task.done : task.next_end]) for task, row in rows.items()}
         )
-        for row, task in enumerate(tasks):
+        for task, row in rows.items():
             task.done = task.next_end
             task.state = self.prompts.take(row, task.done)
             self.prefixes.put(task.keys[task.done], task.state)
+        self._loaded = rows
         return wait
