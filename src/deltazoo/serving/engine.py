@@ -245,12 +245,6 @@ class Engine:
     def _task(self, key: Any, request: Request, deliver: Deliver) -> Task:
         """The request as the engine runs it; RequestError if it does not fit the model."""
         prompt, limit = request.prompt, self.context_limit
-        if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
-            outside = next(token for token in prompt if not 0 <= token < self._vocabulary)
-            raise RequestError(
-                f"the prompt has token {outside}, which is outside the model's vocabulary of {self._vocabulary}",
-                param="prompt",
-            )
         most, least = request.max_tokens, request.max_tokens or 1
         if limit is not None and len(prompt) + least > limit:
             raise RequestError(
@@ -261,6 +255,12 @@ class Engine:
             if limit is None:
                 raise RequestError("max_tokens is needed, since this model has no context limit")
             most = limit - len(prompt)
+        if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
+            outside = next(token for token in prompt if not 0 <= token < self._vocabulary)
+            raise RequestError(
+                f"the prompt has token {outside}, which is outside the model's vocabulary of {self._vocabulary}",
+                param="prompt",
+            )
         ends = frozenset[int]() if request.ignore_eos else self._ends
         top_p = request.top_p if request.top_p < 1 else None
         sampling = Sampling(request.temperature, request.top_k, top_p) if request.temperature else Sampling()
