@@ -294,7 +294,7 @@ def generate(
     from transformers import TextStreamer, set_seed
 
     from deltazoo.generation import generate as continue_prompt
-    from deltazoo.generation.position_limit import check_positions
+    from deltazoo.generation.conditions import check_positions
     from deltazoo.models import DeltaRuleForCausalLM
     from deltazoo.training.loading import load_checkpoint
 
@@ -396,12 +396,11 @@ def serve(
     url = url_of(addresses[0])
     import torch
 
-    from deltazoo.serving.engine import Engine
-    from deltazoo.serving.model_limits import unlimited
-    from deltazoo.serving.model_loading import load_for_serving
+    from deltazoo.serving.engine import Engine, unlimited
+    from deltazoo.training.loading import load_checkpoint
 
     with errors.status(f"loading {path}"):
-        model, tokenizer = load_for_serving(str(folder), device, None if dtype is None else getattr(torch, dtype))
+        model, tokenizer = load_checkpoint(str(folder), device, None if dtype is None else getattr(torch, dtype))
         if context_limit is None and unlimited(model):
             context_limit = 32_768
         engine = Engine(
@@ -526,7 +525,7 @@ def diagnose(
     documents = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
 
     from deltazoo.diagnosis import diagnose as measure_layers
-    from deltazoo.generation.position_limit import check_positions, learned_positions
+    from deltazoo.generation.conditions import check_positions, learned_positions
     from deltazoo.training.loading import load_checkpoint
     from deltazoo.training.text_batch import text_batch
 
