@@ -16,8 +16,8 @@ from deltazoo.cli.options import (
     LoadOption,
     OverrideOption,
     TextFieldOption,
-    facts_table,
     figures_table,
+    print_facts,
     refuse,
     where_drawn,
     with_loads,
@@ -128,7 +128,7 @@ def swap(
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
     distilling = ["deltazoo", "distill", str(folder), "--original", path, "--output", f"{folder}_distilled"]
-    console.print(facts_table({"model": str(folder / "model"), "next": with_loads(distilling, load)}))
+    print_facts({"model": str(folder / "model"), "next": with_loads(distilling, load)})
 
 
 def distill(
@@ -197,7 +197,7 @@ def distill(
     console.print(_scores_table(result, config))
     picture = where_drawn(lambda: draw_conversion(folder / LOSS_PICTURE, result.histories, result.scores, path))
     evaluating = with_loads(["deltazoo", "eval", str(folder)], load)
-    console.print(facts_table({"model": str(result.model_path), "loss curves": picture, "next": evaluating}))
+    print_facts({"model": str(result.model_path), "loss curves": picture, "next": evaluating})
 
 
 def ranking_table(ranking: "Ranking") -> Table:

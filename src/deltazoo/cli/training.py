@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
-from deltazoo.cli.options import LoadOption, OverrideOption, facts_table, where_drawn
+from deltazoo.cli.options import LoadOption, OverrideOption, print_facts, where_drawn
 from deltazoo.training.checkpoint_files import checkpoints
 from deltazoo.training.config import DataConfig, RunConfig, load_config
 from deltazoo.training.console import say
@@ -112,7 +111,7 @@ def train(
             "next": f"deltazoo eval {run.output}",
             "": f'deltazoo generate {run.output} --prompt "def "',
         }
-        Console().print(facts_table(facts))
+        print_facts(facts)
 
 
 def configuration(
