@@ -25,8 +25,8 @@ import deltazoo
 from deltazoo.cli import main
 from deltazoo.cli.training import configuration
 from deltazoo.training import load_config, save_config
-from deltazoo.training.interruption import TrainingInterrupted
-from deltazoo.training.presets import find_config, presets
+from deltazoo.training.trainer import TrainingInterrupted
+from deltazoo.training.locate import find_config, presets
 
 COMMANDS = ["list", "show", "check", "train", "swap", "generate", "serve", "eval", "diagnose", "lm-eval"]
 

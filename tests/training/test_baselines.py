@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from deltazoo.training.baselines import ByteContextModel, baselines, gzip_bits_per_byte, xz_bits_per_byte
-from deltazoo.training.text import Document
+from deltazoo.training.data import Document
 
 TEXT = (b"the cat sat on the mat, the dog sat on the cat. " * 3 + b"\x00\xff end") * 2
 OTHER = b"the dog sat on a mat \xfe"

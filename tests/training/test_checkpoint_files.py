@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deltazoo.training.checkpoint_files import (
-    SaveError,
-    as_json,
-    checkpoints,
-    remove_oldest,
-    unfinished,
-    whole_or_not_at_all,
-)
+from deltazoo.training.folder import SaveError, as_json, checkpoints, remove_oldest, unfinished, whole_or_not_at_all
 
 
 def write(target: Path, text: str) -> None:

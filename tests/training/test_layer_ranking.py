@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from deltazoo.cli.training import ranking_table
 from deltazoo.swap import swap_attention
 from deltazoo.training.layer_ranking import LayerScore, Ranking, rank_layers
-from deltazoo.training.packed_rows import collate_side_by_side, pack_in_order
+from deltazoo.training.tokens import collate_side_by_side, pack_in_order
 from deltazoo.training.pictures import draw_ranking
 from deltazoo.training.validation_loss import score_rows
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 import deltazoo.models  # noqa: F401
 from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.score import packs_documents, score_documents
-from deltazoo.training.text import Document
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.data import Document
+from deltazoo.training.tokens import build_tokenizer
 
 TEXTS = ["a", "def f(x):\n    return x\n", "ünïcödé 語 🙂 " * 9, "x" * 150, "the end"]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 16, "initializer_range": 0.3}

@@ -22,9 +22,9 @@ from tiny_runs import run_config, write_text_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from deltazoo.training import RunConfig, TrainingDiverged, load_config, save_config, train
-from deltazoo.training.checkpoint_files import SaveError, checkpoints
-from deltazoo.training.interruption import TrainingInterrupted
-from deltazoo.training.monitor import Monitor
+from deltazoo.training.folder import SaveError, checkpoints
+from deltazoo.training.trainer import TrainingInterrupted
+from deltazoo.training.trainer import Monitor
 from deltazoo.training.trainer import PackedTrainer, training_arguments
 
 

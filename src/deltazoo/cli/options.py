@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from deltazoo import spec
-from deltazoo.training.device import check_device
+from deltazoo.training.loading import check_device
 
 
 def load_rule_file(path: str | Path) -> list[str]:

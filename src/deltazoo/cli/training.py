@@ -16,14 +16,14 @@ from rich.text import Text
 
 from deltazoo.cli.options import CheckpointArgument, DeviceOption, LoadOption, OverrideOption, TextFieldOption, refuse
 from deltazoo.spec import get_rule
-from deltazoo.training.checkpoint_files import checkpoints
-from deltazoo.training.checkpoint_path import resolve_checkpoint
+from deltazoo.training.folder import checkpoints
+from deltazoo.training.locate import resolve_checkpoint
 from deltazoo.training.config import DataConfig, RunConfig, load_config
 from deltazoo.training.console import say
 from deltazoo.training.conversion_config import STAGES, ConversionConfig, load_conversion
-from deltazoo.training.presets import find_config, is_for_gpus, rule_overrides
-from deltazoo.training.run_folder import LOSS_PICTURE, check_run, has_saved
-from deltazoo.training.text import open_text
+from deltazoo.training.locate import find_config, is_for_gpus, rule_overrides
+from deltazoo.training.folder import LOSS_PICTURE, check_run, has_saved
+from deltazoo.training.data import open_text
 
 if TYPE_CHECKING:  # these import torch, which waits until the arguments are checked
     from deltazoo.training.conversion import ConversionResult

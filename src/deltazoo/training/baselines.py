@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deltazoo.training.checkpoint_files import as_json
+from deltazoo.training.folder import as_json
 from deltazoo.training.console import console
-from deltazoo.training.text import Document
+from deltazoo.training.data import Document
 
 if TYPE_CHECKING:  # imports torch, which a command loads only after it has checked its arguments
     from deltazoo.training.score import Score

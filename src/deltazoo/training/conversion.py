@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from deltazoo.generation.position_limit import check_positions
 from deltazoo.swap.layer import swapped_layers
-from deltazoo.training.checkpoint_files import as_json, checkpoints, whole_or_not_at_all, write_whole
+from deltazoo.training.folder import as_json, checkpoints, whole_or_not_at_all, write_whole
 from deltazoo.training.config import MODEL_CONFIG, DataConfig, RunConfig, save_config
 from deltazoo.training.console import console, no_transformers_bars
 from deltazoo.training.conversion_config import (
@@ -23,24 +23,20 @@ from deltazoo.training.conversion_config import (
     StageConfig,
     load_conversion,
 )
-from deltazoo.training.corpus import DEFAULT_TOKENIZER_SAMPLE, read_corpus
-from deltazoo.training.packed_rows import collate_side_by_side, pack_in_order, spread
-from deltazoo.training.run_folder import RESULT, SCORES, SWAP, begin_run, check_run, refuse_other_text
+from deltazoo.training.data import DEFAULT_TOKENIZER_SAMPLE, read_corpus
+from deltazoo.training.tokens import collate_side_by_side, pack_in_order, spread
+from deltazoo.training.folder import RESULT, SCORES, SWAP, begin_run, check_run, refuse_other_text
 from deltazoo.training.stage_trainers import (
     AlignmentTrainer,
     DistillationTrainer,
     choose_trained_parameters,
     original_of,
 )
-from deltazoo.training.text import open_text
-from deltazoo.training.tokenizer import encode_documents
+from deltazoo.training.data import open_text
+from deltazoo.training.tokens import encode_documents
 from deltazoo.training.trainer import PackedTrainer, training_arguments
-from deltazoo.training.training_run import (
-    device_name,
-    enable_gradient_checkpointing,
-    encode_training,
-    training_rows,
-)
+from deltazoo.training.run import device_name, enable_gradient_checkpointing, training_rows
+from deltazoo.training.training_run import encode_training
 from deltazoo.training.validation_loss import score_rows
 
 __all__ = [

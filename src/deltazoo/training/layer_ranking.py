@@ -12,13 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from deltazoo.generation.position_limit import max_positions
 from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.surgery import swap_attention, unswap_attention
-from deltazoo.training.checkpoint_files import as_json
+from deltazoo.training.folder import as_json
 from deltazoo.training.config import DataConfig
 from deltazoo.training.console import track
-from deltazoo.training.corpus import DEFAULT_TOKENIZER_SAMPLE, first_documents, read_corpus
-from deltazoo.training.packed_rows import collate_side_by_side, pack_in_order
-from deltazoo.training.text import open_text
-from deltazoo.training.tokenizer import encode_documents
+from deltazoo.training.data import DEFAULT_TOKENIZER_SAMPLE, first_documents, read_corpus
+from deltazoo.training.tokens import collate_side_by_side, pack_in_order
+from deltazoo.training.data import open_text
+from deltazoo.training.tokens import encode_documents
 from deltazoo.training.validation_loss import score_rows
 
 __all__ = ["LayerScore", "Ranking", "check_best", "rank_layers", "ranking_rows"]

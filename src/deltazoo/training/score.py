@@ -14,10 +14,9 @@ from deltazoo.generation.nan_origin import origin_of_nan
 from deltazoo.generation.position_limit import learned_positions
 from deltazoo.models.delta_layers import evaluation_mode
 from deltazoo.training.console import track
-from deltazoo.training.corpus import num_bytes
-from deltazoo.training.packed_rows import collate
-from deltazoo.training.text import Document
-from deltazoo.training.tokenizer import encode_documents
+from deltazoo.training.tokens import collate
+from deltazoo.training.data import Document
+from deltazoo.training.tokens import encode_documents
 from deltazoo.training.validation_loss import as_trained, nats_of, packed_nats
 
 
@@ -104,7 +103,7 @@ def score_documents(
     return Score(
         nats=nats,
         tokens=sum(len(ids) - 1 for ids in encoded),
-        bytes=sum(num_bytes(document) for document in documents),
+        bytes=sum(document.num_bytes for document in documents),
         documents=len(documents),
         seconds=seconds,
     )

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from deltazoo.swap.layer import SwappedAttention, swapped_layers
 from deltazoo.swap.surgery import unswap_attention
 from deltazoo.training.conversion_config import StageConfig
-from deltazoo.training.packed_rows import IGNORED
+from deltazoo.training.tokens import IGNORED
 from deltazoo.training.trainer import PackedTrainer
 
 __all__ = [

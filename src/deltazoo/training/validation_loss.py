@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from deltazoo.models.delta_layers import evaluation_mode
-from deltazoo.training.packed_rows import IGNORED, collate
+from deltazoo.training.tokens import IGNORED, collate
 
 
 @torch.no_grad()
