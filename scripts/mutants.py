@@ -92,7 +92,7 @@ MUTANTS = {
         "swap/test_transfer.py",
     ),
     "alignment with dropout": Mutant(
-        "model.eval()  # dropout in the frozen layers", "pass  # dropout in the frozen layers", "test_conversion.py"
+        "model.eval()  # dropout in the frozen layers", "pass  # dropout in the frozen layers", "test_distill.py"
     ),
     # Those that survived a run of random mutants.
     "logits read again are computed again": Mutant(

@@ -10,7 +10,6 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -253,7 +252,7 @@ def _internals_in(tree: ast.AST, defined_anywhere: set[str]) -> Iterator[str]:
 def _overridden() -> Iterator[tuple[str, type]]:
     """Private members of our classes that a base class of transformers or torch has as well."""
     for found in pkgutil.walk_packages(deltazoo.__path__, "deltazoo."):
-        if found.name.endswith("__main__") or (found.name.endswith(".harness_model") and find_spec("lm_eval") is None):
+        if found.name.endswith("__main__"):
             continue
         for cls in vars(importlib.import_module(found.name)).values():
             if inspect.isclass(cls) and cls.__module__.startswith("deltazoo."):

@@ -16,8 +16,8 @@ import deltazoo
 from deltazoo.cli.options import load_rule_file
 from deltazoo.training import RunConfig, TokenizerConfig, load_config
 from deltazoo.training.conversion_config import STAGES, load_conversion
-from deltazoo.training.run import build_model
 from deltazoo.training.locate import is_for_gpus, presets, rule_overrides
+from deltazoo.training.run import build_model
 from deltazoo.training.tokens import build_tokenizer
 
 PRESETS, CONVERSIONS = presets(), presets(conversions=True)  # tests/training/test_conversion_config.py has the latter

@@ -11,9 +11,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from deltazoo.training.config import DataConfig, TokenizerConfig
-from deltazoo.training.tokens import StreamedRows
 from deltazoo.training.data import Records, is_held_out, open_text
-from deltazoo.training.tokens import build_tokenizer
+from deltazoo.training.tokens import StreamedRows, build_tokenizer
 
 TEXTS = [f"text {i} " + "ab" * (5 * i % 40) for i in range(25)]
 ROW = 32

@@ -1,4 +1,4 @@
-"""The ``deltazoo`` command: list, show, check, train, swap, generate, serve, eval, diagnose, lm-eval.
+"""The ``deltazoo`` command: list, show, check, train, swap, distill, generate, serve, eval, diagnose, lm-eval.
 
 What imports torch stands inside the commands, after the checks of their arguments: help and a typo's message are quick.
 """
@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,18 +28,21 @@ from deltazoo.cli.options import (
     LoadOption,
     TextFieldOption,
     check_output_file,
+    facts_table,
+    figures_table,
     load_rule_file,
+    print_facts,
     refuse,
 )
-from deltazoo.cli.training import facts_table, figures_table, swap, train
+from deltazoo.cli.swapping import distill, swap
+from deltazoo.cli.training import train
 from deltazoo.names import unknown
-from deltazoo.training.folder import as_json
-from deltazoo.training.locate import resolve_checkpoint
 from deltazoo.training.config import DataConfig
 from deltazoo.training.console import console as errors
 from deltazoo.training.console import say
+from deltazoo.training.folder import as_json
 from deltazoo.training.loading import choose_documents
-from deltazoo.training.locate import paper_shape
+from deltazoo.training.locate import paper_shape, resolve_checkpoint
 
 __all__ = ["app", "main"]
 
@@ -237,8 +241,12 @@ app.command(
 app.command(
     epilog="Examples: [bold]deltazoo swap my_llama --rule kda --layers 3:1 --dry-run[/], "
     "[bold]deltazoo swap my_llama --rule kda --rank --text my_texts --output runs/rank[/], "
-    "[bold]deltazoo swap my_llama --rule kda --layers best:8 --train recipe.yaml --output runs/kda[/]"
+    "[bold]deltazoo swap my_llama --rule kda --layers best:8 --text my_texts --output runs/kda[/]"
 )(swap)
+app.command(
+    epilog="Examples: [bold]deltazoo distill runs/kda --original my_llama --text my_texts --output runs/distilled[/], "
+    "[bold]deltazoo distill runs/kda --original my_llama --output runs/distilled --resume[/]"
+)(distill)
 
 
 @app.command(epilog='Example: [bold]deltazoo generate runs/quickstart --prompt "def read(self, size=-1):"[/]')
@@ -426,14 +434,13 @@ def evaluate(
     load: LoadOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Score a model on held-out text, and compare it with gzip, xz and an order-2 byte model."""
+    """Score a model on held-out text, and compare it with gzip and xz."""
     without_text = max_bytes is not None or text_field != DataConfig.text_field
     refuse({"--max-bytes and --text-field act on --text only": text is None and without_text})
     data = None if text is None else DataConfig(text=text, text_field=text_field)
     documents = choose_documents(path, data, max_bytes)
 
-    from deltazoo.training import score_documents
-    from deltazoo.training.baselines import Baseline, baselines, save_comparison
+    from deltazoo.training.evaluate import Baseline, baselines, score_documents
     from deltazoo.training.loading import load_checkpoint
 
     model, tokenizer = load_checkpoint(path, device)
@@ -451,9 +458,17 @@ def evaluate(
         "perplexity": f"{score.perplexity:.2f} per token of this tokenizer ({len(tokenizer)} entries)",
         "speed": f"{score.tokens_per_second:,.0f} tokens/s",
     }
-    console.print(facts_table(facts))
+    print_facts(facts)
     if json_file:
-        save_comparison(json_file, path, documents.description, score, others)
+        figures = {
+            "model": path,
+            "text": documents.description,
+            "bits_per_byte": score.bits_per_byte,
+            "perplexity": score.perplexity,
+            "score": asdict(score),
+            "baselines": [asdict(baseline) for baseline in others],
+        }
+        Path(json_file).write_text(as_json(figures, indent=1) + "\n", encoding="utf-8")
 
 
 @app.command(
@@ -534,6 +549,6 @@ def lm_eval(
             "pip install lm_eval"
         )
 
-    from deltazoo.training.harness_model import run_harness
+    from deltazoo.training.evaluate import run_harness
 
     run_harness(arguments)

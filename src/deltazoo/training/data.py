@@ -269,8 +269,8 @@ def read_corpus(
     if not all(parts.values()):
         size = sum(document.num_bytes for document in documents)
         raise ValueError(
-            f"too little text to train on one part and hold another out: {source.description}, {size:,} bytes; give more "
-            f"text, or another data.validation_fraction than {data.validation_fraction:g}"
+            f"too little text to train on one part and hold another out: {source.description}, {size:,} bytes; give "
+            f"more text, or another data.validation_fraction than {data.validation_fraction:g}"
         )
     return Corpus(parts[False], parts[True], source.description)
 

@@ -98,7 +98,7 @@ def load_checkpoint(
     """
     from transformers import AutoTokenizer
 
-    from deltazoo.training.score import check_vocabulary
+    from deltazoo.training.evaluate import check_vocabulary
 
     model = load_model(path, device, dtype)
     path = resolve_checkpoint(path)

@@ -2,11 +2,13 @@
 
 import json
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from huggingface_hub.errors import StrictDataclassError
@@ -136,12 +138,13 @@ def _train(config: RunConfig, folder: Path, resume: bool) -> TrainingResult:
         say(f"the finished model is gone: made again from {latest}" if finished else f"going on from {latest}")
     with no_transformers_bars():
         trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
-    monitor, rows = trainer.monitor, trainer.train_dataset
+    monitor, rows, trained = trainer.monitor, trainer.train_dataset, trainer.model
+    assert trained is not None
     tokens = steps * monitor.tokens_per_step
     result = TrainingResult(
         model_path=folder / "model",
         log_history=trainer.state.log_history,
-        num_parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),  # type: ignore[union-attr]
+        num_parameters=sum(parameter.numel() for parameter in trained.parameters()),
         tokens_per_step=monitor.tokens_per_step,
         seconds=monitor.seconds,
         tokens_per_second=monitor.tokens_per_second,
@@ -246,16 +249,28 @@ def _trainer(
 
 
 def training_rows(
-    config: RunConfig, source: TextFiles | Records, corpus: Corpus, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig,
+    source: TextFiles | Records,
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    encoded: Sequence[np.ndarray] | None = None,
 ) -> PackedRows | StreamedRows:
-    """The rows that a run reads, the same for any number of processes; a stream is tokenized while it is read."""
+    """The rows that a run reads, the same for any number of processes; a stream is tokenized while it is read.
+
+    ``encoded`` is the result of `encode_training`, if it was called before.
+    """
     settings, size = config.training, config.training.row_length
     count = settings.steps * settings.rows_of_a_step
     if isinstance(source, Records) and config.data.streaming:
         remembered = 4 * settings.rows_of_a_step
         return StreamedRows(source, config.data, tokenizer, size, num_rows=count, remembered=remembered)
-    encoded = encode_documents(tokenizer, corpus.train, "tokenizing the training text", with_end=True)
+    encoded = encode_training(tokenizer, corpus) if encoded is None else encoded
     return PackedRows(encoded, size, num_rows=count, seed=config.seed)
+
+
+def encode_training(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> list[np.ndarray]:
+    """Token ids of the training documents, each with its EOS token."""
+    return encode_documents(tokenizer, corpus.train, "tokenizing the training text", with_end=True)
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:

@@ -34,10 +34,10 @@ from deltazoo.distributed.trainer import ShardedTrainer
 from deltazoo.layers import parameter_groups
 from deltazoo.training.config import OptimizationConfig, RunConfig
 from deltazoo.training.console import console, progress_bar, say
+from deltazoo.training.evaluate import score_rows
+from deltazoo.training.folder import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
 from deltazoo.training.native_model import write_served_names
 from deltazoo.training.tokens import PackedRows, Row, StreamedRows, collate
-from deltazoo.training.folder import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
-from deltazoo.training.validation_loss import score_rows
 
 _STREAM_POSITION = "stream_position.json"
 _PASSED_ON = 2.0  # seconds within which torchrun repeats a signal that the terminal has already sent to its processes
