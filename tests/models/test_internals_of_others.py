@@ -148,6 +148,7 @@ INTERNALS = (
     Internal("_current_level", "torch.autograd.forward_ad", "forward-mode derivatives"),
     Internal("_dynamo", "torch", "addresses that captured steps rely on"),
     Internal("_foreach_copy_", "torch", "states of all layers in one launch"),
+    Internal("_foreach_zero_", "torch", "states of all layers in one launch"),
     Internal("_forward_hooks", "torch.nn.modules.module", "a module with hooks is called"),
     Internal("_forward_pre_hooks", "torch.nn.modules.module", "a module with hooks is called"),
     Internal("_forward_pre_hooks_with_kwargs", "torch.nn.modules.module", "our hook is removed again"),

@@ -20,7 +20,6 @@ from itertools import pairwise
 import numpy as np
 
 from deltazoo.generation import Snapshot
-from deltazoo.generation.row_copies import RowState
 
 __all__ = ["PrefixCache", "prefix_keys"]
 
@@ -55,12 +54,12 @@ class PrefixCache:
     def __init__(self, memory: int) -> None:
         self.memory = memory
         self.nbytes = 0
-        self._states: OrderedDict[bytes, RowState | Snapshot] = OrderedDict()
+        self._states: OrderedDict[bytes, Snapshot] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._states)
 
-    def find(self, keys: dict[int, bytes]) -> tuple[int, RowState | Snapshot | None]:
+    def find(self, keys: dict[int, bytes]) -> tuple[int, Snapshot | None]:
         """The longest known beginning of a prompt: its number of tokens and the state after them; 0 and None: none."""
         for length in sorted(keys, reverse=True):
             state = self._states.get(keys[length])
@@ -69,7 +68,7 @@ class PrefixCache:
                 return length, state
         return 0, None
 
-    def put(self, key: bytes, state: RowState | Snapshot) -> None:
+    def put(self, key: bytes, state: Snapshot) -> None:
         """Keep a state, unless it is larger than all the memory."""
         if key in self._states:
             return self._states.move_to_end(key)

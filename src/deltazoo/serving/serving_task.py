@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from deltazoo.generation import Sampling, Snapshot
-from deltazoo.generation.row_copies import RowState
-from deltazoo.generation.row_sampling import Way
+from deltazoo.generation.sampling import Way
 from deltazoo.serving.requests import FinishReason, Output, Piece, Request, TokenLogprob
 
 __all__ = ["Deliver", "ServingTask"]
@@ -53,7 +52,7 @@ class ServingTask:
         self.most = most
         self.to_run = request.prompt[:-1]
         self.done = self.cached = self.steps = self.made = 0
-        self.state: RowState | Snapshot | None = None
+        self.state: Snapshot | None = None
         self.ended = False
         self.arrived = time.monotonic()
         top_p = request.top_p if request.top_p < 1 else None
