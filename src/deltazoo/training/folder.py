@@ -38,11 +38,8 @@ _FREE_TO_CHANGE = {"output", "training.steps", "training.save_every", "training.
 _FREE_TO_CHANGE |= {"training.evaluate_every", "training.evaluation_rows"}
 _FREE_TO_CHANGE |= {"training.rows_per_batch", "training.context_parallel", "training.fully_shard"}
 _DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# safetensors, tokenizers, torch, Arrow and datasets raise errors of their own, with these words.
-_SAYS_FULL = re.compile(
-    "|".join([*(f"{os.strerror(number)}|os error {number}\\b" for number in _DISK_IS_FULL), "PytorchStreamWriter"])
-    + "|file write failed|inline_container.* unexpected pos"
-)
+# safetensors, tokenizers, torch and datasets raise errors of their own, with the system's words or these.
+_SAYS_FULL = re.compile("|".join([*map(os.strerror, _DISK_IS_FULL), "file write failed", "unexpected pos"]))
 
 
 class SaveError(OSError):
@@ -68,7 +65,7 @@ def held(folder: Path) -> Iterator[None]:
         raise ValueError(f"cannot write into {folder}: {error.strerror}") from error
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # as that of torch's sharded checkpoints is
         said = _full_disk(error)
         if said is None:
             raise
@@ -104,17 +101,15 @@ def _full_disk(error: BaseException | None) -> str | None:
     while error is not None:
         if isinstance(error, SaveError):
             return None
-        if isinstance(error, OSError) and error.errno in _DISK_IS_FULL:
-            return os.strerror(error.errno)
         if found := _SAYS_FULL.search(str(error)):
-            return found[0] if " " in found[0] else "the disk took no more"
+            return found[0] if found[0][0].isupper() else os.strerror(errno.ENOSPC)
         error = error.__cause__ or error.__context__
     return None
 
 
 def _what_is_left(folder: Path) -> str:
-    saved = [*(path for path in folder.rglob("checkpoint-*") if path.parent.name[:1] != "."), folder / "model"]
-    before = sorted((path for path in saved if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    saved = [path for part in (folder, *folder.glob("[!.]*/")) for path in checkpoints(part)]
+    before = [*sorted(saved, key=lambda path: path.stat().st_mtime), *folder.glob("model/")]
     if not before:
         return "Nothing had been saved before"
     return f"{before[-1]} is whole: free some disk space and run the same command again with --resume"
