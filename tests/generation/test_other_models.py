@@ -17,7 +17,7 @@ from transformers.generation import GenerationMixin
 import deltazoo
 from deltazoo.generation import Decoder
 from deltazoo.generation.library_modules import joint_maps
-from deltazoo.generation.merged_projections import MergedProjections
+from deltazoo.generation.merged import merged_products
 from deltazoo.generation.static_cache import FixedTensors, fixed_cache, move_cache
 
 PADDED = torch.tensor([[1] * 7, [0] * 4 + [1] * 3])
@@ -65,7 +65,7 @@ def own_loop(model, ids, mask=None, **options):
 def test_maps_of_an_accelerated_layers_input_are_merged(family):
     model = accelerated(family)
     mixer = foreign_models.mixer_of(model)
-    merged = [list(product.linears) for product in MergedProjections(model).products]
+    merged = [list(product.linears) for product in merged_products(model)]
     mlps = [[x.gate_proj, x.up_proj] for x in model.modules() if joint_maps(type(x))]
     assert [x for maps in merged if maps not in mlps for x in maps] == [
         getattr(mixer, name) for name in mixer.input_projections

@@ -102,20 +102,11 @@ def with_loads(command: list[str], load: list[Path] | None) -> str:
 
 
 def print_facts(facts: dict[str, str]) -> None:
-    """Print names and values line by line, none of them broken: commands and paths are there to be copied."""
-    width = max(map(len, facts))
+    """Print names and values in two columns; no line is broken, so that commands and paths can be copied."""
+    width = max(map(len, facts)) + 2
     for name, value in facts.items():
-        Console().print(Text.assemble((name.ljust(width + 1), "bold"), value), soft_wrap=True)
-
-
-def facts_table(facts: dict[str, str]) -> Table:
-    """Names and values in two columns."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts.items():
-        table.add_row(name, Text(value))  # brackets are no markup
-    return table
+        line = Text.assemble((name.ljust(width), "bold"), value)  # brackets are no markup
+        Console().print(line, soft_wrap=True, highlight=False)
 
 
 def figures_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from deltazoo.serving.api_errors import ApiError, api_error_of
 from deltazoo.serving.api_responses import Answer
+from deltazoo.serving.metrics_text import Metrics
 from deltazoo.serving.requests import EngineError, Piece
 from deltazoo.serving.text_assembly import TextStream
 
@@ -28,8 +30,8 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 class StreamReader:
     """Reads the streams of one server."""
 
-    def __init__(self) -> None:
-        self._open = 0
+    def __init__(self, metrics: Metrics) -> None:
+        self._open, self._metrics = 0, metrics
 
     async def whole(self, streams: Sequence[TextStream], http: HTTPRequest) -> list[Piece]:
         """All output of each stream as one piece; a client that hangs up ends the requests.
@@ -98,11 +100,13 @@ class StreamReader:
 
     async def _pieces(self, stream: TextStream) -> AsyncIterator[Piece]:
         """The stream's pieces, with pauses between them that grow with the number of streams."""
-        begun = False
+        begun, arrived = False, time.monotonic()
         try:
             async for piece in stream:
                 if piece.finish_reason == "cancelled":
                     raise ApiError(503, "the server stopped before the request was finished", code="stopping")
+                if not begun:
+                    self._metrics.time_to_first_token.observe(time.monotonic() - arrived)
                 self._open += not begun
                 begun = True
                 yield piece
@@ -110,6 +114,7 @@ class StreamReader:
                     await asyncio.sleep(_PAUSE * self._open)
         finally:
             self._open -= begun
+            self._metrics.request_seconds.observe(time.monotonic() - arrived)
 
 
 class _EventStream(StreamingResponse):

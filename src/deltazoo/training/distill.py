@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from deltazoo.generation.position_limit import check_positions
+from deltazoo.generation.conditions import check_positions
 from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.layer import swapped_layers
 from deltazoo.training.config import MODEL_CONFIG, RunConfig, save_config
