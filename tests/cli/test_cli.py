@@ -26,8 +26,8 @@ import deltazoo
 from deltazoo.cli import main
 from deltazoo.cli.training import configuration
 from deltazoo.training import load_config, save_config
-from deltazoo.training.interruption import TrainingInterrupted
-from deltazoo.training.presets import find_config, presets
+from deltazoo.training.locate import find_config, presets
+from deltazoo.training.trainer import TrainingInterrupted
 
 COMMANDS = ["list", "show", "check", "train", "swap", "distill", "generate", "serve", "eval", "diagnose", "lm-eval"]
 
@@ -163,7 +163,7 @@ def test_eval_scores_another_text(run: Path, tmp_path: Path, capsys: pytest.Capt
         call("eval", str(run / "model"), "--text", str(tmp_path / "texts"), "--max-bytes", "9", "--json", str(score))
         == 0
     )
-    assert json.loads(score.read_text())["score"]["bytes"] == 320
+    assert json.loads(score.read_text())["score"]["bytes"] == 9, "cut inside a file"
 
 
 def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from deltazoo.cli.options import load_rule_file
 from deltazoo.training import save_config
 from deltazoo.training.config import TokenizerConfig
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.tokens import build_tokenizer
 
 RULE = str(RULES / "trapezoid.py")
 

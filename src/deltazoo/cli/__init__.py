@@ -38,13 +38,12 @@ from deltazoo.cli.options import (
 from deltazoo.cli.swapping import distill, swap
 from deltazoo.cli.training import train
 from deltazoo.names import unknown
-from deltazoo.training.checkpoint_files import as_json
-from deltazoo.training.checkpoint_path import resolve_checkpoint
 from deltazoo.training.config import DataConfig
 from deltazoo.training.console import console as errors
 from deltazoo.training.console import say
-from deltazoo.training.documents import choose_documents
-from deltazoo.training.presets import paper_shape
+from deltazoo.training.folder import as_json
+from deltazoo.training.loading import choose_documents
+from deltazoo.training.locate import paper_shape, resolve_checkpoint
 
 __all__ = ["app", "main"]
 
@@ -527,7 +526,7 @@ def diagnose(
     from deltazoo.diagnosis import diagnose as measure_layers
     from deltazoo.generation.conditions import check_positions, learned_positions
     from deltazoo.training.loading import load_checkpoint
-    from deltazoo.training.text_batch import text_batch
+    from deltazoo.training.tokens import text_batch
 
     model, tokenizer = load_checkpoint(path, device)
     if length is None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deltazoo import spec
-from deltazoo.training.device import check_device
+from deltazoo.training.loading import check_device
 
 
 def load_rule_file(path: str | Path) -> list[str]:

@@ -23,13 +23,12 @@ from deltazoo.cli.options import (
     with_loads,
 )
 from deltazoo.spec import get_rule
-from deltazoo.training.checkpoint_path import resolve_checkpoint
 from deltazoo.training.config import DataConfig
 from deltazoo.training.console import say
 from deltazoo.training.conversion_config import STAGES, ConversionConfig, load_conversion
-from deltazoo.training.presets import find_config
-from deltazoo.training.run_folder import LOSS_PICTURE, check_run, has_saved
-from deltazoo.training.text import open_text
+from deltazoo.training.data import open_text
+from deltazoo.training.folder import LOSS_PICTURE, check_run, has_saved
+from deltazoo.training.locate import find_config, resolve_checkpoint
 
 if TYPE_CHECKING:  # these import torch, which waits until the arguments are checked
     from deltazoo.training.distill import Distillation
@@ -93,8 +92,8 @@ def swap(
     from deltazoo.swap import swap_attention
     from deltazoo.swap.families import decoder_layers_of, family_of
     from deltazoo.swap.plan import parse_layers
-    from deltazoo.training.checkpoint_files import whole_or_not_at_all
     from deltazoo.training.evaluate import rank_layers, ranking_rows
+    from deltazoo.training.folder import whole_or_not_at_all
     from deltazoo.training.loading import load_checkpoint, load_model
 
     if best is None:
