@@ -23,7 +23,7 @@ from deltazoo.serving import (
     Status,
     Stream,
 )
-from deltazoo.serving.requests import Output, TokenLogprob
+from deltazoo.serving.requests import FinishReason, Output, TokenLogprob
 
 CONTEXT = 5000
 
@@ -146,27 +146,15 @@ class FakeEngine:
 
 
 def pieces_of(request: Request) -> list[Piece]:
-    text = expected_text(request, request.seed)
-    ends = [place for stop in request.stop if (place := text.find(stop)) >= 0]
-    tokens = stream_tokens(text)
+    tokens = stream_tokens(expected_text(request, request.seed))
     pieces = []
-    for position, (token, character) in enumerate(zip(tokens, text, strict=True)):
-        stopped = bool(ends) and position == min(ends)
-        last = position == len(tokens) - 1
+    for position, token in enumerate(tokens, 1):
         logprobs = None
         if request.logprobs is not None:
             others = tuple((token + i, -0.5 - i) for i in range(request.logprobs))
             logprobs = (TokenLogprob(token_id=token, logprob=-0.5, top=others),)
-        pieces.append(
-            Piece(
-                text="" if stopped else character,
-                token_ids=(token,),
-                logprobs=logprobs,
-                finish_reason="stop" if stopped else "length" if last else None,
-            )
-        )
-        if stopped:
-            break
+        reason: FinishReason | None = "length" if position == len(tokens) else None
+        pieces.append(Piece(token_ids=(token,), logprobs=logprobs, finish_reason=reason))
     return pieces
 
 

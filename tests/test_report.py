@@ -126,8 +126,15 @@ def test_report_tells_which_kernels_run_on_hopper(rule: str, hopper: Any, monkey
     (found,) = report(Described(layer)).layers
     start = "the GPU kernels support this call: "
     if route.scans == "gluon":
-        parts = (name for name in ("forward", "backward") if name in route.why)
-        stages = "".join(f"; the {name} pass in stages, since {route.why[name]}" for name in parts)
+        forward, recorded, backward = (route.why.get(name) for name in ("forward", "recorded", "backward"))
+        stages = ""
+        if forward is None and recorded is not None:
+            stages = f"; the forward pass in training and the backward pass in stages, since {recorded}"
+            assert recorded == backward
+        elif forward == backward and forward is not None:
+            stages = f"; the forward pass and the backward pass in stages, since {forward}"
+        elif forward is not None:
+            stages = f"; the forward pass in stages, since {forward}; the backward pass in stages, since {backward}"
         assert found.reason == start + "kernels for Hopper, plain Triton kernels where rows are packed" + stages
         (alone,) = report(Described(layer, packs=False)).layers  # as accelerated layers are
         assert alone.reason == start + "kernels for Hopper" + stages

@@ -187,7 +187,7 @@ def test_generate_compiles_its_own_loop_alone(run: Path, tmp_path: Path, capsys:
         (["train", "/"], "the folder '/' holds no run"),
         (["train", "--text", "nowhere.txt"], "there is no file or folder 'nowhere.txt'"),
         (["train", "quickstart_cpu", "--set", "data.pattern=**/*.py"], "data.pattern does not act on the standard"),
-        (["train", "quickstart_cpu", "--set", "training.betas=[0.9"], "training.betas must be a list of 2 values"),
+        (["train", "quickstart_cpu", "--set", "training.betas=[0.9"], "training.betas must be a list, got"),
         (["train", "quickstart_cpu", "--resume", "--output", "/nowhere"], "there is nothing to resume in /nowhere"),
         (["eval", "./nowhere"], "there is no folder './nowhere'"),
         (["eval", "./nowhere", "--text", "nowhere.txt"], "there is no folder './nowhere'"),

@@ -1,8 +1,8 @@
 import pytest
 from replayed_operations import ReplayedOperations
 
-from deltazoo.generation import capture_conditions, kept_steps, step_capture
-from deltazoo.generation.step_capture import NoWaiting
+from deltazoo.generation import capture_conditions, kept_steps, step
+from deltazoo.generation.capture import NoWaiting
 from deltazoo.ops import api
 
 
@@ -53,4 +53,4 @@ def replays(monkeypatch):
 
 def _as_on_a_gpu(monkeypatch, capture):
     monkeypatch.setattr(api, "check_tensor_values", lambda *args: None)  # reads values on a CPU alone
-    monkeypatch.setattr(step_capture, "capture", capture)
+    monkeypatch.setattr(step, "capture", capture)

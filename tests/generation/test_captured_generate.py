@@ -17,7 +17,7 @@ from transformers import CompileConfig, DynamicCache, LogitsProcessorList, Stati
 from transformers.generation.streamers import BaseStreamer
 
 import deltazoo
-from deltazoo.generation import kept_steps, step_capture
+from deltazoo.generation import capture, kept_steps, step
 from deltazoo.generation.static_cache import FixedTensors
 
 WAYS = {
@@ -75,7 +75,7 @@ def test_one_step_is_captured_and_the_rest_is_replayed(case, monkeypatch):
         captures.append(len(changed))
         return lambda: (steps.append(1), step())
 
-    monkeypatch.setattr(step_capture, "capture", counting)
+    monkeypatch.setattr(step, "capture", counting)
     generate(tiny_model(case), tokens(2, 6), capture_step=True, do_sample=False, eos_token_id=-1)
     assert len(captures) == 1 and len(steps) == 7  # the first of eight tokens comes from the prompt
 
@@ -289,7 +289,7 @@ class TestWithoutKeyword:
             attempts.append(step)
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-        monkeypatch.setattr(step_capture, "capture", failing)
+        monkeypatch.setattr(step, "capture", failing)
         model, ids = tiny_model("hybrid"), tokens(2, 6)
         for _ in range(2):
             assert torch.equal(generate(model, ids), plain(model, ids))
@@ -428,7 +428,7 @@ class TestBetweenCalls:
             step()
             return lambda: None
 
-        monkeypatch.setattr(step_capture, "capture", run_once)
+        monkeypatch.setattr(step, "capture", run_once)
         model = tiny_model("gated_deltanet")
         generate(model, tokens(2, 6))
         assert vars(model)["_captured_steps"].kept is not None
@@ -448,7 +448,7 @@ class TestOnAGPU:
 
     def test_a_graph_in_the_garbage_ends_after_a_capture(self):
         x = torch.zeros(1, device="cuda")
-        kept = [step_capture.capture(lambda: x.add_(1), [x])]
+        kept = [capture.capture(lambda: x.add_(1), [x])]
 
         def step():
             if torch.cuda.is_current_stream_capturing():
@@ -458,7 +458,7 @@ class TestOnAGPU:
                 _ = [[] for _ in range(5000)]  # enough for Python to look for garbage
             x.add_(1)
 
-        step_capture.capture(step, [x])()
+        capture.capture(step, [x])()
         assert x.item() == 1 and gc.isenabled()
 
     @pytest.mark.parametrize("case", FEW)

@@ -12,7 +12,7 @@ from tiny_families import tiny_original
 from tiny_models import CASES, STATES, tiny_config, tiny_model, tokens
 
 import deltazoo
-from deltazoo.generation import Sampling, row_table, step_capture
+from deltazoo.generation import Sampling, row_table, step
 from deltazoo.generation.prompt_rows import PromptRows
 from deltazoo.generation.row_copies import RowState
 from deltazoo.generation.row_sampling import Way
@@ -146,7 +146,7 @@ def model_of_kind(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_of_passes_and_steps(kind, replays, monkeypatch):
     """Nothing that Python did at a capture is missing at a replay, or is as it was then."""
-    monkeypatch.setattr(row_table, "capture", step_capture.capture)
+    monkeypatch.setattr(row_table, "capture", step.capture)
     check_greedy(model_of_kind(kind), tokens(2, 20), padded=True)
 
 
@@ -280,7 +280,7 @@ def test_widths_differ_by_rounding(case, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_waits_for_the_device(kind, captures, monkeypatch):
     """What is captured holds no operation that a CUDA graph could not."""
-    monkeypatch.setattr(row_table, "capture", step_capture.capture)
+    monkeypatch.setattr(row_table, "capture", step.capture)
     model = model_of_kind(kind)
     table = RowTable(model, [1, 2], MOST)
     table.capture()

@@ -20,11 +20,10 @@ import deltazoo
 from deltazoo.layers import DeltaRuleAttention, LayerInput, layer_class, parameters_without_decay
 from deltazoo.spec import RuleSpec, get_rule, register_rule
 from deltazoo.swap import swapped_layers
-from deltazoo.training.config import TokenizerConfig
+from deltazoo.training.config import TokenizerConfig, from_mapping
 from deltazoo.training.conversion import convert
 from deltazoo.training.conversion_config import ConversionConfig
 from deltazoo.training.tokenizer import build_tokenizer
-from deltazoo.training.yaml_config import from_mapping
 
 pytestmark = pytest.mark.usefixtures("trapezoid")
 

@@ -26,7 +26,7 @@ from transformers import (
 import deltazoo.training.conversion as conversion
 from deltazoo.swap import swap_attention, swapped_layers
 from deltazoo.training import pictures
-from deltazoo.training.config import TokenizerConfig
+from deltazoo.training.config import TokenizerConfig, from_mapping
 from deltazoo.training.conversion import ConversionResult, ConversionText, convert, run_stage
 from deltazoo.training.conversion_config import ConversionConfig, FineTuningConfig
 from deltazoo.training.packed_rows import collate_side_by_side
@@ -34,7 +34,6 @@ from deltazoo.training.pictures import draw_conversion
 from deltazoo.training.stage_trainers import choose_trained_parameters, divergence, original_of, teacher_forced
 from deltazoo.training.tokenizer import build_tokenizer
 from deltazoo.training.trainer import PackedTrainer
-from deltazoo.training.yaml_config import from_mapping
 
 STAGE = {"row_length": 48, "rows_per_batch": 4, "log_every": 2, "evaluate_every": 8, "evaluation_rows": 4}
 STAGE |= {"precision": "fp32", "weight_decay": 0.0}

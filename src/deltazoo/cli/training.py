@@ -21,7 +21,6 @@ from deltazoo.training.checkpoint_path import resolve_checkpoint
 from deltazoo.training.config import DataConfig, RunConfig, load_config
 from deltazoo.training.console import say
 from deltazoo.training.conversion_config import STAGES, ConversionConfig, load_conversion
-from deltazoo.training.division import divide_rows
 from deltazoo.training.presets import find_config, is_for_gpus, rule_overrides
 from deltazoo.training.run_folder import LOSS_PICTURE, check_run, has_saved
 from deltazoo.training.text import open_text
@@ -82,7 +81,7 @@ def train(
     processes = int(started) if started else gpus or 1
     if gpus not in (None, processes):
         raise ValueError(f"--gpus {gpus}: the command runs in {started} processes already; leave --gpus out")
-    divide_rows(run.training, processes)
+    run.training.divided(processes)
     if started is None and config is not None and is_for_gpus(config):
         import torch
 

@@ -22,8 +22,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import is_fsdp_managed_module
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer, is_used
+from deltazoo.generation.capture import graphs_run_on
 from deltazoo.generation.static_cache import check_fixed, describe_layer, fixed_cache
-from deltazoo.generation.step_capture import graphs_run_on
 
 __all__ = ["IMPLEMENTATIONS", "why_not_these_arguments", "why_not_this_call", "why_not_this_model"]
 

@@ -25,7 +25,7 @@ from deltazoo.generation.position_limit import check_positions
 from deltazoo.generation.read_later import read_later
 from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.static_cache import fixed_cache
-from deltazoo.generation.step_capture import CapturedStep
+from deltazoo.generation.step import CapturedStep
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.ops.fused import takes_kernel
 

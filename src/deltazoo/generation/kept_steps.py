@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from deltazoo.generation.capture import graphs_run_on
 from deltazoo.generation.static_cache import bytes_when_fixed, fixed_cache
 from deltazoo.generation.static_decoding import StaticDecoding
-from deltazoo.generation.step_capture import Fingerprint, graphs_run_on
+from deltazoo.generation.step import Fingerprint
 
 __all__ = ["KeptSteps"]
 

@@ -21,7 +21,7 @@ from deltazoo.generation.row_copies import RowState, RowStates
 from deltazoo.generation.row_table import cache_of_rows, forward_tokens
 from deltazoo.generation.states import Snapshot, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
-from deltazoo.generation.step_capture import CapturedStep
+from deltazoo.generation.step import CapturedStep
 from deltazoo.layers import RightPaddedSequences
 
 __all__ = ["PromptRows"]

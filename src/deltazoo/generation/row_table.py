@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer
+from deltazoo.generation.capture import capture
 from deltazoo.generation.capture_conditions import IMPLEMENTATIONS
 from deltazoo.generation.decoder import check_model, prepared_inputs
 from deltazoo.generation.read_later import read_later
@@ -26,7 +27,7 @@ from deltazoo.generation.row_sampling import RowSampling, Way
 from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.states import Snapshot, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
-from deltazoo.generation.step_capture import CapturedStep, capture
+from deltazoo.generation.step import CapturedStep
 
 __all__ = ["RowTable", "cache_of_rows", "forward_tokens", "has_softmax_layers"]
 

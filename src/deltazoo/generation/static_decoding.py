@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, StaticCache, StaticLayer
 
-from deltazoo.generation.step_capture import CapturedStep
+from deltazoo.generation.step import CapturedStep
 
 __all__ = ["StaticDecoding"]
 

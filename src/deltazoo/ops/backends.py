@@ -110,8 +110,14 @@ def describe_kernels(
     packed = obstacles(1).get("scans") if packs else None
     if packed is not None:
         found += f", plain Triton kernels where {packed}"
-    stages = [f"the {name} pass in stages, since {why[name]}" for name in ("forward", "backward") if name in why]
-    return "; ".join([found, *stages])
+    passes = {"forward": "the forward pass", "backward": "the backward pass"}
+    if "forward" not in why:
+        passes = {"recorded": "the forward pass in training"} | passes
+    stages: dict[str, list[str]] = {}
+    for name, words in passes.items():
+        if name in why:
+            stages.setdefault(why[name], []).append(words)
+    return "; ".join([found, *[f"{' and '.join(names)} in stages, since {reason}" for reason, names in stages.items()]])
 
 
 @lru_cache

@@ -15,14 +15,15 @@ from deltazoo.serving.requests import (
     Request,
     RequestError,
     Status,
+    Stream,
     TokenLogprob,
 )
-from deltazoo.serving.stream import Stream
 
 if TYPE_CHECKING:
     from deltazoo.serving.engine import Engine
     from deltazoo.serving.http_app import create_app
     from deltazoo.serving.http_server import background_server
+    from deltazoo.serving.text_assembly import TextStream
 
 __all__ = [
     "Counters",
@@ -35,11 +36,18 @@ __all__ = [
     "RequestError",
     "Status",
     "Stream",
+    "TextStream",
     "TokenLogprob",
     "background_server",
     "create_app",
 ]
 
 __getattr__ = lazy_names(
-    __name__, {"engine": ("Engine",), "http_app": ("create_app",), "http_server": ("background_server",)}
+    __name__,
+    {
+        "engine": ("Engine",),
+        "http_app": ("create_app",),
+        "http_server": ("background_server",),
+        "text_assembly": ("TextStream",),
+    },
 )

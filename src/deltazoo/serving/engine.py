@@ -42,12 +42,11 @@ from deltazoo.serving.requests import (
     Request,
     RequestError,
     Status,
+    Stream,
 )
 from deltazoo.serving.serving_task import Deliver, ServingTask
 from deltazoo.serving.started_step import StartedStep
-from deltazoo.serving.stream import Stream
 from deltazoo.serving.tally import Tally
-from deltazoo.serving.text_assembly import TextAssembly, decoder_of
 
 __all__ = ["Engine"]
 
@@ -106,7 +105,6 @@ class Engine:
         self.prompts = PromptRows(model, sizes, prompt_piece, self.table.empty, padded=padded, max_length=context_limit)
         self.prefixes = PrefixCache(prefix_memory)
         self._ends = end_tokens_of(model, tokenizer, eos_token_id)
-        self._decode = decoder_of(tokenizer)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._tally = Tally()
         self._thread: threading.Thread | None = None
@@ -166,7 +164,7 @@ class Engine:
         Raises:
             RequestError, QueueFull, EngineStopped: see `submit`.
         """
-        streams = [Stream(request.with_seed(), self._cancel_stream, self._decode) for request in requests]
+        streams = [Stream(request.with_seed(), self._cancel_stream) for request in requests]
         self.enter([(stream, stream.request) for stream in streams], Stream.deliver)
         return streams
 
@@ -223,14 +221,7 @@ class Engine:
 
     def _task(self, key: Any, request: Request, deliver: Deliver) -> ServingTask:
         most = self._check(request)
-        text = self._text_of(request) if request.stop else None
-        return ServingTask(key, request, deliver, text, prefix_keys(request.prompt[:-1], self.prompts.piece), most)
-
-    def _text_of(self, request: Request) -> TextAssembly:
-        try:
-            return TextAssembly(self._decode, request.prompt, request.stop)
-        except Exception as error:  # tokenizers raise what they like for tokens that they do not know
-            raise RequestError(f"the tokenizer makes no text of the prompt, so stop cannot act: {error}") from error
+        return ServingTask(key, request, deliver, prefix_keys(request.prompt[:-1], self.prompts.piece), most)
 
     def _check(self, request: Request) -> int:
         """The number of new tokens after which a request ends; RequestError if it does not fit."""
@@ -404,11 +395,7 @@ class Engine:
             if task.made == 0:
                 self._tally.add_first_token(now - task.arrived)
             is_end = tokens[row] in self._ends and not task.request.ignore_eos
-            try:
-                output = task.output_of(tokens[row], logprobs.get(row), is_end)
-            except Exception as error:  # of the tokenizer
-                self._fail([task], error)
-                continue
+            output = task.output_of(tokens[row], logprobs.get(row), is_end)
             if isinstance(output, Piece) and output.finish_reason is not None:
                 self._finish(task, output)
             else:

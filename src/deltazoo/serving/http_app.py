@@ -18,9 +18,9 @@ from deltazoo.serving.api_errors import ApiError, add_error_handlers
 from deltazoo.serving.api_responses import Answer, ChatAnswer, CompletionAnswer, usage_of
 from deltazoo.serving.api_schemas import ChatBody, CompletionBody
 from deltazoo.serving.metrics_text import METRICS_TYPE, metrics_text
-from deltazoo.serving.requests import EngineStopped, Request, Status
-from deltazoo.serving.stream import Stream
+from deltazoo.serving.requests import EngineStopped, Request, Status, Stream
 from deltazoo.serving.stream_reading import StreamReader
+from deltazoo.serving.text_assembly import TextStream
 from deltazoo.serving.token_texts import TokenTexts
 
 __all__ = ["Backend", "RunsRequests", "app_before", "create_app"]
@@ -193,7 +193,7 @@ class _Endpoints:
         self, http: HTTPRequest, body: CompletionBody | ChatBody, requests: Sequence[Request], answer: Answer
     ) -> Response:
         """Run the requests of all choices, and respond at once or in pieces."""
-        streams = await self._submit(requests)
+        streams = [TextStream(stream, self.tokenizer, body.stop) for stream in await self._submit(requests)]
         if body.stream:
             usage = partial(usage_of, streams, body.n) if body.include_usage else None
             return self._reader.event_stream(streams, answer, usage)

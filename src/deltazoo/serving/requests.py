@@ -1,7 +1,10 @@
-"""What a server and the engine say to each other: requests, parts of their output, counters, errors."""
+"""Requests to the engine, streams of what it makes of them, its counters and errors: token ids, no text."""
 
+import asyncio
 import random
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -18,6 +21,7 @@ __all__ = [
     "Request",
     "RequestError",
     "Status",
+    "Stream",
     "TokenLogprob",
 ]
 
@@ -25,8 +29,8 @@ MOST_LOGPROBS = 20
 """The most other tokens whose log-probabilities a request may ask for, as in OpenAI's interface."""
 
 FinishReason = Literal["stop", "length", "cancelled"]
-"""stop: an end token or a stop string. length: `max_tokens` or the context limit. cancelled: by the client or a stop of
-the engine."""
+"""stop: an end token, or a stop string in the text of the tokens. length: `max_tokens` or the context limit. cancelled:
+by the client or a stop of the engine."""
 
 
 class RequestError(ValueError):
@@ -63,7 +67,7 @@ class EngineStopped(RuntimeError):
 
 
 class EngineError(RuntimeError):
-    """The model or the tokenizer failed on a request, or the engine is lost; `__cause__` is the exception, if known.
+    """The model failed on a request, or its tokens have no text, or the engine is lost; `__cause__`: why, if known.
 
     A model fails, too, where it computes NaN or infinite logits; other requests go on."""
 
@@ -88,8 +92,6 @@ class Request:
     """Draw among the fewest tokens, likeliest first, whose probabilities add up to this."""
     seed: int | None = None
     """Of the draws: the same seed, prompt and parameters give the same tokens. None: one is drawn."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the generation. They are not part of the output."""
     ignore_eos: bool = False
     """Whether to go on after end tokens."""
     logprobs: int | None = None
@@ -106,7 +108,6 @@ class Request:
         _check(
             self.seed is None or -(2**63) <= self.seed < 2**63, f"seed must be an integer of 64 bits, got {self.seed}"
         )
-        _check(all(self.stop), "a stop string must not be empty")
         _check(
             self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS,
             f"logprobs must be between 0 and {MOST_LOGPROBS}, got {self.logprobs}",
@@ -137,9 +138,6 @@ class TokenLogprob:
 class Piece:
     """A part of a request's output."""
 
-    text: str = ""
-    """What the tokens so far add to the text. Characters whose bytes are not all there, and what may become a stop
-    string, come with a later piece."""
     token_ids: tuple[int, ...] = ()
     """New tokens, an end token included."""
     logprobs: tuple[TokenLogprob, ...] | None = None
@@ -148,24 +146,122 @@ class Piece:
     """Set in the last piece."""
     cached_tokens: int = 0
     """In the first piece: tokens of the prompt that were not run, since the prefix cache had their state."""
+    text: str = ""
+    """Text of the tokens, from a `TextStream`; empty otherwise. Characters whose bytes are not all there, and what may
+    become a stop string, come with a later piece."""
 
     @staticmethod
-    def joined(pieces: "Sequence[Piece]") -> "Piece":
-        """At least one piece, one behind the other, as one."""
+    def joined(parts: "Sequence[int | Piece]") -> "Piece":
+        """At least one part, a token or a piece, one behind the other, as one piece."""
+        pieces = [part if isinstance(part, Piece) else Piece(token_ids=(part,)) for part in parts]
         if len(pieces) == 1:
             return pieces[0]
         logprobs = tuple(entry for piece in pieces for entry in piece.logprobs or ())
         return Piece(
-            text="".join(piece.text for piece in pieces),
             token_ids=tuple(token for piece in pieces for token in piece.token_ids),
             logprobs=None if all(piece.logprobs is None for piece in pieces) else logprobs,
             finish_reason=pieces[-1].finish_reason,
             cached_tokens=sum(piece.cached_tokens for piece in pieces),
+            text="".join(piece.text for piece in pieces),
         )
 
 
 Output = int | Piece | EngineError
-"""What the engine makes of a request at a time: a token and nothing else, a piece, or an error that ends it."""
+"""A part of a request's output as the engine makes it: a token and nothing else, a piece, or an error that ends it."""
+
+
+class Stream:
+    """The output of one request: an iterator over its pieces, for threads (`for`) or coroutines (`async for`).
+
+    Tokens that a reader has not taken become one piece, so a slow reader gets fewer and larger ones. The last has a
+    `finish_reason`. One thread or coroutine reads; `cancel` may be called from anywhere.
+
+    Args:
+        request: whose output it is, with a seed.
+        on_cancel: called with the stream by `cancel`.
+
+    Attributes:
+        seed: of the draws.
+        prompt_tokens: of the request.
+        cached_tokens: tokens of the prompt that were not run, since the prefix cache had their state; known with the
+            first piece.
+        completion_tokens: new tokens read so far, an end token included.
+
+    Raises:
+        EngineError: on reading, if the model failed on the request, or the engine is lost.
+    """
+
+    def __init__(self, request: Request, on_cancel: Callable[["Stream"], None]) -> None:
+        self.request = request
+        self.seed = request.seed
+        self.prompt_tokens = len(request.prompt)
+        self.cached_tokens = self.completion_tokens = 0
+        self._on_cancel = on_cancel
+        self._changed = threading.Condition()
+        self._outputs: list[Output] = []
+        self._is_read = False
+        """Whether the reader has had the last piece or an error."""
+        self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def cancel(self) -> None:
+        """End the request; its row of the batch is free at the next step. After its end nothing happens."""
+        if not self._is_read:
+            self._on_cancel(self)
+
+    def __iter__(self) -> Iterator[Piece]:
+        """The pieces as they are made; blocks."""
+        while not self._is_read:
+            with self._changed:
+                self._changed.wait_for(lambda: self._outputs)
+            yield self._take()
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """The pieces as they are made."""
+        news = asyncio.Event()
+        with self._changed:
+            self._reader = asyncio.get_running_loop(), news
+        while not self._is_read:
+            news.clear()
+            if self._outputs:
+                yield self._take()
+            else:
+                await news.wait()
+
+    def _take(self) -> Piece:
+        """All that has come, of which an error is left for the next call if it is not alone."""
+        with self._changed:
+            outputs, self._outputs = self._outputs, []
+            made = [output for output in outputs if not isinstance(output, EngineError)]
+            if len(made) < len(outputs) > 1:
+                self._outputs = outputs[-1:]
+        if not made:
+            self._is_read = True
+            raise outputs[0]  # type: ignore[misc]
+        piece = Piece.joined(made)
+        self._is_read = piece.finish_reason is not None
+        self.completion_tokens += len(piece.token_ids)
+        self.cached_tokens += piece.cached_tokens
+        return piece
+
+    @staticmethod
+    def deliver(outputs: "Iterable[tuple[Stream, Output]]") -> None:
+        """Add outputs to their streams, and tell the readers: one message per event loop, however many streams."""
+        arrived: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+        for stream, output in outputs:
+            with stream._changed:
+                stream._outputs.append(output)
+                stream._changed.notify()
+                if stream._reader is not None and not stream._reader[1].is_set():
+                    loop, news = stream._reader
+                    arrived.setdefault(loop, []).append(news)
+        for loop, events in arrived.items():
+            with suppress(RuntimeError):  # the loop is closed, so nobody reads
+                loop.call_soon_threadsafe(_set_all, events)
+
+
+def _set_all(events: Iterable[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
 
 
 @dataclass(frozen=True)

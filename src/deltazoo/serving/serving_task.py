@@ -8,7 +8,6 @@ from deltazoo.generation import Sampling, Snapshot
 from deltazoo.generation.row_copies import RowState
 from deltazoo.generation.row_sampling import Way
 from deltazoo.serving.requests import FinishReason, Output, Piece, Request, TokenLogprob
-from deltazoo.serving.text_assembly import TextAssembly
 
 __all__ = ["Deliver", "ServingTask"]
 
@@ -23,7 +22,6 @@ class ServingTask:
         key: names the request to `deliver`.
         request: with a seed.
         deliver: takes its output.
-        text: that its tokens become, if a stop string may end it; otherwise the engine makes no text.
         keys: of the positions in its prompt where the state can be kept or found (`prefix_keys`).
         most: new tokens after which it ends.
 
@@ -43,7 +41,6 @@ class ServingTask:
         key: Any,
         request: Request,
         deliver: Deliver,
-        text: TextAssembly | None,
         keys: dict[int, bytes],
         most: int,
     ) -> None:
@@ -52,7 +49,6 @@ class ServingTask:
         self.request = request
         self.seed = request.seed
         self.deliver = deliver
-        self.text = text
         self.keys = keys
         self.most = most
         self.to_run = request.prompt[:-1]
@@ -65,18 +61,11 @@ class ServingTask:
         self.way = Way.of(self.sampling)
 
     def output_of(self, token: int, logprob: TokenLogprob | None, is_end: bool) -> Output:
-        """What one more token makes; `is_end`: it is an end token, which has no text."""
+        """What one more token makes; `is_end`: it is an end token."""
         self.made += 1
         reason: FinishReason | None = "stop" if is_end else "length" if self.made == self.most else None
         cached = self.cached if self.made == 1 else 0
-        if reason is None and logprob is None and self.text is None and not cached:
+        if reason is None and logprob is None and not cached:
             return token
-        text = ""
-        if self.text is not None:
-            text = "" if is_end else self.text.add([token])
-            reason = "stop" if self.text.stopped else reason
-            if reason is not None:
-                text += self.text.finish()
-                reason = "stop" if self.text.stopped else reason
         logprobs = None if logprob is None else (logprob,)
-        return Piece(text=text, token_ids=(token,), logprobs=logprobs, finish_reason=reason, cached_tokens=cached)
+        return Piece(token_ids=(token,), logprobs=logprobs, finish_reason=reason, cached_tokens=cached)

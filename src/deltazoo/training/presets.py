@@ -5,10 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from deltazoo.names import unknown
+from deltazoo.names import nearest, unknown
 from deltazoo.spec import RuleSpec, get_rule, list_rules
 from deltazoo.training.config import RUN_CONFIG, load_config
-from deltazoo.training.run_folder import nearest_run
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parents[1] / "configs"
@@ -51,6 +50,14 @@ def find_config(name: str, *, conversions: bool = False) -> Path:
     if successor := _successor(name):
         raise ValueError(f"there is no preset {name!r}; a rule is an option: did you mean `{successor}`?")
     raise ValueError(f"there is no file or folder {name!r}, and it names no preset: {unknown('preset', name, known)}")
+
+
+def nearest_run(path: Path) -> str:
+    """The clause "; did you mean 'runs/mine'?" for a mistyped run or configuration file, or nothing if none is near."""
+    names = [file.name for file in path.parent.glob("*.yaml")]
+    names += [file.parent.name for file in path.parent.glob(f"*/{RUN_CONFIG}")]
+    near = nearest(path.name, names)
+    return f"; did you mean {str(path.parent / near)!r}?" if near else ""
 
 
 def _successor(name: str) -> str | None:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deltazoo.names import nearest
 from deltazoo.training.checkpoint_files import checkpoints, write_whole
-from deltazoo.training.config import RUN_CONFIG, Configuration, DataConfig, load_config, save_config
+from deltazoo.training.config import RUN_CONFIG, DataConfig, as_mapping, load_config, save_config
 from deltazoo.training.corpus import Corpus
+from deltazoo.training.presets import nearest_run
 
 RESULT, SCORES, SWAP, LOSS_PICTURE = "result.json", "scores.json", "swap.json", "loss.png"
 _TEXT = "text.json"
@@ -26,10 +26,10 @@ _FREE_TO_CHANGE |= {"training.rows_per_batch", "training.context_parallel", "tra
 
 
 def check_run(
-    config: Configuration,
+    config: Any,
     folder: Path,
     resume: bool,
-    load: Callable[[Path], Configuration] = load_config,
+    load: Callable[[Path], Any] = load_config,
     stages: Sequence[str] = (),
 ) -> None:
     """Check that the folder is free for a new run, or holds this run to resume; writes nothing.
@@ -69,7 +69,7 @@ def check_run(
         raise ValueError(
             f"there is nothing to resume in {folder}: no checkpoint was saved there{hint or '. Leave out --resume'}"
         )
-    before, now = _flat(load(written).to_dict()), _flat(config.to_dict())
+    before, now = _flat(as_mapping(load(written))), _flat(as_mapping(config))
     changes = [
         f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
@@ -87,15 +87,7 @@ def has_saved(folder: Path, stages: Sequence[str] = ()) -> bool:
     )
 
 
-def nearest_run(path: Path) -> str:
-    """The clause "; did you mean 'runs/mine'?" for a mistyped run or configuration file, or nothing if none is near."""
-    names = [file.name for file in path.parent.glob("*.yaml")]
-    names += [file.parent.name for file in path.parent.glob(f"*/{RUN_CONFIG}")]
-    near = nearest(path.name, names)
-    return f"; did you mean {str(path.parent / near)!r}?" if near else ""
-
-
-def begin_run(config: Configuration, folder: Path, corpus: Corpus) -> None:
+def begin_run(config: Any, folder: Path, corpus: Corpus) -> None:
     """Write the run's configuration and a digest of its text into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder / RUN_CONFIG)

@@ -28,7 +28,6 @@ from deltazoo.layers import parameter_groups
 from deltazoo.training.checkpoint_files import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
 from deltazoo.training.config import RunConfig
 from deltazoo.training.console import say
-from deltazoo.training.division import divide_rows
 from deltazoo.training.interruption import StopOnSignal, TrainingInterrupted
 from deltazoo.training.monitor import Monitor
 from deltazoo.training.native_model import write_served_names
@@ -57,10 +56,10 @@ class PackedTrainer(ContextParallelTrainer):
     ) -> None:
         """``bytes_per_token`` of the held-out text converts the validation loss to bits per byte."""
         self._rows_per_step = config.training.rows_of_a_step
-        self._division = divide_rows(config.training, arguments.world_size)
+        self._rows, self._accumulation = config.training.divided(arguments.world_size)
         self._shards = config.training.fully_shard and arguments.world_size > 1
         if config.training.fully_shard and not self._shards:  # a divided run may go on in one process
-            say("training.fully_shard divides nothing in one process: --gpus starts several")
+            say("training.fully_shard divides nothing in one process: torchrun starts several")
         self.monitor = Monitor(tokens_per_step=self._rows_per_step * config.training.row_length)
         self._stop = StopOnSignal()
         super().__init__(
@@ -71,7 +70,7 @@ class PackedTrainer(ContextParallelTrainer):
             data_collator=collate_rows,
             processing_class=tokenizer,
             callbacks=[self.monitor, self._stop],
-            context_parallel=self._division.context_parallel,
+            context_parallel=config.training.context_parallel,
         )
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
@@ -170,7 +169,7 @@ class PackedTrainer(ContextParallelTrainer):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         balancing = outputs.get("aux_loss")
         if balancing is not None and num_items_in_batch is not None:
-            too_much = self.accelerator.num_processes - 1 / self._division.accumulation
+            too_much = self.accelerator.num_processes - 1 / self._accumulation
             loss = loss - too_much * self._model.config.router_aux_loss_coef * balancing
         return (loss, outputs) if return_outputs else loss
 
@@ -180,15 +179,16 @@ class PackedTrainer(ContextParallelTrainer):
         """Validation loss in nats per token and in bits per byte; each process scores its share of the rows."""
         if eval_dataset is not None:
             raise ValueError("the validation rows are fixed when the trainer is made: evaluate() takes no other data")
-        groups, size = self._division.groups, self._division.context_parallel
+        size = self._settings.context_parallel
+        groups = self.args.world_size // size
         with self.monitor.pause():
             share = self._validation_rows[self.args.process_index // size :: groups]
             # All processes of a sharded model run as many passes as the one with the largest share.
-            passes = math.ceil(math.ceil(len(self._validation_rows) / groups) / self._division.rows)
+            passes = math.ceil(math.ceil(len(self._validation_rows) / groups) / self._rows)
             found = score_rows(
                 self._model,
                 share,
-                self._division.rows,
+                self._rows,
                 self.data_collator,
                 empty_passes=[self._validation_rows[0]] * passes if self._shards else (),
             )
@@ -304,9 +304,8 @@ def training_arguments(config: RunConfig) -> TrainingArguments:
         # A stream restores its position; skipping batches would tokenize all earlier text again.
         ignore_data_skip=config.data.streaming,
     )
-    division = divide_rows(settings, PartialState().num_processes)
-    arguments.per_device_train_batch_size = division.rows
-    arguments.gradient_accumulation_steps = division.accumulation
+    rows, accumulation = settings.divided(PartialState().num_processes)
+    arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = rows, accumulation
     # With several GPUs and one process the Trainer uses DataParallel, which splits the batch axis; ours has length 1.
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1

@@ -137,8 +137,8 @@ def test_says_why_a_call_is_left_to_plain_triton() -> None:
     refused["Gluon kernels run on Hopper GPUs, with Triton 3.6 or 3.7"] = dict(card=Card())
     for reason, changes in refused.items():
         route = sizes(**changes).route
-        assert route == ("triton", "stages", "stages", "triton", "chunks", "chunks", route.why)
-        assert route.why == dict.fromkeys(("scans", "forward", "backward", "gradients"), reason)
+        assert route == ("triton", "stages", "stages", "stages", "triton", "chunks", "chunks", route.why)
+        assert route.why == dict.fromkeys(("scans", "forward", "recorded", "backward", "gradients"), reason)
 
 
 def test_the_documentation_lists_every_obstacle() -> None:

@@ -136,6 +136,24 @@ def test_says_why_a_call_is_left_to_several_kernels() -> None:
     assert obstacle(D=64) == "heads have 64 key and 64 value channels, not 128"
 
 
+def test_a_forward_pass_that_keeps_states_is_fused_where_both_passes_are() -> None:
+    """The table says so of both, and of calls that scan again, which keep chunks or nothing but their inputs."""
+
+    def route(**options: Any) -> Any:
+        with routed(Card(gluon=True)):
+            return fake_plan(meta_call(**dict(decay="scalar") | options)).route
+
+    both, kda, few, strict = route(), route(decay="channel"), route(B=3, T=1024), route(strict=True)
+    assert both.forward == both.recorded == both.backward == "fused" and both.forward_keeping("states") == "fused"
+    assert kda.forward == "fused" and kda.recorded == kda.backward == "stages"
+    assert kda.why["recorded"] == kda.why["backward"] == "decay is per channel"
+    assert strict.why["forward"] == strict.why["recorded"] == "precision is strict"
+    assert few.backward == "stages" and few.why["recorded"] == "48 heads in all leave multiprocessors idle"
+    assert both.keeps_to_scan_again == "chunks" and both.forward_keeping("chunks") == "stages"
+    fast = route(strict=False)
+    assert fast.keeps_to_scan_again == "inputs" and fast.forward_keeping("inputs") == "fused"
+
+
 def complete_what_is_left() -> None:
     """From the state at a chunk on: the same bits as the whole, and nothing else is touched."""
     for decay in ("none", "scalar"):

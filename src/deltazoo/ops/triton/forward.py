@@ -7,7 +7,7 @@ from deltazoo.ops.triton.chunk.inverse import launch_invert
 from deltazoo.ops.triton.chunk.prepare import launch_prepare_rest
 from deltazoo.ops.triton.chunk.scan import FROM_STATE
 from deltazoo.ops.triton.gluon import MISSING
-from deltazoo.ops.triton.kept import Kept, new_kept
+from deltazoo.ops.triton.kept import Kept
 from deltazoo.ops.triton.problem import Problem
 from deltazoo.ops.triton.stages import prepare, scan, scan_once, segment_starts
 from deltazoo.ops.triton.tiles import CHUNK
@@ -20,12 +20,12 @@ __all__ = ["complete", "forward", "infer"]
 
 def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
     """Output, final state, and what the backward pass needs; with `keep` so that it need not scan again."""
-    kept, route = new_kept(p.plan, p.q, keep), p.plan.route
-    if kept.AP is None:
-        return *infer(p), kept
-    if keep and route.forward == route.backward == "fused":
-        return *fused(p, kept), kept
-    return *in_stages(p, kept), kept
+    route = p.plan.route
+    keeps = route.keeps if keep else route.keeps_to_scan_again
+    if keeps == "inputs":
+        return *infer(p), Kept()
+    kept, run = Kept.empty(p.plan, p.q, keep), fused if route.forward_keeping(keeps) == "fused" else in_stages
+    return *run(p, kept), kept
 
 
 def infer(p: Problem) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,11 @@ class Route(NamedTuple):
     scans: str
     """Kernels that scan: "gluon", but for strict reverse scans, or "triton"."""
     forward: str
-    """Forward pass: "fused" in one Gluon kernel, which other kernels complete, or in "stages"."""
+    """Forward pass that keeps no more than its inputs: "fused" in one Gluon kernel, which other kernels complete, or in
+    "stages"."""
+    recorded: str
+    """Forward pass that keeps states for the backward pass, likewise: the backward pass in stages reads them in another
+    form than the fused kernel writes."""
     backward: str
     """Backward pass: "fused" in one Gluon kernel after the states are known, or in "stages"."""
     gradients: str
@@ -69,7 +73,11 @@ class Route(NamedTuple):
     decay per channel the preparation runs twice: it makes four times as much as its inputs' values to keep.
     """
     why: dict[str, str]
-    """For `scans`, `forward`, `backward` and `gradients` the obstacle to the faster kernels; none where they run."""
+    """For each of the first five fields the obstacle to the faster kernels; none where they run."""
+
+    def forward_keeping(self, keeps: str) -> str:
+        """The forward pass of a call that keeps "states", "chunks" or "inputs": only the preparation makes chunks."""
+        return {"states": self.recorded, "chunks": "stages", "inputs": self.forward}[keeps]
 
 
 OBSTACLES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -82,13 +90,13 @@ OBSTACLES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("scans", lambda p: p.slots >= MAX_ROWS, "there are more chunks than 32-bit coordinates address"),
     ("scans", lambda p: not p.card.gluon, "Gluon kernels run on Hopper GPUs, with Triton 3.6 or 3.7"),
     ("gradients", lambda p: not p.per_channel, "decay is not per channel"),
-    ("backward", lambda p: p.per_channel, "decay is per channel"),
-    ("forward backward gradients", lambda p: p.dtype != torch.bfloat16, "inputs are {p.dtype}"),
-    ("forward backward", lambda p: p.strict, "precision is strict"),
-    ("forward backward", lambda p: p.reads_otherwise, "the erase reads with other keys or before the decay"),
-    ("forward", lambda p: p.segments > 1, "long rows are cut into segments"),
-    ("forward", lambda p: p.leaves_idle, "{p.row_heads} heads in all leave multiprocessors idle"),
-    ("backward", lambda p: p.heads * p.segments < MIN_HEADS, "there are few heads"),
+    ("recorded backward", lambda p: p.per_channel, "decay is per channel"),
+    ("forward recorded backward gradients", lambda p: p.dtype != torch.bfloat16, "inputs are {p.dtype}"),
+    ("forward recorded backward", lambda p: p.strict, "precision is strict"),
+    ("forward recorded backward", lambda p: p.reads_otherwise, "the erase reads with other keys or before the decay"),
+    ("forward recorded", lambda p: p.segments > 1, "long rows are cut into segments"),
+    ("forward recorded", lambda p: p.leaves_idle, "{p.row_heads} heads in all leave multiprocessors idle"),
+    ("recorded backward", lambda p: p.heads * p.segments < MIN_HEADS, "there are few heads"),
 )
 """What keeps a call from Gluon kernels: fields of `Route`, whether it holds for a plan, and the reason in words.
 
@@ -104,13 +112,13 @@ def route_of(plan: "Plan") -> Route:
         if new and holds(plan):
             why |= dict.fromkeys(new, reason.format(p=plan))
         if "scans" in why:
-            why = dict.fromkeys(("scans", "forward", "backward", "gradients"), why["scans"])
+            why = dict.fromkeys(Route._fields[:5], why["scans"])
             break
-    forward, backward = ("stages" if name in why else "fused" for name in ("forward", "backward"))
+    forward, recorded, backward = ("stages" if name in why else "fused" for name in Route._fields[1:4])
     scans, gradients = ("triton" if name in why else "gluon" for name in ("scans", "gradients"))
-    again = forward == backward == "fused" and not plan.by_gain
+    again = recorded == "fused" and not plan.by_gain
     return Route(
-        scans, forward, backward, gradients, "states" if scans == "gluon" else "chunks",
+        scans, forward, recorded, backward, gradients, "states" if scans == "gluon" else "chunks",
         "inputs" if again or plan.per_channel else "chunks", why,
     )  # fmt: skip
 

@@ -1,0 +1,167 @@
+"""CUDA graphs: what the device is told while a function runs, as one launch.
+
+A step over one token is thousands of launches of microseconds each; a graph of them is one launch. A graph reads and
+writes fixed addresses, and repeats what the device was told while it was captured; nothing else that Python did happens
+again.
+"""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["NoWaiting", "capture", "capture_graph", "graphs_run_on"]
+
+_WAITING = ("_local_scalar_dense", "nonzero", "lift_fresh", "equal", "masked_select", "_unique2", "unique_dim")
+"""Operations that make the host wait for a device."""
+_INDEXING = ("index", "index_put", "index_put_")
+"""Operations that wait where an index is a mask, whose true entries must be counted."""
+_GROUPED = "_grouped_mm"
+"""Of experts, whose numbers of tokens the host of a GPU reads unless a kernel serves, which there is for bfloat16."""
+_capturing = threading.RLock()
+"""Held during a capture: torch's allocator takes one at a time."""
+
+
+def graphs_run_on(device: torch.device) -> bool:
+    """Whether `capture` makes a CUDA graph there."""
+    return device.type == "cuda"
+
+
+class NoWaiting(TorchDispatchMode):
+    """Within this context, operations that make the host wait for a device raise RuntimeError.
+
+    A capture that meets one fails, too, but leaves torch's allocator in an unfinished state.
+
+    Args:
+        device: whose tensors to watch; tests watch the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name in _INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1])
+        by_dtype = name == _GROUPED and args[0].is_cuda and args[0].dtype != torch.bfloat16
+        if (name in _WAITING or by_mask or by_dtype) and args[0].device.type == self.device.type:
+            raise RuntimeError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def capture_graph(
+    function: Callable[[], object],
+    stream: torch.cuda.Stream,
+    *,
+    pool: Any = None,
+    generators: Sequence[torch.Generator] = (),
+) -> torch.cuda.CUDAGraph:
+    """A graph of one call of a function, which has run before and so has its kernels compiled.
+
+    Other threads may use the device meanwhile. Afterwards, after an error too, the current stream is what it was, and
+    waits for `stream`.
+
+    Args:
+        function: its tensors stay where they are, and it never waits for the device.
+        stream: of the current device, on which the function is captured.
+        pool: memory that the graph shares with others, `torch.cuda.graph_pool_handle()`; default: its own.
+        generators: random number generators that the function draws from.
+
+    Raises:
+        RuntimeError: the function waits for the device, or memory runs out.
+    """
+    current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+    try:
+        with _capturing, _no_collection(), recording:
+            function()
+    except BaseException:
+        torch.cuda.set_stream(current)  # a capture that fails leaves its own stream current
+        raise
+    finally:
+        # torch zeroes the generators' offsets on the capture's stream and sets them at a replay on the current one.
+        current.wait_stream(stream)
+    return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection within this context: freeing a CUDA graph would spoil a capture in this thread."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def capture(
+    step: Callable[[], None],
+    changed: Sequence[Tensor],
+    generators: Sequence[torch.Generator] = (),
+    *,
+    compiled: bool = False,
+) -> Callable[[], object]:
+    """A function that does what `step` does: on a GPU one CUDA graph of it, elsewhere `step` itself.
+
+    Args:
+        step: reads and writes tensors that stay where they are, and never waits for the device.
+        changed: the tensors whose values the step changes and reads again. This call restores them and the generators.
+        generators: random number generators that the step draws from.
+        compiled: the step runs compiled code, which is not watched for waiting.
+
+    Raises:
+        RuntimeError: the step waits for the device, or memory runs out.
+    """
+    device = changed[0].device
+    if not graphs_run_on(device):
+        return step
+    with torch.cuda.device(device):
+        before = [x.clone() for x in changed]
+        states = [generator.get_state() for generator in generators]
+        stream = torch.cuda.Stream()
+        try:
+            with _beside_current(stream):
+                step()  # kernels are compiled
+                _copy_all(before, changed)
+                with nullcontext() if compiled else NoWaiting(device):
+                    step()
+                _copy_all(before, changed)
+            _set_states(generators, states)
+            return capture_graph(step, stream, generators=generators).replay
+        except BaseException:
+            _copy_all(before, changed)
+            _set_states(generators, states)
+            raise
+
+
+@contextmanager
+def _beside_current(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Within this context a stream is the current one; what comes before and after on the other waits for it."""
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        current.wait_stream(stream)
+
+
+def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
