@@ -40,17 +40,19 @@ class EngineEnd:
     Args:
         engine: an `Engine`.
         pipe: to the HTTP process.
+        greeting: the first message.
         on_ready: called when that process accepts connections.
         on_end: called when it is gone; its requests have been cancelled then.
     """
 
     def __init__(
-        self, engine: Any, pipe: Connection, on_ready: Callable[[], None], on_end: Callable[[], None]
+        self, engine: Any, pipe: Connection, greeting: Any, on_ready: Callable[[], None], on_end: Callable[[], None]
     ) -> None:
         self._engine, self._pipe, self._on_ready, self._on_end = engine, pipe, on_ready, on_end
         self._running: set[int] = set()
         # The engine's thread must not wait for a pipe that nobody reads, so a thread of its own sends.
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._messages.put(greeting)
         for work in (self._receive_all, self._send_all):
             threading.Thread(target=work, name="deltazoo pipe", daemon=True).start()
 
@@ -102,19 +104,21 @@ class RemoteEngine:
 
     Args:
         pipe: to the engine's process.
-        on_end: called when the engine has ended and all its output has come.
+        tokenizer, max_queue, context_limit: of the engine.
     """
 
-    def __init__(self, pipe: Connection, on_end: Callable[[], None]) -> None:
-        self._pipe, self._on_end = pipe, on_end
+    def __init__(self, pipe: Connection, tokenizer: Any, max_queue: int, context_limit: int | None) -> None:
+        self.tokenizer, self.max_queue, self.context_limit = tokenizer, max_queue, context_limit
+        self._pipe = pipe
         self._numbers = itertools.count()
         self._streams: dict[int, Stream] = {}
         self._asked: dict[int, tuple[asyncio.Future[Any], Sequence[int]]] = {}
         """Answers that are waited for, and the numbers of the streams that they are about."""
         self._has_ended = False
 
-    def begin(self) -> None:
-        """Say that connections are accepted, and take what comes."""
+    def begin(self, on_end: Callable[[], None]) -> None:
+        """Say that connections are accepted, and take what comes, until the engine has ended and all has come."""
+        self._on_end = on_end
         self._send("ready")
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._receive_all, args=(loop,), name="deltazoo pipe", daemon=True).start()

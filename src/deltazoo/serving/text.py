@@ -1,4 +1,4 @@
-"""Text and tokens: prompts become token ids, and new tokens become text up to a stop string. No other file does either."""
+"""Text and tokens: prompts become token ids, and new tokens become text up to a stop string; here and nowhere else."""
 
 import asyncio
 import copy
@@ -60,7 +60,7 @@ class PromptTokens:
         texts = [text for message in messages for text in message.values()]
         self._check("messages", texts)
         template = str(self.tokenizer.chat_template)
-        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        taken = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
         for name in variables:
             if name in taken or not re.search(rf"\b{re.escape(name)}\b", template):
                 raise RequestError(f"the chat template does not read {name!r}", param="chat_template_kwargs")
@@ -224,17 +224,18 @@ class _Characters:
     """Whole characters of one request's tokens, special tokens left out.
 
     `DecodeStream` waits for a character as long as the last bytes are none, and fails where they undo the characters
-    before them; then the waiting tokens become text by themselves.
+    before them. Then the waiting tokens become text by themselves, all but those that may begin a character.
 
     Attributes:
         pending: tokens that no text has come of.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        self._decode, self._backend = tokenizer.backend_tokenizer.decode, tokenizer.backend_tokenizer
+        self._backend, self._decode = tokenizer.backend_tokenizer, tokenizer.backend_tokenizer.decode
         ends = (list(prompt[-length:]) for length in range(_CONTEXT, _CONTEXT + 4))
         self._context = next((end for end in ends if _INCOMPLETE not in self._decode(end)), [])
-        self._begin([])
+        self.pending: list[int] = []
+        self._stream = DecodeStream(self._context, skip_special_tokens=True)
 
     def add(self, token: int) -> str:
         """Text that becomes certain with a token."""
@@ -246,31 +247,22 @@ class _Characters:
         if text is not None:
             self.pending = []
         elif len(self.pending) == _MOST_PENDING:
-            return self._without_the_last()
+            whole = self._decode(self.pending)
+            for kept in (3, 2, 1):
+                over, last = self.pending[:-kept], self.pending[-kept:]
+                if self._decode(last) == _INCOMPLETE and self._decode(over) + _INCOMPLETE == whole:
+                    return self.finish(kept)
+            return self.finish()
         return text or ""
 
-    def finish(self) -> str:
-        """Text of the waiting tokens, though they are no characters."""
-        return self._begin([])
-
-    def _without_the_last(self) -> str:
-        """The same, but for the last tokens, if they may be the beginning of a character."""
-        whole = self._decode(self.pending)
-        for count in (3, 2, 1):
-            last = self.pending[-count:]
-            if self._decode(last) == _INCOMPLETE and self._decode(self.pending[:-count]) + _INCOMPLETE == whole:
-                return self._begin(last)
-        return self._begin([])
-
-    def _begin(self, waiting: list[int]) -> str:
-        """A new stream, in which tokens wait; the text of those that waited before them."""
-        before = getattr(self, "pending", [])
-        over = before[: len(before) - len(waiting)]
-        known, text = self._decode(self._context), self._decode([*self._context, *over])
-        self._stream, self.pending = DecodeStream(self._context, skip_special_tokens=True), list(waiting)
-        for token in waiting:
-            self._stream.step(self._backend, token)
-        return text.removeprefix(known) if text.startswith(known) else self._decode(over)
+    def finish(self, kept: int = 0) -> str:
+        """Text of the waiting tokens, though they are no characters; the last ones go on waiting."""
+        over, last = self.pending[: len(self.pending) - kept], self.pending[len(self.pending) - kept :]
+        self._stream, self.pending = DecodeStream(self._context, skip_special_tokens=True), last
+        if last:
+            self._stream.step(self._backend, last)
+        before, text = self._decode(self._context), self._decode([*self._context, *over])
+        return text.removeprefix(before) if text.startswith(before) else self._decode(over)
 
 
 @lru_cache(65_536)
