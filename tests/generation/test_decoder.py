@@ -105,6 +105,15 @@ def test_sampling_depends_on_the_seed_alone(device):
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
+def test_the_streams_of_a_decoder_draw_by_their_seed():
+    model, ids = tiny_model("kda"), tokens(2, 5)
+    decoder = Decoder(model, 2, sampling=Sampling(1.0), seed=4)
+    streams = [torch.stack(list(decoder.stream(ids, max_new_tokens=9, seed=x)), 1) for x in (None, 4, 5, None)]
+    assert torch.equal(streams[0], streams[1]) and torch.equal(streams[0], streams[3])
+    expected = deltazoo.generate(model, ids, max_new_tokens=9, temperature=1.0, seed=5)[:, 5:]
+    assert torch.equal(streams[2], expected) and not torch.equal(streams[2], streams[0])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_sampled_tokens_are_not_the_same_draw_over_and_over(device):
     """A graph that replayed one random state would draw the same token each time; uniform draws of 61 tokens do not."""
@@ -266,6 +275,23 @@ class TestErrors:
         drawing = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
         model.generation_config.update(**neutral, **drawing, suppress_tokens=[], remove_invalid_values=False)
         assert torch.equal(deltazoo.generate(model, ids, max_new_tokens=9), expected)
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("temprature", "unexpected argument 'temprature'; did you mean 'temperature'?"),
+            ("prefill_chunk_size", "did you mean 'prefill_chunk'?"),
+            ("do_sample", "unexpected argument 'do_sample'$"),
+        ],
+    )
+    def test_unknown_options(self, name, message):
+        with pytest.raises(TypeError, match=message.replace("?", r"\?")):
+            deltazoo.generate(tiny_model("kda"), tokens(1, 4), **{name: 1})
+
+    @pytest.mark.parametrize("seed", [2**63 - 1, -(2**63) - 1, 0.5])
+    def test_seeds(self, seed):
+        with pytest.raises(ValueError, match=f"seed must be a whole number from {-(2**63)} to {2**63 - 2}, got "):
+            deltazoo.generate(tiny_model("kda"), tokens(2, 4), seed=seed)
 
     def test_sampling_of_another_class(self):
         for sampling in ({"temperature": 1.0}, {}):

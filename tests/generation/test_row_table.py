@@ -14,9 +14,8 @@ from tiny_models import CASES, STATES, tiny_config, tiny_model, tokens
 import deltazoo
 from deltazoo.generation import Sampling, row_table, step
 from deltazoo.generation.prompt_rows import PromptRows
-from deltazoo.generation.row_copies import RowState
-from deltazoo.generation.row_sampling import Way
 from deltazoo.generation.row_table import RowTable
+from deltazoo.generation.sampling import Way
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LINEAR = [case for case in CASES if "full_attention" not in tiny_config(case).layer_types]
@@ -45,7 +44,7 @@ def continued(table, row, width, count, way=Way.GREEDY):
 
 
 def tensors(state):
-    return state.blocks if isinstance(state, RowState) else [x for layer in state.layers for x in layer.values()]
+    return [x for layer in state.layers for x in layer.values()]
 
 
 def equal(a, b):
@@ -143,6 +142,41 @@ def model_of_kind(kind):
     return model
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.5, 20, 0.9)], ids=str)
+@pytest.mark.parametrize("kind", [*FEW, "hybrid", "swapped 1:1", ACCELERATED[0]])
+def test_a_seed_draws_the_same_everywhere(kind, sampling, device):
+    """In `generate` alone and in a batch with padding, and in a table where other rows begin and move meanwhile."""
+    model, lengths = model_of_kind(kind).to(device), [20, 6, 11]
+    ids = tokens(3, 20).to(device)
+    mask = torch.tensor([[0] * (20 - length) + [1] * length for length in lengths], device=device)
+    options = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    options |= {"max_new_tokens": 8, "eos_token_id": []}
+    made = deltazoo.generate(model, ids, mask, seed=2**40, **options)[:, 20:].tolist()
+    prompts = [ids[i, 20 - length :] for i, length in enumerate(lengths)]
+    for row, prompt in enumerate(prompts):
+        alone = deltazoo.generate(model, prompt[None], seed=2**40 + row, **options)
+        assert alone[0, len(prompt) :].tolist() == made[row]
+    assert made[0] != made[1] != made[2]
+
+    table = RowTable(model, [3], MOST)
+    passes = PromptRows(model, [1], PIECE, table.empty, padded=False, max_length=MOST)
+
+    def begin(row, number):
+        prompt = prompts[number].tolist()
+        table.put(row, state_after(passes, 0, prompt), prompt[-1], len(prompt) - 1, sampling, 2**40 + number)
+
+    begin(2, 0)
+    begin(0, 1)
+    found = continued(table, 2, 3, 4, Way.FILTERED)
+    begin(1, 2)
+    table.move([2], [0])
+    assert found + continued(table, 0, 3, 4, Way.FILTERED) == made[0]
+    begin(0, 2)
+    begin(2, 1)
+    assert continued(table, 2, 3, 8, Way.FILTERED) == made[1]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_of_passes_and_steps(kind, replays, monkeypatch):
     """Nothing that Python did at a capture is missing at a replay, or is as it was then."""
@@ -192,7 +226,7 @@ def test_sizes_of_passes_differ_by_rounding(case, device):
     for row in (0, 1):
         prompts.load(row, None)
         prompts.run({row: (0, piece)})
-        torch.testing.assert_close(prompts.take(row, PIECE).blocks, widest[0].blocks, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(tensors(prompts.take(row, PIECE)), tensors(widest[0]), rtol=1e-4, atol=1e-5)
     assert equal(prompts.take(3, PIECE), widest[2])
 
 
@@ -297,14 +331,16 @@ def test_a_pass_that_waits_runs_without_padding(captures, monkeypatch, caplog):
     prompts = PromptRows(model, [1], PIECE, table.empty, padded=True, max_length=MOST)
     ids = tokens(1, 20)[0].tolist()
     expected = state_after(PromptRows(model, [1], PIECE, table.empty, padded=False, max_length=MOST), 0, ids)
-    together = prompts._rows
-    run = together._run_all
-    monkeypatch.setattr(together, "_run_all", lambda size, cache: run(size, cache)[torch.ones(1).nonzero()[0]])
+    forward = prompts._forward
+
+    def waiting(rows, cache, length=None):
+        return forward(rows, cache, length)[torch.ones(1).nonzero()[0]]
+
+    monkeypatch.setattr(prompts, "_forward", waiting)
     prompts.capture()
-    assert not prompts.padded and prompts._rows is not together
+    assert not prompts.padded
     assert "prompts run one by one and without CUDA graphs, which makes them slower: nonzero" in caplog.text
-    for layer, exact in zip(state_after(prompts, 0, ids).layers, expected.layers, strict=True):
-        assert all(torch.equal(layer[name], x) for name, x in exact.items())
+    assert equal(state_after(prompts, 0, ids), expected)
 
 
 @pytest.mark.gpu

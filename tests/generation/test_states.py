@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import deltazoo
 from deltazoo.generation import Decoder
-from deltazoo.generation.states import Snapshot, detach, fork, restore, snapshot
+from deltazoo.generation.states import RowStates, Snapshot, detach, fork, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache
 
 SWAPPED = {"swapped_llama": ("llama", "1:1"), "swapped_gemma3": ("gemma3_text", "1:1"), "swapped_all": ("llama", "all")}
@@ -180,6 +180,42 @@ def test_a_row_joins_a_longer_batch(case, static):
     first, second = run(model, None, torch.cat([long[:1], more[:1]], 1))[0][:, -1:], run(model, cache, more[1:])[0]
     expected = torch.cat([first, second])
     torch.testing.assert_close(together, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("case", ["gated_deltanet", "kda_without_conv", "longhorn", "hybrid"])
+def test_rows_are_those_of_snapshots(case, device):
+    """Taken, put, moved and emptied one by one, to the last bit; no other row changes. Weights of half the precision
+    make states of two dtypes."""
+    model = tiny_model(case).to(device, torch.bfloat16)
+
+    def filled(rows, start):
+        return run(model, fixed_cache(model, 16), tokens(rows, 5 + start)[:, start:].to(device))[1]
+
+    cache, other = filled(4, 0), filled(3, 2)
+    dtypes = {x.dtype for layer in snapshot(cache).layers for x in layer.values()}
+    assert len(dtypes) == (1 if case == "kda_without_conv" else 2)
+    states, before = RowStates(cache), snapshot(cache)
+    assert states.recurrent == (case != "hybrid")
+    taken, expected = RowStates(other).take(2, 5), snapshot(other, rows=[2])
+    assert same(taken, expected)
+    restore(other, before.select([0, 0, 0]))  # what was taken is a copy
+    states.put(1, taken)
+    assert same(snapshot(cache, rows=[1]), expected)
+    assert same(snapshot(cache, rows=[0, 2, 3]), before.select([0, 2, 3]))
+    states.move([], [])
+    states.move([2, 1], [3, 0])
+    for row, wanted in enumerate((expected, expected, before.select([2]), before.select([2]))):
+        assert same(snapshot(cache, rows=[row]), wanted) and same(states.take(row, 5), wanted)
+    states.put(2, None)
+    assert not any(x.any() for layer in snapshot(cache, rows=[2]).layers for x in layer.values())
+    assert same(snapshot(cache, rows=[1]), expected) and same(snapshot(cache, rows=[3]), before.select([2]))
+    states.put(0, states.take(1, 3))
+    for layer, wanted in zip(snapshot(cache, rows=[0]).layers, expected.layers, strict=True):
+        for name, x in layer.items():
+            held = slice(3) if name in ("keys", "values") else slice(None)
+            assert torch.equal(x[:, :, held], wanted[name][:, :, held])
+            assert name not in ("keys", "values") or not x[:, :, 3:].any(), "nobody's keys"
 
 
 def test_room_for_a_longer_row():

@@ -16,9 +16,8 @@ import deltazoo
 from deltazoo.generation.prompt_rows import PromptRows
 from deltazoo.serving import Engine, EngineError, EngineStopped, QueueFull, Request, RequestError
 from deltazoo.serving import engine as serving_engine
-from deltazoo.serving.model_limits import sizes_of_passes
-from deltazoo.serving.prefill import Prefill
-from deltazoo.serving.prefix_cache import PrefixCache
+from deltazoo.serving.engine import _sizes_of_passes as sizes_of_passes
+from deltazoo.serving.prefill import Prefill, PrefixCache
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -72,26 +71,40 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("case", ["gated_deltanet", "kda_without_conv", "hybrid"])
-def test_greedy_tokens_are_those_of_generate(case, engine_of):
-    engine = engine_of(tiny(case), widths=(1, 2, 4))
-    streams = [engine.submit(request(length, max_tokens=12)) for length in (1, 7, 8, 9, 40)]
+def model_of_kind(kind):
+    if kind == "swapped":
+        model = tiny_original("llama", vocab_size=258)
+        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
+    elif kind == "accelerated":
+        model = foreign_model("qwen3_next", vocab_size=258)
+        deltazoo.accelerate(model)
+    else:
+        model = tiny(kind)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["gated_deltanet", "kda_without_conv", "hybrid", "swapped", "accelerated"])
+def test_greedy_tokens_are_those_of_generate(kind, engine_of):
+    engine = engine_of(model_of_kind(kind), widths=(1, 2, 4), context_limit=60)
+    streams = [engine.submit(request(length, max_tokens=12, ignore_eos=True)) for length in (1, 7, 8, 9, 40)]
     for stream in streams:
         prompt = torch.tensor([stream.request.prompt])
         expected = deltazoo.generate(engine.model, prompt, max_new_tokens=12, eos_token_id=[])
         assert tokens_of(stream) == expected[0, prompt.shape[1] :].tolist()
 
 
-def model_of_kind(kind):
-    if kind == "swapped":
-        model = tiny_original("llama")
-        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
-    elif kind == "accelerated":
-        model = foreign_model("qwen3_next")
-        deltazoo.accelerate(model)
-    else:
-        model = tiny(kind)
-    return model
+@pytest.mark.parametrize("drawing", [{}, {"top_k": 20, "top_p": 0.8}])
+def test_a_seed_draws_the_tokens_of_generate(drawing, engine_of):
+    engine, drawing = engine_of(), {"temperature": 1.2, "seed": 7, **drawing}
+    prompt = prompt_of(21)
+    made = tokens_of(engine.submit(request(21, max_tokens=30, **drawing)))
+    ids = deltazoo.generate(engine.model, torch.tensor([prompt]), max_new_tokens=30, eos_token_id=[], **drawing)
+    assert made == ids[0, 21:].tolist() != tokens_of(engine.submit(request(21, max_tokens=30)))
+
+
+def test_a_model_without_our_layers_is_refused(engine_of):
+    with pytest.raises(ValueError, match="with our delta-rule layers .* got LlamaForCausalLM"):
+        engine_of(tiny_original("llama"))
 
 
 def with_sizes(engine, sizes):
@@ -251,17 +264,17 @@ class TestPrefixes:
         # Multiples of 8 within the former prompt; all but its last token the second time.
         assert cached == [0, 20, 16, 37, 32, 54]
         counters = with_cache.status().counters
-        assert (counters.prefix_hits, counters.prefix_misses) == (5, 1)
-        assert counters.prefix_tokens == sum(cached)
-        assert counters.prefix_bytes == with_cache.prefixes.nbytes > 0 == without.status().counters.prefix_bytes
+        assert (counters["prefix_hits"], counters["prefix_misses"]) == (5, 1)
+        assert counters["prefix_tokens"] == sum(cached)
+        assert counters["prefix_bytes"] == with_cache.prefixes.nbytes > 0 == without.status().counters["prefix_bytes"]
 
     def test_samples_of_one_prompt_run_it_once(self, engine_of):
         engine = engine_of()
         first = result_of(engine.submit(request(30, temperature=1.0, seed=1)))
-        passes = engine.status().counters.pieces
+        passes = engine.status().counters["pieces"]
         more = [engine.submit(request(30, temperature=1.0, seed=seed)) for seed in range(1, 5)]
         results = [result_of(stream) for stream in more]
-        assert passes == 4 == engine.status().counters.pieces
+        assert passes == 4 == engine.status().counters["pieces"]
         assert results[0] == first and len({tuple(result[0]) for result in results}) == 4
 
     @pytest.mark.parametrize("size", [1, 3])
@@ -383,9 +396,9 @@ class TestEnds:
         assert result_of(prefilling)[2] == "cancelled"
         assert len(tokens_of(engine.submit(request()))) == 6
         engine.stop()
-        assert engine.status().counters.finished == {"cancelled": 3, "length": 1}
+        assert engine.status().finished == {"cancelled": 3, "length": 1}
         counters = engine.status().counters
-        assert counters.running == counters.prefilling == counters.waiting == 0
+        assert counters["running"] == counters["prefilling"] == counters["waiting"] == 0
 
 
 class TestLimits:
@@ -396,8 +409,8 @@ class TestLimits:
         others = [engine.submit(request()) for _ in range(2)]
         with pytest.raises(QueueFull, match="2 requests are waiting") as caught:
             engine.submit(request())
-        assert 1 <= caught.value.retry_after <= 60 and engine.status().counters.rejected == 1
-        assert engine.status().counters.waiting == 2
+        assert 1 <= caught.value.retry_after <= 60 and engine.status().counters["rejected"] == 1
+        assert engine.status().counters["waiting"] == 2
         first.cancel()
         assert [len(tokens_of(stream)) for stream in others] == [6, 6]
 
@@ -454,7 +467,7 @@ class TestFailures:
             list(engine.submit(request(30)))
         assert len(tokens_of(other)) >= 1
         assert len(tokens_of(engine.submit(request(10)))) == 6
-        assert engine.status().counters.finished["error"] == 1
+        assert engine.status().finished["error"] == 1
 
     def test_an_error_in_a_step_ends_those_that_run(self, engine_of, monkeypatch):
         engine = engine_of()
@@ -493,8 +506,8 @@ class TestFailures:
         assert [result_of(stream) for stream in streams] == expected
         engine.stop()
         counters = engine.status().counters
-        assert counters.running == counters.prefilling == 0 and counters.finished["error"] == len(ways)
-        assert counters.completion_tokens == 2 * sum(len(made) for made, *_ in expected)
+        assert counters["running"] == counters["prefilling"] == 0 and engine.status().finished["error"] == len(ways)
+        assert counters["completion_tokens"] == 2 * sum(len(made) for made, *_ in expected)
 
     def test_nan_after_some_tokens(self, engine_of):
         """They are handed out, and then the error comes."""
@@ -541,7 +554,7 @@ class TestFailures:
                 list(stream)
         engine._thread.join(10)
         status = engine.status()
-        assert not status.running and status.counters.running == status.counters.prefilling == 0
+        assert not status.running and status.counters["running"] == status.counters["prefilling"] == 0
 
     def test_a_step_that_cannot_be_captured(self, engine_of, monkeypatch):
         engine = engine_of(start=False)
@@ -580,7 +593,7 @@ def test_many_clients_in_threads(engine_of):
     for thread in threads:
         thread.join()
     engine.stop()
-    assert not wrong and sum(engine.status().counters.finished.values()) == 12 + 24 * 4
+    assert not wrong and sum(engine.status().finished.values()) == 12 + 24 * 4
 
 
 def test_nothing_is_kept_of_requests(engine_of):
@@ -590,7 +603,7 @@ def test_nothing_is_kept_of_requests(engine_of):
         streams = [engine.submit(request(1 + (number % 10 == 0), number, max_tokens=2)) for number in range(700)]
         assert all(len(tokens_of(stream)) == 2 for stream in streams)
         del streams
-        while engine.status().counters.running:
+        while engine.status().counters["running"]:
             time.sleep(0.01)
         gc.collect()
         counts.append(len(gc.get_objects()))

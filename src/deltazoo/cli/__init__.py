@@ -1,4 +1,4 @@
-"""The ``deltazoo`` command: list, show, check, train, swap, generate, serve, eval, diagnose, lm-eval.
+"""The ``deltazoo`` command: list, show, check, train, swap, distill, generate, serve, eval, diagnose, lm-eval.
 
 What imports torch stands inside the commands, after the checks of their arguments: help and a typo's message are quick.
 """
@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,10 +28,13 @@ from deltazoo.cli.options import (
     LoadOption,
     TextFieldOption,
     check_output_file,
+    facts_table,
+    figures_table,
     load_rule_file,
     refuse,
 )
-from deltazoo.cli.training import facts_table, figures_table, swap, train
+from deltazoo.cli.swapping import distill, swap
+from deltazoo.cli.training import train
 from deltazoo.names import unknown
 from deltazoo.training.checkpoint_files import as_json
 from deltazoo.training.checkpoint_path import resolve_checkpoint
@@ -237,8 +241,12 @@ app.command(
 app.command(
     epilog="Examples: [bold]deltazoo swap my_llama --rule kda --layers 3:1 --dry-run[/], "
     "[bold]deltazoo swap my_llama --rule kda --rank --text my_texts --output runs/rank[/], "
-    "[bold]deltazoo swap my_llama --rule kda --layers best:8 --train recipe.yaml --output runs/kda[/]"
+    "[bold]deltazoo swap my_llama --rule kda --layers best:8 --text my_texts --output runs/kda[/]"
 )(swap)
+app.command(
+    epilog="Examples: [bold]deltazoo distill runs/kda --original my_llama --text my_texts --output runs/distilled[/], "
+    "[bold]deltazoo distill runs/kda --original my_llama --output runs/distilled --resume[/]"
+)(distill)
 
 
 @app.command(epilog='Example: [bold]deltazoo generate runs/quickstart --prompt "def read(self, size=-1):"[/]')
@@ -380,12 +388,11 @@ def serve(
     url, is_loopback = url_of(address), ipaddress.ip_address(address.getsockname()[0]).is_loopback
     import torch
 
-    from deltazoo.serving.engine import Engine
-    from deltazoo.serving.model_limits import unlimited
-    from deltazoo.serving.model_loading import load_for_serving
+    from deltazoo.serving.engine import Engine, unlimited
+    from deltazoo.training.loading import load_checkpoint
 
     with errors.status(f"loading {path}"):
-        model, tokenizer = load_for_serving(str(folder), device, None if dtype is None else getattr(torch, dtype))
+        model, tokenizer = load_checkpoint(str(folder), device, None if dtype is None else getattr(torch, dtype))
         if context_limit is None and unlimited(model):
             context_limit = 32_768
         engine = Engine(
@@ -430,14 +437,13 @@ def evaluate(
     load: LoadOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Score a model on held-out text, and compare it with gzip, xz and an order-2 byte model."""
+    """Score a model on held-out text, and compare it with gzip and xz."""
     without_text = max_bytes is not None or text_field != DataConfig.text_field
     refuse({"--max-bytes and --text-field act on --text only": text is None and without_text})
     data = None if text is None else DataConfig(text=text, text_field=text_field)
     documents = choose_documents(path, data, max_bytes)
 
-    from deltazoo.training import score_documents
-    from deltazoo.training.baselines import Baseline, baselines, save_comparison
+    from deltazoo.training.evaluate import Baseline, baselines, score_documents
     from deltazoo.training.loading import load_checkpoint
 
     model, tokenizer = load_checkpoint(path, device)
@@ -457,7 +463,15 @@ def evaluate(
     }
     console.print(facts_table(facts))
     if json_file:
-        save_comparison(json_file, path, documents.description, score, others)
+        figures = {
+            "model": path,
+            "text": documents.description,
+            "bits_per_byte": score.bits_per_byte,
+            "perplexity": score.perplexity,
+            "score": asdict(score),
+            "baselines": [asdict(baseline) for baseline in others],
+        }
+        Path(json_file).write_text(as_json(figures, indent=1) + "\n", encoding="utf-8")
 
 
 @app.command(
@@ -538,6 +552,6 @@ def lm_eval(
             "pip install lm_eval"
         )
 
-    from deltazoo.training.harness_model import run_harness
+    from deltazoo.training.evaluate import run_harness
 
     run_harness(arguments)

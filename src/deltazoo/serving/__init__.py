@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from deltazoo._lazy import lazy_names
 from deltazoo.serving.requests import (
-    Counters,
     EngineError,
     EngineStopped,
     Piece,
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from deltazoo.serving.text import TextStream
 
 __all__ = [
-    "Counters",
     "Engine",
     "EngineError",
     "EngineStopped",

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltazoo.serving.api import Answer, ApiError, ChatBody, CompletionBody
-from deltazoo.serving.metrics import METRICS_TYPE, metrics_text
+from deltazoo.serving.metrics import METRICS_TYPE, Metrics
 from deltazoo.serving.requests import EngineError, EngineStopped, Piece, QueueFull, RequestError, Status
 from deltazoo.serving.text import PromptTokens, TextStream
 
@@ -95,6 +95,7 @@ class _Endpoints:
     def __init__(self, engine: Any, model: str) -> None:
         self._engine, self._model, self._tokenizer = engine, model, engine.tokenizer
         self._prompts = PromptTokens(engine.tokenizer, engine.context_limit)
+        self._metrics = Metrics(model)
         self._created = int(time.time())
         self._open = 0
 
@@ -148,8 +149,7 @@ class _Endpoints:
 
     async def metrics(self) -> Response:
         """The engine's counters in Prometheus' text format."""
-        counters = (await self._status()).counters
-        return PlainTextResponse(metrics_text(counters, self._model), media_type=METRICS_TYPE)
+        return PlainTextResponse(self._metrics.text(await self._status()), media_type=METRICS_TYPE)
 
     async def _status(self) -> Status:
         status = self._engine.status()
@@ -198,18 +198,26 @@ class _Endpoints:
         found: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
 
         async def forward(index: int, stream: TextStream) -> None:
+            began, reason = time.monotonic(), "cancelled"
             self._open += 1
             try:
                 async for piece in stream:
                     if piece.finish_reason == "cancelled":
                         raise ApiError(503, "the server stopped before the request was finished", code="stopping")
+                    if stream.completion_tokens == len(piece.token_ids):
+                        self._metrics.time_to_first_token.observe(time.monotonic() - began)
                     found.put_nowait((index, piece))
                     if piece.finish_reason is None:
                         await asyncio.sleep(_PAUSE * self._open)
+                    else:
+                        reason = piece.finish_reason
             except Exception as error:
+                reason = "error" if isinstance(error, EngineError) else reason
                 found.put_nowait((index, error))
             finally:
                 self._open -= 1
+                self._metrics.finished[reason].inc()
+                self._metrics.request_seconds.observe(time.monotonic() - began)
 
         readers = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
         try:

@@ -16,8 +16,8 @@ from deltazoo.training.config import (
 )
 
 if TYPE_CHECKING:
+    from deltazoo.training.evaluate import Score, score_documents
     from deltazoo.training.monitor import TrainingDiverged
-    from deltazoo.training.score import Score, score_documents
     from deltazoo.training.training_run import TrainingResult, train
 
 __all__ = [
@@ -37,8 +37,8 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
+        "evaluate": ("Score", "score_documents"),
         "monitor": ("TrainingDiverged",),
-        "score": ("Score", "score_documents"),
         "training_run": ("TrainingResult", "train"),
     },
 )

@@ -12,7 +12,7 @@ from deltazoo.compat.transformers import accelerate, has_known_layers
 from deltazoo.training.checkpoint_path import resolve_checkpoint
 from deltazoo.training.console import say
 from deltazoo.training.device import check_device
-from deltazoo.training.score import check_vocabulary
+from deltazoo.training.evaluate import check_vocabulary
 
 
 def load_checkpoint(

@@ -28,6 +28,7 @@ from deltazoo.layers import parameter_groups
 from deltazoo.training.checkpoint_files import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
 from deltazoo.training.config import RunConfig
 from deltazoo.training.console import say
+from deltazoo.training.evaluate import score_rows
 from deltazoo.training.interruption import StopOnSignal, TrainingInterrupted
 from deltazoo.training.monitor import Monitor
 from deltazoo.training.native_model import write_served_names
@@ -35,7 +36,6 @@ from deltazoo.training.packed_rows import collate
 from deltazoo.training.schedule import learning_rate_factor
 from deltazoo.training.sharded_state import is_sharded, load_optimizer, save_optimizer, whole_model
 from deltazoo.training.streamed_rows import StreamedRows
-from deltazoo.training.validation_loss import score_rows
 
 _STREAM_POSITION = "stream_position.json"
 

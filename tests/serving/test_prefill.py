@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deltazoo.generation import Snapshot
-from deltazoo.serving.prefix_cache import PrefixCache, prefix_keys
+from deltazoo.serving.prefill import PrefixCache, prefix_keys
 
 
 def state(size=10):

@@ -1,19 +1,36 @@
-"""Bits per byte: every byte of a document counts, however documents are packed or cut."""
+"""Scores: every byte of a document counts, however documents are packed or cut; compressors; single swapped layers."""
 
 from __future__ import annotations
 
 import copy
+import gzip
+import json
+import lzma
 import math
+import random
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 import deltazoo.models  # noqa: F401
+from deltazoo.cli.swapping import ranking_table
+from deltazoo.swap import swap_attention
 from deltazoo.training.config import TokenizerConfig
-from deltazoo.training.score import packs_documents, score_documents
+from deltazoo.training.evaluate import Ranking, baselines, packs_documents, rank_layers, score_documents, score_rows
+from deltazoo.training.packed_rows import collate_side_by_side, pack_in_order
 from deltazoo.training.text import Document
 from deltazoo.training.tokenizer import build_tokenizer
 
@@ -134,3 +151,108 @@ def test_a_vocabulary_that_does_not_fit_is_refused(tokenizer: PreTrainedTokenize
 def test_nothing_to_score_is_refused(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(ValueError, match="no document to score"):
         score_documents(model, tokenizer, [])
+
+
+def documents(*texts: bytes) -> list[Document]:
+    return [Document("name", text.decode("latin-1"), "name") for text in texts]
+
+
+def test_the_baselines_are_gzip_9_and_xz_9() -> None:
+    held_out = documents(random.Random(0).randbytes(300), b"the cat sat on the mat. " * 9)
+    data = "".join(document.text for document in held_out).encode()
+    found = {baseline.name: baseline for baseline in baselines([], held_out, primed=True)}
+    assert list(found) == ["gzip -9", "xz -9"], "there is no text to prime with"
+    assert found["gzip -9"].bits_per_byte == 8 * len(gzip.compress(data, 9, mtime=0)) / len(data)
+    assert found["xz -9"].bits_per_byte == 8 * len(lzma.compress(data, preset=9)) / len(data)
+
+
+def test_a_primed_compressor_pays_only_for_what_is_new() -> None:
+    text = documents(random.Random(1).randbytes(100_000))
+    found = {baseline.name: baseline for baseline in baselines(text, text, primed=True)}
+    assert found["xz -9"].bits_per_byte > 5
+    assert found["xz -9, primed"].bits_per_byte < 0.1
+    assert found["xz -9, primed"].has_seen == "the training text"
+    assert len(baselines(text, text)) == 2
+
+
+def test_nothing_to_compress_is_refused() -> None:
+    with pytest.raises(ValueError, match="no byte to compress"):
+        baselines([], documents(b""))
+
+
+def llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, initializer_range=0.3, **sizes)).eval()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight.zero_()  # a layer without effect
+    return model
+
+
+def rows() -> list[dict[str, np.ndarray]]:
+    generator = np.random.default_rng(0)
+    return pack_in_order([generator.integers(0, 50, 40) for _ in range(4)], 32)
+
+
+def test_the_rise_is_that_of_the_layer_swapped_alone() -> None:
+    model = llama()
+    ranking = rank_layers(model, "delta_net", rows())
+    assert len(ranking.losses) == 3
+    assert ranking.losses[1] == ranking.loss
+    alone = copy.deepcopy(model)
+    swap_attention(alone, "delta_net", layers=[2])
+    nats, tokens = score_rows(alone, rows(), 8, collate_side_by_side)
+    assert ranking.losses[2] == nats / tokens != ranking.loss
+
+
+def test_the_ranked_model_is_left_as_it_was() -> None:
+    model = llama()
+    before, ids = copy.deepcopy(model), torch.arange(20)[None]
+    rank_layers(model, "kda", rows())
+    assert type(model) is LlamaForCausalLM
+    assert type(model.config) is LlamaConfig
+    assert torch.equal(model(input_ids=ids).logits, before(input_ids=ids).logits)
+
+
+def ranking(*rises: float) -> Ranking:
+    return Ranking("kda", 1.0, 10, tuple(1.0 + rise for rise in rises))
+
+
+def test_the_best_are_those_least_missed() -> None:
+    found = ranking(0.3, 0.1, math.nan, -0.1, 0.2)
+    assert found.best(1) == [3]
+    assert found.best(3) == [1, 3, 4]
+    assert found.best(4) == [0, 1, 3, 4], "NaN comes last"
+
+
+def test_a_ranking_with_nan_is_shown_and_kept(tmp_path: Path) -> None:
+    """NaN comes last in the table, too, and in JSON it is null."""
+    found = ranking(0.5, math.nan, -0.25, 0.25)
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(ranking_table(found))
+    assert [x for x in captured.get().split() if x[0] in "+-"] == ["-0.2500", "+0.2500", "+0.5000", "+nan"]
+    found.save(tmp_path / "ranking.json")
+    kept = json.loads((tmp_path / "ranking.json").read_text(), parse_constant=pytest.fail)
+    assert kept == {
+        "rule": "kda",
+        "loss": 1.0,
+        "tokens": 10,
+        "layers": [
+            {"layer": 0, "loss": 1.5, "rise": 0.5},
+            {"layer": 1, "loss": None, "rise": None},
+            {"layer": 2, "loss": 0.75, "rise": -0.25},
+            {"layer": 3, "loss": 1.25, "rise": 0.25},
+        ],
+    }
+
+
+def test_a_model_of_nan_has_no_ranking() -> None:
+    model = llama()
+    model.lm_head.weight.data[7] = math.nan
+    with pytest.raises(FloatingPointError, match="original model's loss on this text is nan"):
+        rank_layers(model, "kda", rows())
+
+
+def test_a_ranking_needs_text() -> None:
+    with pytest.raises(ValueError, match="no text"):
+        rank_layers(llama(), "kda", [])

@@ -1,8 +1,9 @@
-"""``deltazoo swap``: reports, ranks, swaps, converts, and refuses options without effect."""
+"""``deltazoo swap`` reports, ranks and swaps; ``deltazoo distill`` trains and resumes; both refuse what cannot act."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,15 @@ from typing import Any
 import command_line
 import pytest
 import torch
+from outside_rule import RULES, forget_rules
 from tiny_runs import write_text_folder
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.generation import GenerationMixin
 
-import deltazoo.training.conversion as conversion
 from deltazoo.cli import main
 from deltazoo.swap import swapped_layers
 from deltazoo.training.config import TokenizerConfig
+from deltazoo.training.distill import DistillationTrainer
 from deltazoo.training.tokenizer import build_tokenizer
 
 STAGE = {"steps": 2, "row_length": 32, "rows_per_batch": 2, "learning_rate": 1e-3, "log_every": 1}
@@ -48,15 +50,28 @@ def call(home: Path, *arguments: str) -> int:
     return command_line.call("swap", str(home / "llama"), "--rule", "delta_net", "--device", "cpu", *arguments)
 
 
+@pytest.fixture(scope="module")
+def swapped(home: Path) -> Path:
+    """The Llama with two layers swapped, as the command leaves it."""
+    assert call(home, "--layers", "0,2", "--output", str(home / "swapped")) == 0
+    return home / "swapped"
+
+
+def distill(home: Path, *arguments: str) -> int:
+    original = ("--original", str(home / "llama"))
+    return command_line.call("distill", str(home / "swapped"), *original, *arguments)
+
+
 def layers_of(path: Path) -> list[int]:
     return sorted(swapped_layers(AutoModelForCausalLM.from_pretrained(path)))
 
 
-def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["swap my_llama", "distill runs/kda"])
+def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["swap", "--help"])
+        main([command.split()[0], "--help"])
     assert not stop.value.code
-    assert "deltazoo swap my_llama" in " ".join(capsys.readouterr().out.split())
+    assert f"deltazoo {command}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_dry_run_reports_and_leaves_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,17 +80,6 @@ def test_a_dry_run_reports_and_leaves_nothing(home: Path, capsys: pytest.Capture
     shown = capsys.readouterr().out
     assert "would be swapped" in shown
     assert "q_proj.weight" in shown
-    assert set(home.rglob("*")) == before
-
-
-def test_a_dry_run_shows_the_training_too(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = set(home.rglob("*"))
-    recipe = ("--train", str(home / "recipe.yaml"), "--set", "align.steps=1000")
-    assert call(home, "--layers", "2:1", "--dry-run", *recipe) == 0
-    shown = capsys.readouterr().out
-    assert "would be swapped" in shown
-    stages = [line.split() for line in shown.replace("│", " ").splitlines() if "0.001" in line]
-    assert stages == [["align", "swapped", "1,000", "64,000", "0.001"], ["distill", "all", "2", "128", "0.001"]]
     assert set(home.rglob("*")) == before
 
 
@@ -92,11 +96,10 @@ def test_a_swapped_model_is_saved_with_its_tokenizer(
     assert call(home, "--output", str(tmp_path)) == 1, "a model is not overwritten"
 
 
-def test_the_ranking_is_printed_drawn_and_used(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ranking_is_printed_kept_and_used(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ("--text", str(home / "text"), "--rank-tokens", "200")
     assert call(home, "--rank", *text, "--output", str(tmp_path / "rank")) == 0
     assert "rise" in capsys.readouterr().out
-    assert (tmp_path / "rank" / "ranking.png").is_file()
     ranking: dict[str, Any] = json.loads((tmp_path / "rank" / "ranking.json").read_text())
     best = min(ranking["layers"], key=lambda score: score["rise"])["layer"]
     assert call(home, "--layers", "best:1", *text, "--output", str(tmp_path / "best")) == 0
@@ -112,7 +115,7 @@ def test_nothing_is_written_into_the_folder_of_a_model(home: Path, capsys: pytes
     assert not captured.out and set(home.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", ["ranking.json", "ranking.png", "model"])
+@pytest.mark.parametrize("name", ["ranking.json", "model"])
 def test_nothing_is_ranked_into_a_folder_with_results(
     home: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,52 +128,85 @@ def test_nothing_is_ranked_into_a_folder_with_results(
     assert not captured.out and (tmp_path / name).read_text() == "my own"
 
 
-def test_a_conversion_replaces_nothing_of_somebody_else(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_to_do_next_can_be_copied(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that a swap prints runs as it is; it names the file of a rule of the user's, too."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    swap = ("--load", str(RULES / "trapezoid.py"), "--rule", "trapezoid", "--layers", "1")
+    with forget_rules():
+        assert call(home, *swap, "--output", str(tmp_path / "two words")) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("next "))
+    deltazoo, *arguments = shlex.split(line.removeprefix("next "))
+    assert deltazoo == "deltazoo"
+    with forget_rules():
+        assert command_line.call(*arguments, "--recipe", str(home / "recipe.yaml")) == 0
+    assert (tmp_path / "two words_distilled" / "model" / "config.json").is_file()
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("next "))
+    with forget_rules():
+        assert command_line.call(*shlex.split(line.removeprefix("next "))[1:], "--device", "cpu") == 0
+    assert "held-out part of" in capsys.readouterr().out
+
+
+def test_the_old_options_name_the_new_command(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    for options in (("--train", "swap_gpu"), ("--train", "swap_gpu", "--set", "align.steps=3"), ("--resume",)):
+        assert call(home, "--layers", "3:1", "--output", "x", *options) == 1
+        captured = capsys.readouterr()
+        recipe = "swap_gpu" if "swap_gpu" in options else "RECIPE"
+        assert f"then deltazoo distill SWAPPED --original {home / 'llama'} --recipe {recipe}" in captured.err
+        assert not captured.out
+    assert not Path("x").exists()
+
+
+def test_a_distillation_replaces_nothing_of_somebody_else(
+    home: Path, swapped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "scores.json").write_text("my own")
-    assert call(home, "--train", str(home / "recipe.yaml"), "--output", str(tmp_path)) == 1
+    assert distill(home, "--recipe", str(home / "recipe.yaml"), "--output", str(tmp_path)) == 1
     assert "scores.json is there already and of no run".replace(" ", "") in "".join(capsys.readouterr().err.split())
     assert (tmp_path / "scores.json").read_text() == "my own"
 
 
-def test_a_conversion_trains_the_swapped_model_and_resumes(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_distillation_trains_the_swapped_model_and_resumes(
+    home: Path, swapped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("--layers", "best:2", "--train", str(home / "recipe.yaml"), "--output", str(tmp_path / "run"))
-    assert call(home, *arguments, "--rank-tokens", "200", "--set", "align.learning_rate=2e-3") == 0
+    arguments = ("--recipe", str(home / "recipe.yaml"), "--output", str(tmp_path / "run"))
+    assert distill(home, *arguments, "--set", "align.steps=4") == 0
     shown = capsys.readouterr().out
     assert "after distill" in shown
+    stages = [line.split() for line in shown.replace("│", " ").splitlines() if "0.001" in line]
+    assert stages == [["align", "swapped", "4", "256", "0.001"], ["distill", "all", "2", "128", "0.001"]]
     assert (tmp_path / "run" / "loss.png").is_file()
-    assert len(layers_of(tmp_path / "run" / "model")) == 2
+    assert layers_of(tmp_path / "run" / "model") == [0, 2]
     models = {path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("model/config.json")}
     assert models == {"run/model", "run/align/model"}, "only the last stage's is in the run's folder"
-    with pytest.raises(SystemExit) as stop:
-        main(["eval", str(tmp_path / "run"), "--device", "cpu"])
-    assert not stop.value.code
-    assert "held-out part of" in capsys.readouterr().out
-    again = (*arguments, "--rank-tokens", "200", "--set", "align.learning_rate=2e-3")
-    assert call(home, *again) == 1
+    assert distill(home, *arguments, "--set", "align.steps=4") == 1
     assert "--resume" in capsys.readouterr().err
-    assert call(home, *again, "--resume") == 0
+    assert distill(home, "--output", str(tmp_path / "run"), "--resume") == 0, "by the recipe that the run keeps"
 
 
-def test_an_interrupted_conversion_says_how_to_go_on(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_distillation_says_how_to_go_on(
+    home: Path,
+    swapped: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arguments = ("--train", str(home / "recipe.yaml"), "--output", str(tmp_path / "run"))
-    step = conversion.AlignmentTrainer.compute_loss
+    step = DistillationTrainer.compute_loss
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         signal.raise_signal(signal.SIGTERM)
         return step(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversion.AlignmentTrainer, "compute_loss", interrupted)
-        assert call(home, *arguments) == 143
-    assert "stopped; the same command with --resume goes on" in capsys.readouterr().err
+        patch.setattr(DistillationTrainer, "compute_loss", interrupted)
+        assert distill(home, "--recipe", str(home / "recipe.yaml"), "--output", str(tmp_path / "run")) == 143
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("stopped"))
     assert [path.name for path in (tmp_path / "run" / "align").glob("checkpoint-*")] == ["checkpoint-1"]
-    assert call(home, *arguments, "--resume") == 0
+    assert command_line.call(*shlex.split(line.removeprefix("stopped; to go on: "))[1:]) == 0
     assert "after distill" in capsys.readouterr().out
 
 
@@ -184,18 +220,13 @@ def test_an_interrupted_conversion_says_how_to_go_on(
         (["--rank"], "name one with --text"),
         (["--layers", "best:2", "--output", "x"], "name one with --text"),
         (["--layers", "best:4", "--text", "TEXT", "--output", "x"], "best:4 asks for 4 of 3 layers"),
+        (["--layers", "best:0", "--text", "TEXT", "--output", "x"], "best:0 asks for 0 of 3 layers"),
+        (["--rank", "--text", "./nowhere"], "there is no file or folder './nowhere'"),
         (["--text", "TEXT", "--output", "x"], "act with --rank and --layers best:K only"),
         (["--rank", "--text", "TEXT", "--layers", "0"], "leave out --layers"),
-        (["--rank", "--train", "swap_cpu"], "--train acts on a swap"),
-        (["--dry-run", "--train", "swap_cpu", "--set", "align.stepps=1"], "did you mean 'steps'"),
-        (["--dry-run", "--train", "swap_cpu", "--resume"], "and --dry-run starts none"),
-        (["--output", "x", "--resume"], "act with --train only"),
-        (["--output", "x", "--train", "swap_cp"], "did you mean 'swap_cpu'"),
-        (["--output", "x", "--train", "quickstart_cpu"], "names no preset"),
-        (["--output", "x", "--train", "swap_cpu", "--set", "align.stepps=1"], "did you mean 'steps'"),
     ],
 )
-def test_bad_input_is_one_message_and_status_1(
+def test_bad_input_to_a_swap_is_one_message_and_status_1(
     home: Path,
     arguments: list[str],
     message: str,
@@ -205,11 +236,42 @@ def test_bad_input_is_one_message_and_status_1(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert call(home, *(str(home / "text") if part == "TEXT" else part for part in arguments)) == 1
+    refused(message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "swap_cp"], "did you mean 'swap_cpu'"),
+        (["--recipe", "quickstart_cpu"], "names no preset"),
+        (["--recipe", "swap_cpu", "--set", "align.stepps=1"], "did you mean 'steps'"),
+        (["--text", "./nowhere"], "there is no file or folder './nowhere'"),
+        (["--text", "a", "--set", "data.text=b"], "--text a and --set data.text say the same thing"),
+        (["--output", "SWAPPED"], "holds the swapped model itself"),
+        (["--output", "x", "--resume"], "there is no file or folder 'x'"),
+        (["--output", "x", "--original", "SWAPPED", "--recipe", "RECIPE"], "the model was swapped from one of"),
+    ],
+)
+def test_bad_input_to_a_distillation_is_one_message_and_status_1(
+    home: Path,
+    swapped: Path,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"SWAPPED": str(swapped), "RECIPE": str(home / "recipe.yaml")}
+    assert distill(home, *(names.get(part, part) for part in arguments)) == 1
+    refused(message, capsys)
+
+
+def refused(message: str, capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert message in " ".join(captured.err.split())
     assert "Traceback" not in captured.err
-    assert not captured.out, "nothing is measured first"
-    assert not (tmp_path / "x" / "model").exists()
+    assert not (Path("x") / "model").exists()
 
 
 def test_a_model_with_learned_positions_takes_no_longer_rows(
@@ -232,7 +294,10 @@ def test_a_model_with_learned_positions_takes_no_longer_rows(
     refused = {
         "documents of --length 25": ("diagnose", swapped, *text, "--length", "25"),
         "6 prompt tokens and --max-new-tokens 20 together": ("generate", swapped, *prompt, "--max-new-tokens", "20"),
-        "rows of align.row_length=32": (*swap, "0", "--train", str(home / "recipe.yaml"), "--output", swapped + "2"),
+        "rows of align.row_length=32": (
+            *("distill", swapped, "--original", str(tmp_path / "gpt2"), "--output", swapped + "2"),
+            *("--recipe", str(home / "recipe.yaml")),
+        ),
     }
     for what, command in refused.items():
         assert command_line.call(*command) == 1
