@@ -18,7 +18,7 @@ from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWind
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer, RowKeyValues
 from deltazoo.generation.capture import capture
-from deltazoo.generation.capture_conditions import IMPLEMENTATIONS
+from deltazoo.generation.conditions import IMPLEMENTATIONS
 from deltazoo.generation.next_token import check_model, next_logits, read_later
 from deltazoo.generation.sampling import Sampler, Sampling, Way
 from deltazoo.generation.states import RowStates, Snapshot

@@ -1,8 +1,8 @@
 """Linear maps of one input, computed as one matrix product, for decoding.
 
 A decoding step multiplies one row, or a few, by every weight, so the number of products matters as much as their size.
-`MergedProjections` stores the weights of maps with the same input (queries, keys, values and gates of a layer, gate and
-up of an MLP) one below the other in memory. Within `active()`, the first map multiplies by all of them at once.
+`merged_products` stores the weights of maps with the same input (queries, keys, values and gates of a layer, gate and
+up of an MLP) one below the other in memory. Within a step the first map multiplies by all of them at once.
 
     q_proj(x) -> x [Wq; Wk; Wv; Wb]^T -> q | k | v | b,      k_proj(x) -> k,      v_proj(x) -> v,      b_proj(x) -> b
 
@@ -14,10 +14,8 @@ another ends. Views of one storage would not do, since code that saves models ta
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress
 from weakref import WeakValueDictionary
 
 import torch
@@ -26,17 +24,16 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from deltazoo.generation.library_modules import joint_maps
-from deltazoo.generation.one_thread import replaced_forwards, replaced_here
 from deltazoo.ops.linear_maps import is_hooked
 
-__all__ = ["JointProduct", "MergedProjections", "is_plain"]
+__all__ = ["JointProduct", "is_plain", "merged_products"]
 
 _MOST_TOKENS = 1024
 """Tokens of an input that is multiplied by all weights at once."""
 
 
-class MergedProjections:
-    """The linear maps of a model that may run merged.
+def merged_products(model: nn.Module) -> "list[JointProduct]":
+    """The products of a model's linear maps that may run merged.
 
     These run one by one as before: anything but a plain `nn.Linear` (quantised, adapted, divided among devices,
     parametrised, with hooks), weights that share memory with other tensors, and maps whose dtype differs from their
@@ -45,42 +42,23 @@ class MergedProjections:
 
     Args:
         model: whose parameters move in memory; meanwhile this takes memory for one layer's maps.
-
-    Attributes:
-        products: those that run merged.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-        self.products: list[JointProduct] = []
-        for layer in model.modules():
-            groups: dict[object, list[nn.Linear]] = {}
-            for linear in _merging_candidates(layer):
-                if all(uses[id(p)] == 1 for p in linear.parameters()):
-                    weight = linear.weight
-                    groups.setdefault((weight.dtype, weight.device, linear.in_features), []).append(linear)
-            self.products += [_joint_product(linears) for linears in groups.values() if _can_merge(linears)]
-        # Made once, since compiled code recognises the functions that it was traced with.
-        self._forwards = [product.forwards() for product in self.products]
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Run merged maps together within this context, where no gradients are recorded.
-
-        Maps whose parameters or forward passes have been replaced since the merging (by a hook of accelerate, say) run
-        one by one.
-        """
-        current = [product.is_current() for product in self.products]
-        try:
-            with replaced_forwards([pair for pairs in compress(self._forwards, current) for pair in pairs]):
-                yield
-        finally:
-            for product in compress(self.products, current):
-                product.forget()
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    products = []
+    for layer in model.modules():
+        groups: dict[object, list[nn.Linear]] = {}
+        for linear in _merging_candidates(layer):
+            if all(uses[id(p)] == 1 and _owns_memory(p) for p in linear.parameters()):
+                weight = linear.weight
+                groups.setdefault((weight.dtype, weight.device, linear.in_features), []).append(linear)
+        products += [_joint_product(linears) for linears in groups.values() if len(linears) > 1]
+    return products
 
 
 class JointProduct:
-    """Several linear maps as one product. The first map computes it, and the others return their pieces of it.
+    """Several linear maps as one product, a part of a step. The first map computes it, and each returns its piece.
+
+    Maps whose parameters or forward passes have been replaced since (by a hook of accelerate, say) run one by one.
 
     Attributes:
         linears, sizes: the maps, and how many outputs each has.
@@ -106,26 +84,26 @@ class JointProduct:
         parameters = ((owner[name], address) for owner, name, address in self._addresses)
         return all(p is not None and p.data_ptr() == address for p, address in parameters)
 
-    def forwards(self) -> list[tuple[nn.Linear, Callable[[Tensor], Tensor]]]:
-        """The modules, each with a forward pass that returns its piece of the product."""
+    def forwards(self) -> list[tuple[nn.Linear, Callable[[Tensor], Tensor | None]]]:
+        """The modules, each with the function that returns its piece of the product."""
         return [(linear, partial(self._piece, index)) for index, linear in enumerate(self.linears)]
 
     def forget(self) -> None:
         """Drop pieces that no module has asked for."""
         self._ready = (None, [])
 
-    def _piece(self, index: int, x: Tensor) -> Tensor:
-        if not replaced_here():
-            return nn.Linear.forward(self.linears[index], x)
-        if index == 0 and not torch.is_grad_enabled() and x.numel() <= _MOST_TOKENS * x.shape[-1]:
+    def _piece(self, index: int, x: Tensor) -> Tensor | None:
+        if torch.is_grad_enabled():
+            return None
+        if index == 0 and x.numel() <= _MOST_TOKENS * x.shape[-1]:
             self._ready = (x, list(self._multiply(x)))
         source, pieces = self._ready
-        piece = pieces[index] if source is x and not torch.is_grad_enabled() else None
-        if piece is None:
-            return nn.Linear.forward(self.linears[index], x)
-        pieces[index] = None  # returned once: a second call may come with other values in the same tensor
+        if source is not x:
+            return None
+        # Returned once: a second call may come with other values in the same tensor.
+        piece, pieces[index] = pieces[index], None
         if all(left is None for left in pieces):
-            self._ready = (None, [])
+            self.forget()
         return piece
 
     def _multiply(self, x: Tensor) -> Sequence[Tensor]:
@@ -157,10 +135,6 @@ def is_plain(linear: nn.Linear) -> bool:
         and not p.is_inference()
         for p in linear.parameters()
     )
-
-
-def _can_merge(linears: Sequence[nn.Linear]) -> bool:
-    return len(linears) > 1 and all(_owns_memory(p) for linear in linears for p in linear.parameters())
 
 
 def _owns_memory(x: Tensor) -> bool:

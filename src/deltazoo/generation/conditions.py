@@ -1,4 +1,4 @@
-"""When `generate` may capture its step: the reasons against it in a model, in arguments and in a cache.
+"""When a model can be decoded: reasons against a captured step in `generate`, and how many positions a model has.
 
 A graph repeats what the device was told while it was captured. Whatever else Python does happens once, at the capture:
 hooks, counts on the host, choices made from attributes. Where that would matter, the ordinary loop runs.
@@ -25,10 +25,20 @@ from deltazoo.generation.cache import DeltaRuleCacheLayer, is_used
 from deltazoo.generation.capture import graphs_run_on
 from deltazoo.generation.static_cache import check_fixed, describe_layer, fixed_cache
 
-__all__ = ["IMPLEMENTATIONS", "why_not_these_arguments", "why_not_this_call", "why_not_this_model"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "check_positions",
+    "learned_positions",
+    "max_positions",
+    "why_not_these_arguments",
+    "why_not_this_call",
+    "why_not_this_model",
+]
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 """Of softmax attention; others read masks that grow, or that are no tensors."""
+_LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
+"""Names under which models of transformers hold a table of learned positions."""
 _ONE_TOKEN_AT_A_TIME = (
     GenerationMode.GREEDY_SEARCH,
     GenerationMode.SAMPLE,
@@ -158,3 +168,26 @@ def _why_not_this_cache(cache: Any) -> str | None:
         if is_used(layer):
             return "the cache has been used"
     return None
+
+
+def max_positions(model: Any) -> int | None:
+    """The `max_position_embeddings` of a model's configuration, None without one.
+
+    Rotary embeddings can be computed beyond it, learned positions end there.
+    """
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def learned_positions(model: Any) -> int | None:
+    """The number of learned positions, as GPT-2 has them; None for models without, which take longer rows."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _LEARNED_POSITIONS:
+            return min(module.num_embeddings, max_positions(model) or module.num_embeddings)
+    return None
+
+
+def check_positions(model: Any, num_tokens: int, what: str) -> None:
+    """ValueError if a row of so many tokens exceeds a model's learned positions; the message begins with `what`."""
+    limit = learned_positions(model)
+    if limit is not None and num_tokens > limit:
+        raise ValueError(f"{what} exceed the {limit} learned positions of {type(model).__name__}")

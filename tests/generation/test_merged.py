@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deltazoo
 from deltazoo.generation import Decoder
-from deltazoo.generation.merged_projections import MergedProjections
+from deltazoo.generation.merged import merged_products
+from deltazoo.generation.step import StepModules
 from deltazoo.models import DeltaRuleForCausalLM
 
 SOME = [*FEW, "kda", "grouped_values", "micro_steps", "tied", "hybrid_kda", "softmax_only"]
@@ -27,6 +28,10 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func.overloadpacket.__name__ in ("mm", "addmm", "bmm")
         return func(*args, **(kwargs or {}))
+
+
+def step_of(model):
+    return StepModules(merged_products(model))
 
 
 def generated(model, ids):
@@ -76,7 +81,7 @@ def test_same_logits_up_to_rounding(case):
     model, ids = tiny_model(case).double(), tokens(2, 1)
     with torch.no_grad():
         plain = model(ids).logits
-        with MergedProjections(model).active():
+        with step_of(model).replaced():
             merged = model(ids).logits
     torch.testing.assert_close(merged, plain, rtol=0, atol=1e-12)
 
@@ -167,18 +172,18 @@ def test_adapted_maps_run_as_they_are(case):
 
 def test_a_second_decoder_finds_the_weights_where_they_are():
     model = tiny_model("gated_deltanet")
-    first = MergedProjections(model)
+    first = step_of(model)
     addresses = [p.data_ptr() for p in model.parameters()]
-    with first.active():
+    with first.replaced():
         pass
-    MergedProjections(model)
+    merged_products(model)
     assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
 def test_memory_is_let_go_with_the_last_parameter_in_it():
     model = tiny_model("gated_deltanet")
     layer = model.model.layers[0].mlp
-    (product,) = (p for p in MergedProjections(model).products if p.linears[0] is layer.gate_proj)
+    (product,) = (p for p in merged_products(model) if p.linears[0] is layer.gate_proj)
     storage = product.weight.untyped_storage()
     up = layer.up_proj.weight.clone()
     del product
@@ -243,10 +248,10 @@ def test_what_is_left_alone(change):
     attention = model.model.layers[0].attn
     change(attention)
     addresses = [p.data_ptr() for p in attention.q_proj.parameters()]
-    merged = MergedProjections(model)
+    modules = step_of(model)
     assert [p.data_ptr() for p in attention.q_proj.parameters()] == addresses
     before = vars(attention.q_proj).get("forward")
-    with merged.active():
+    with modules.replaced():
         assert vars(attention.q_proj).get("forward") is before
         assert "forward" in vars(model.model.layers[1].attn.q_proj)
     assert "forward" not in vars(model.model.layers[1].attn.q_proj)
@@ -254,11 +259,11 @@ def test_what_is_left_alone(change):
 
 def test_a_forward_pass_replaced_after_the_merging_stays():
     model = tiny_model("gated_deltanet")
-    merged = MergedProjections(model)
+    modules = step_of(model)
     attention = model.model.layers[0].attn
     with_a_forward_of_its_own(attention)
     replaced = attention.q_proj.forward
-    with merged.active():
+    with modules.replaced():
         assert attention.q_proj.forward is replaced and "forward" not in vars(attention.k_proj)
     assert attention.q_proj.forward is replaced
 
@@ -270,7 +275,7 @@ class TestPieces:
     def attention(self):
         torch.manual_seed(0)
         model = DeltaRuleForCausalLM(tiny_config("gated_deltanet")).double()
-        with MergedProjections(model).active():
+        with step_of(model).replaced():
             yield model.model.layers[0].attn
 
     def check(self, linear, x):
@@ -302,7 +307,7 @@ class TestPieces:
 
 def test_forward_passes_are_given_back_after_an_error():
     model = tiny_model("gated_deltanet")
-    with pytest.raises(KeyError), MergedProjections(model).active():
+    with pytest.raises(KeyError), step_of(model).replaced():
         raise KeyError("the caller's own")
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -311,5 +316,5 @@ def test_submodules_of_that_name_in_other_libraries_are_left_alone():
     other = nn.Module()
     other.input_projections = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)])
     model = nn.Sequential(other)
-    MergedProjections(model)
+    merged_products(model)
     assert joints(model) == 0
