@@ -6,6 +6,7 @@ import copy
 import random
 import string
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import tiny_serving
 
 from deltazoo.serving import (
-    Counters,
     EngineError,
     EngineStopped,
     Piece,
@@ -23,7 +23,7 @@ from deltazoo.serving import (
     Status,
     Stream,
 )
-from deltazoo.serving.requests import Output, TokenLogprob
+from deltazoo.serving.requests import FinishReason, Output, TokenLogprob
 
 CONTEXT = 5000
 
@@ -98,8 +98,8 @@ class FakeEngine:
             self._waiting.extend(Entry(key, request, deliver) for key, request in requests)
 
     def status(self) -> Status:
-        counters = Counters(running=len(self._running), waiting=len(self._waiting), finished=dict(self.finished))
-        return Status(self.is_running, counters)
+        counters = Counter(running=len(self._running), waiting=len(self._waiting))
+        return Status(self.is_running, counters, Counter(self.finished))
 
     def stop(self, *, timeout: float | None = None) -> None:
         self.is_running = False
@@ -146,27 +146,15 @@ class FakeEngine:
 
 
 def pieces_of(request: Request) -> list[Piece]:
-    text = expected_text(request, request.seed)
-    ends = [place for stop in request.stop if (place := text.find(stop)) >= 0]
-    tokens = stream_tokens(text)
+    tokens = stream_tokens(expected_text(request, request.seed))
     pieces = []
-    for position, (token, character) in enumerate(zip(tokens, text, strict=True)):
-        stopped = bool(ends) and position == min(ends)
-        last = position == len(tokens) - 1
+    for position, token in enumerate(tokens, 1):
         logprobs = None
         if request.logprobs is not None:
             others = tuple((token + i, -0.5 - i) for i in range(request.logprobs))
             logprobs = (TokenLogprob(token_id=token, logprob=-0.5, top=others),)
-        pieces.append(
-            Piece(
-                text="" if stopped else character,
-                token_ids=(token,),
-                logprobs=logprobs,
-                finish_reason="stop" if stopped else "length" if last else None,
-            )
-        )
-        if stopped:
-            break
+        reason: FinishReason | None = "length" if position == len(tokens) else None
+        pieces.append(Piece(token_ids=(token,), logprobs=logprobs, finish_reason=reason))
     return pieces
 
 

@@ -10,7 +10,7 @@ from tiny_runs import run_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from deltazoo.training import RunConfig
-from deltazoo.training.yaml_config import from_mapping
+from deltazoo.training.config import as_mapping, from_mapping
 
 COMMON: dict[str, Any] = {
     "hidden_size": 32,
@@ -56,6 +56,6 @@ INSTALLED = [
 def native_config(text: Path, output: Path, architecture: str, **changes: dict[str, Any]) -> RunConfig:
     """Four steps, the section ``model`` of the architecture; ``changes`` as of `run_config`."""
     training = {"steps": 4, "save_every": 2, **changes.pop("training", {})}
-    values = run_config(text, output, training=training, **changes).to_dict()
+    values = as_mapping(run_config(text, output, training=training, **changes))
     values["model"] = {"architecture": architecture, **SECTIONS[architecture], **changes.get("model", {})}
     return from_mapping(RunConfig, values)

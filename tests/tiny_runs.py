@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deltazoo.generation.cache_argument import CACHE
-from deltazoo.training.config import RunConfig
-from deltazoo.training.yaml_config import from_mapping
+from deltazoo.training.config import RunConfig, from_mapping
 
 FILES = (
     "abc.py bisect.py contextlib.py copy.py dis.py fnmatch.py functools.py heapq.py keyword.py opcode.py operator.py "

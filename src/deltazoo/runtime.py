@@ -35,6 +35,8 @@ class RuntimeOptions:
             `"states"` or `"block"`, see `deltazoo.layers.recompute_levels`. None: `"states"` for large batches on a
             GPU, else `"none"`. Gradient checkpointing replaces it if both are on. As with gradient checkpointing,
             training then creates no cache.
+        captured_training: training on a GPU runs the blocks as CUDA graphs where that changes nothing but the time,
+            see `deltazoo.models.captured_training`: `"auto"`, or False for never. None: False.
 
     Raises:
         ValueError: a value that an option does not have.
@@ -44,6 +46,7 @@ class RuntimeOptions:
     fused_kernels: bool | None = None
     fuse_linear_cross_entropy: bool | None = None
     recompute: RecomputeLevel | None = None
+    captured_training: Literal["auto", False] | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -51,6 +54,8 @@ class RuntimeOptions:
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise ValueError(f"{name}: {unknown('value', value, known)}")
+        if self.captured_training not in (None, "auto") and self.captured_training is not False:
+            raise ValueError(f'captured_training must be "auto", False or None, got {self.captured_training!r}')
         for name in ("fused_kernels", "fuse_linear_cross_entropy"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):

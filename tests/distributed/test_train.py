@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.training import RunConfig, load_config, save_config
-from deltazoo.training.checkpoint_files import checkpoints
-from deltazoo.training.division import Division, divide_rows
+from deltazoo.training.folder import checkpoints
 
 pytestmark = pytest.mark.processes
 
@@ -145,14 +144,14 @@ def test_fsdp2_with_tensor_parallelism_has_the_losses_of_one_process(tmp_path: P
 
 def test_rows_divide_among_processes() -> None:
     settings = load_config("configs/paper_340m.yaml").training
-    assert divide_rows(settings, 1) == Division(groups=1, context_parallel=1, rows=16, accumulation=16)
-    assert divide_rows(settings, 8) == Division(groups=8, context_parallel=1, rows=16, accumulation=2)
-    assert divide_rows(settings, 64) == Division(groups=64, context_parallel=1, rows=4, accumulation=1)
+    assert [settings.divided(processes) for processes in (1, 8, 64)] == [(16, 16), (16, 2), (4, 1)]
     shared = replace(settings, context_parallel=4)
-    assert divide_rows(shared, 8) == Division(groups=2, context_parallel=4, rows=16, accumulation=8)
+    assert shared.divided(8) == (16, 8), "two groups"
     with pytest.raises(ValueError, match=r"256 rows of a step .* do not divide among 3 processes"):
-        divide_rows(settings, 3)
-    with pytest.raises(ValueError, match=r"context_parallel=4 .* 6 are no multiple of that: deltazoo train --gpus 4"):
-        divide_rows(shared, 6)
-    with pytest.raises(ValueError, match="10 rows per step and process are no whole number of forward passes .*=4"):
-        divide_rows(replace(settings, rows_per_step=20, rows_per_batch=4), 2)
+        settings.divided(3)
+    with pytest.raises(
+        ValueError, match=r"context_parallel=4 .* 6 are no multiple of that: torchrun --nproc-per-node 4"
+    ):
+        shared.divided(6)
+    with pytest.raises(ValueError, match="10 rows per step, for each of 2 processes, are no whole number .*=4"):
+        replace(settings, rows_per_step=20, rows_per_batch=4).divided(2)

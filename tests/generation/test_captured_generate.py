@@ -17,7 +17,7 @@ from transformers import CompileConfig, DynamicCache, LogitsProcessorList, Stati
 from transformers.generation.streamers import BaseStreamer
 
 import deltazoo
-from deltazoo.generation import capture, kept_steps, step
+from deltazoo.generation import capture, hf_generate, step
 from deltazoo.generation.static_cache import FixedTensors
 
 WAYS = {
@@ -276,7 +276,7 @@ class TestWithoutKeyword:
 
     def test_too_little_memory_for_all_keys_at_once(self, captures, monkeypatch):
         model, ids = tiny_model("hybrid"), tokens(2, 6)
-        monkeypatch.setattr(kept_steps, "_free_bytes", lambda device: 10_000)
+        monkeypatch.setattr(hf_generate, "_free_bytes", lambda device: 10_000)
         assert torch.equal(generate(model, ids), plain(model, ids, max_new_tokens=8))
         assert not captures
         generate(tiny_model("gated_deltanet"), ids)
@@ -402,7 +402,7 @@ class TestBetweenCalls:
 
     def test_much_memory_is_freed(self, captures, monkeypatch):
         model, ids = tiny_model("gated_deltanet"), tokens(2, 6)
-        monkeypatch.setattr(kept_steps, "_total_bytes", lambda device: 64_000)
+        monkeypatch.setattr(hf_generate, "_total_bytes", lambda device: 64_000)
         generate(model, ids)
         assert vars(model)["_captured_steps"].kept is None
 

@@ -75,7 +75,7 @@ def test_what_was_made_before_the_end_is_read_although_the_other_end_writes() ->
 def test_a_request_that_the_engine_fails_on_ends_nothing_else() -> None:
     class Failing(FakeEngine):
         def enter(self, requests: Any, deliver: Any) -> None:
-            if requests[0][1].stop:
+            if requests[0][1].top_k:
                 raise ValueError("bytes must be in range(0, 256)")
             super().enter(requests, deliver)
 
@@ -83,7 +83,7 @@ def test_a_request_that_the_engine_fails_on_ends_nothing_else() -> None:
         async with linked(Failing(byte_tokenizer())) as link:
             (stream,) = await link.remote.submit_all([request()])
             with pytest.raises(EngineError, match=r"could not be queued: bytes must be in range\(0, 256\)"):
-                await link.remote.submit_all([request(stop=("x",))])
+                await link.remote.submit_all([request(top_k=5)])
             assert [piece async for piece in stream][-1].finish_reason == "length"
             assert not link.remote._streams
 

@@ -7,13 +7,16 @@ import time
 import pytest
 
 from deltazoo.serving import EngineError, Piece, Request, RequestError, Stream, TokenLogprob
-from deltazoo.serving.requests import Histogram
 
 PROMPT = (1, 2, 3)
 
 
 def stream(cancelled=None):
     return Stream(Request(prompt=PROMPT, seed=5), (cancelled if cancelled is not None else []).append)
+
+
+def put(one, *outputs):
+    Stream.deliver((one, output) for output in outputs)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +31,6 @@ def stream(cancelled=None):
         ({"top_k": 2**63}, "got 9223372036854775808"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"seed": 2**63}, "64 bits"),
-        ({"stop": ("a", "")}, "must not be empty"),
         ({"logprobs": 21}, "between 0 and 20, got 21"),
     ],
 )
@@ -37,21 +39,15 @@ def test_requests_out_of_range(values, message):
         Request(**{"prompt": PROMPT, **values})
 
 
-def test_pieces_that_wait_become_one():
+def test_outputs_that_wait_become_one_piece():
     one = stream()
     logprob = TokenLogprob(token_id=4, logprob=-0.5, top=((4, -0.5),))
-    one.put(Piece(text="a", token_ids=(3,), logprobs=(logprob,)))
-    one.put(Piece(text="b", token_ids=(4,), logprobs=(logprob,), finish_reason="stop"))
-    assert list(one) == [Piece(text="ab", token_ids=(3, 4), logprobs=(logprob, logprob), finish_reason="stop")]
-    assert (one.prompt_tokens, one.completion_tokens, one.seed) == (3, 2, 5)
-
-
-def test_a_stream_that_nobody_reads_keeps_few_objects():
-    one = stream()
-    for number in range(3000):
-        one.put(Piece(text="a", token_ids=(number,), finish_reason="length" if number == 2999 else None))
-        assert len(one._pieces) <= 256
-    assert list(one) == [Piece(text="a" * 3000, token_ids=tuple(range(3000)), finish_reason="length")]
+    put(one, Piece(token_ids=(3,), logprobs=(logprob,), cached_tokens=2), Piece(token_ids=(4,), logprobs=(logprob,)))
+    assert next(iter(one)) == Piece(token_ids=(3, 4), logprobs=(logprob, logprob), cached_tokens=2)
+    assert (one.prompt_tokens, one.cached_tokens, one.completion_tokens, one.seed) == (3, 2, 2, 5)
+    put(one, 5, 6, Piece(token_ids=(7,), finish_reason="stop"))
+    assert [*one] == [Piece(token_ids=(5, 6, 7), finish_reason="stop")] and one.completion_tokens == 5
+    assert [*one] == []
 
 
 def write(one, count):
@@ -81,11 +77,10 @@ def test_an_error_comes_after_what_was_made():
 
     for reading in (list, lambda one: asyncio.run(read(one))):
         one = stream()
-        one.put(Piece(text="a", token_ids=(1,)))
-        one.put(EngineError("the model failed: no"))
+        put(one, 1, 2, EngineError("the model failed: no"))
         with pytest.raises(EngineError, match="the model failed: no"):
             reading(one)
-        assert one.ended
+        assert one.completion_tokens == 2 and [*one] == []
 
 
 def test_a_reader_whose_loop_has_closed_does_not_stop_the_writer(monkeypatch):
@@ -95,25 +90,19 @@ def test_a_reader_whose_loop_has_closed_does_not_stop_the_writer(monkeypatch):
         async for _ in one:
             return
 
-    one.put(Piece(text="a", token_ids=(1,)))
+    put(one, 1)
     asyncio.run(read_one_piece())
     monkeypatch.setattr(one._reader[0], "is_closed", lambda: False)  # it closes just after the writer has asked
     Stream.deliver((each, Piece(finish_reason="stop")) for each in (one, other))
     assert list(other) == [Piece(finish_reason="stop")]
 
 
-def test_cancelling_tells_the_engine_once():
+def test_cancelling_tells_the_engine_until_the_end_has_come():
     cancelled = []
     one = stream(cancelled)
     one.cancel()
+    assert cancelled == [one]
+    put(one, Piece(finish_reason="cancelled"))
+    assert [piece.finish_reason for piece in one] == ["cancelled"]
     one.cancel()
     assert cancelled == [one]
-    late = stream(cancelled)
-    late.put(Piece(finish_reason="stop"))
-    late.cancel()
-    assert cancelled == [one]
-
-
-def test_a_histogram_counts_as_prometheus_does():
-    histogram = Histogram((1.0, 2.0)).with_value(0.5).with_value(1.5).with_value(9.0)
-    assert (histogram.counts, histogram.total, histogram.count) == ((1, 2), 11.0, 3)

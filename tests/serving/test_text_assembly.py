@@ -7,6 +7,7 @@ from tiny_serving import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from deltazoo.serving import EngineError, Piece, Request, Stream, TextStream, TokenLogprob
 from deltazoo.serving.text_assembly import TextAssembly, decoder_of
 
 TEXT = "Ein Maß für 👩‍🚀 und 日本, 1 € – é́!"
@@ -145,3 +146,48 @@ def test_tokenizers_without_a_backend():
             return "".join(chr(token) for token in tokens)
 
     assert TextAssembly(decoder_of(Plain()), [65]).add([66]) == "B"
+
+
+class TestTextStream:
+    def read(self, *outputs, tokenizer=None, **options):
+        """The pieces, and whether the request was cancelled."""
+        cancelled = []
+        stream = Stream(Request(prompt=(0,), seed=1), cancelled.append)
+        Stream.deliver((stream, output) for output in outputs)
+        text = TextStream(stream, tokenizer or byte_tokenizer(), **options)
+        pieces = [*text]
+        assert text.completion_tokens == sum(len(piece.token_ids) for piece in pieces)
+        return pieces, bool(cancelled)
+
+    def test_an_end_token_has_no_text(self):
+        tokens = of_bytes("abc")
+        pieces, cancelled = self.read(*tokens, Piece(token_ids=(tokens[0],), finish_reason="stop"))
+        assert pieces == [Piece(token_ids=(*tokens, tokens[0]), text="abc", finish_reason="stop")] and not cancelled
+
+    def test_a_stop_string_ends_the_request_at_its_last_token(self):
+        tokens = of_bytes("one stop, two")
+        entries = [TokenLogprob(token_id=token, logprob=-1.0, top=()) for token in tokens]
+        made = [Piece(token_ids=(entry.token_id,), logprobs=(entry,)) for entry in entries]
+        pieces, cancelled = self.read(*made, stop=("never", "stop"))
+        expected = Piece(token_ids=tuple(tokens[:8]), logprobs=tuple(entries[:8]), text="one ", finish_reason="stop")
+        assert pieces == [expected] and cancelled
+
+    def test_a_stop_string_in_text_that_was_held_back(self):
+        """The last token completes the stop string and begins a character, for which text waits."""
+
+        class Tokenizer:
+            def decode(self, tokens, **_):
+                return "one stop\ufffd" if 2 in tokens else ""
+
+        end = Piece(token_ids=(2,), finish_reason="length")
+        pieces, _ = self.read(end, tokenizer=Tokenizer(), stop=("stop",))
+        assert [(piece.text, piece.finish_reason) for piece in pieces] == [("one ", "stop")]
+
+    def test_an_error_of_the_tokenizer_ends_the_request(self, caplog):
+        class Tokenizer:
+            def decode(self, tokens, **_):
+                raise KeyError(tokens)
+
+        with pytest.raises(EngineError, match="the tokenizer failed"):
+            self.read(4, 5, tokenizer=Tokenizer())
+        assert any(record.exc_info and record.exc_info[0] is KeyError for record in caplog.records)

@@ -22,14 +22,14 @@ import deltazoo
 from deltazoo.layers import parameters_without_decay
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.training import RunConfig, TokenizerConfig, TrainingResult, native_model, train
-from deltazoo.training.checkpoint_files import checkpoints
+from deltazoo.training.config import as_mapping
+from deltazoo.training.data import Document
+from deltazoo.training.evaluate import packs_documents, score_documents
+from deltazoo.training.folder import checkpoints
 from deltazoo.training.loading import load_checkpoint
-from deltazoo.training.model import build_model
 from deltazoo.training.native_model import architectures, refuse_unrunnable
-from deltazoo.training.packed_rows import collate_side_by_side
-from deltazoo.training.score import packs_documents, score_documents
-from deltazoo.training.text import Document
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.run import build_model
+from deltazoo.training.tokens import build_tokenizer, collate_side_by_side
 from deltazoo.training.trainer import PackedTrainer
 
 TRAINED = [name for name in INSTALLED if name != "qwen3_5_moe_text"]
@@ -121,7 +121,7 @@ def test_a_resumed_run_has_the_losses_of_an_unbroken_one(run: tuple[RunConfig, T
     for later in (checkpoints(tmp_path / "run")[-1], tmp_path / "run" / "model"):
         shutil.rmtree(later)
     (tmp_path / "run" / "result.json").unlink()
-    values = config.to_dict()
+    values = as_mapping(config)
     resumed = train(
         native_config(Path(values["data"]["text"]), tmp_path / "run", str(config.architecture)), resume=True
     )
@@ -222,7 +222,7 @@ def test_the_load_balancing_loss_counts_once_per_step(
     plain = model(ids, labels=ids)
     monkeypatch.setattr(PackedTrainer, "__init__", lambda self: None)
     trainer: Any = PackedTrainer()
-    trainer._model, trainer._division = model, type("Division", (), {"accumulation": accumulation})
+    trainer._model, trainer._accumulation = model, accumulation
     trainer.accelerator = type("Accelerator", (), {"num_processes": processes, "unwrap_model": lambda self, m: m})()
     trainer.args = type("Arguments", (), {"average_tokens_across_devices": True, "n_gpu": 1})
     trainer.model, trainer.model_accepts_loss_kwargs, trainer.get_tp_size = model, True, lambda: 1
@@ -305,9 +305,9 @@ def test_what_can_run_is_not_refused(architecture: str) -> None:
     ],
 )
 def test_sections_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    from deltazoo.training.yaml_config import from_mapping
+    from deltazoo.training.config import from_mapping
 
-    values = native_config(tmp_path, tmp_path, "olmo_hybrid").to_dict()
+    values = as_mapping(native_config(tmp_path, tmp_path, "olmo_hybrid"))
     for section, keys in changes.items():
         values[section] |= keys
     with pytest.raises(ValueError, match=message):

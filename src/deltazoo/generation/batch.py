@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltazoo.generation.capture import graphs_run_on
 from deltazoo.layers.sequences import (
     PackedSequences,
     PaddedSequences,
@@ -79,7 +80,7 @@ class BatchDescription:
     @property
     def beyond_one_row(self) -> bool:
         """Whether a row is not one whole document: it holds several, or other ranks have more of it."""
-        several = isinstance(self.sequences, PackedSequences) and self.sequences.num_sequences > self.sequences.num_rows
+        several = isinstance(self.sequences, PackedSequences) and self.sequences.beyond_one_row
         return several or self.shared
 
     @property
@@ -154,6 +155,8 @@ def describe_batch(
         packed = PackedSequences.from_starts(starts)
     else:
         packed = PackedSequences.from_cu_seqlens(cu_seqlens, num_tokens)
+    if torch.is_grad_enabled() and graphs_run_on(device) and not torch.compiler.is_compiling():
+        packed = packed.padded()  # captured or not: the number of sequences decides about tiles
     return BatchDescription(packed, packed.positions if position_ids is None else position_ids, None)
 
 

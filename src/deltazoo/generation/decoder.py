@@ -6,53 +6,27 @@ All that a step reads and writes stays at its address: state, token, which rows 
 sampling included, is one CUDA graph. The host only starts the next replay while it yields the token before.
 """
 
+import inspect
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.cache_utils import Cache, StaticLayer
-from transformers.generation import GenerationMixin
+from torch import Tensor
+from transformers.cache_utils import StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
-from deltazoo._report import RunsDeltaRule
-from deltazoo.generation.cache_argument import CACHE
-from deltazoo.generation.captured_generation import CapturedGeneration, without_single_tokens
+from deltazoo.generation.conditions import check_positions
+from deltazoo.generation.hf_generate import without_single_tokens
 from deltazoo.generation.nan_origin import origin_of_nan
-from deltazoo.generation.position_limit import check_positions
-from deltazoo.generation.read_later import read_later
-from deltazoo.generation.sampling import Sampling
+from deltazoo.generation.next_token import check_model, next_logits, prepared_inputs, read_later
+from deltazoo.generation.sampling import Sampler, Sampling, Way
 from deltazoo.generation.static_cache import fixed_cache
 from deltazoo.generation.step import CapturedStep
-from deltazoo.layers import DeltaRuleAttention
-from deltazoo.ops.fused import takes_kernel
+from deltazoo.names import did_you_mean
 
-__all__ = ["Decoder", "check_model", "generate", "prepared_inputs"]
-
-_RULES: dict[str, Any] = {
-    "bad_words_ids": None,
-    "begin_suppress_tokens": [],
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1,
-    "exponential_decay_length_penalty": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "guidance_scale": 1,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "no_repeat_ngram_size": 0,
-    "num_beams": 1,
-    "remove_invalid_values": False,
-    "repetition_penalty": 1,
-    "sequence_bias": None,
-    "stop_strings": None,
-    "suppress_tokens": [],
-    "watermarking_config": None,
-}
-"""What in a generation config changes the likeliest tokens of `model.generate`, or where they end, and the value that
-changes nothing, as None does. How tokens are drawn is not in it: `Sampling` says that."""
+__all__ = ["Decoder", "generate"]
 
 
 class Decoder:
@@ -60,7 +34,7 @@ class Decoder:
 
     Args:
         model: a causal language model with delta-rule layers: ours, swapped or accelerated; in evaluation mode, on the
-            device where it stays. The captured step arranges its weights in memory (`MergedProjections`); where they
+            device where it stays. The captured step arranges its weights in memory (`generation.merged`); where they
             move later, a new step is captured.
         batch_size: rows.
         max_length: tokens of prompt and continuation at most. Softmax layers reserve keys, values and masks for that
@@ -70,7 +44,7 @@ class Decoder:
         pad_token_id: what follows an end while other rows go on; default: the model's own, else the first end.
         prefill_chunk: tokens of the prompt per forward pass, 1 counts as 2; default: all at once. The state is handed
             over, so the result is the same, and a long prompt needs the memory of one piece.
-        seed: of the sampling.
+        seed: row i draws with `seed + i`, as choice i of the server does.
         compile: run the step through `torch.compile`: fewer, larger kernels for a wait at the first token.
 
     Raises:
@@ -105,27 +79,30 @@ class Decoder:
         self.max_length = max_length
         self.sampling = sampling or Sampling()
         self.prefill_chunk = without_single_tokens(prefill_chunk)
-        self.generator = torch.Generator(model.device).manual_seed(seed)
         vocab_size = model.config.get_text_config().vocab_size
         for name, given in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id)):
             if any(not 0 <= token < vocab_size for token in _as_list(given)):
                 raise ValueError(f"{name} must be of the {vocab_size} tokens of the vocabulary, got {given}")
         ends = _as_list(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
-        self.ends = torch.tensor(ends, dtype=torch.long, device=model.device)
         pad = model.generation_config.pad_token_id if pad_token_id is None else pad_token_id
-        self.pad = pad if pad is not None else (ends or [0])[0]
-
+        self.sampler = Sampler(batch_size, model.device, ends, pad if pad is not None else (ends or [0])[0])
+        self.sampler.put(slice(None), self.sampling, seed=0)
         self.token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
-        self.finished = torch.zeros(batch_size, 1, dtype=torch.bool, device=model.device)
         self.position = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
         self.real = torch.ones(batch_size, max_length or 1, dtype=torch.long, device=model.device)
         self._forward: Callable[..., Any] = torch.compile(model, fullgraph=True) if compile else model
         self._is_compiled = compile
         self._captured: CapturedStep | None = None
         self._streams_begun = 0
+        self.seed = self._checked(seed)
 
     def stream(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int = 128
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = 128,
+        seed: int | None = None,
     ) -> Iterator[Tensor]:
         """Yield the new tokens of all rows `[B]` int64 on the CPU, step by step, until every row has ended.
 
@@ -135,26 +112,37 @@ class Decoder:
             input_ids: `[B, T]`, T at least 1.
             attention_mask: `[B, T]`, 1 = real, 0 = padding, on the left.
             max_new_tokens: the most to add.
+            seed: in place of the decoder's. One seed draws the same tokens in every stream.
 
         Raises:
-            ValueError: a prompt that does not fit the decoder.
+            ValueError: a seed of more than 64 bits, or a prompt that does not fit the decoder.
             TypeError: `input_ids` that are no tensor.
             RuntimeError: from the iterator; another stream of this decoder has begun.
             FloatingPointError: from the iterator; the model computed NaN or infinite logits for a row that goes on.
         """
         self._check(input_ids, attention_mask, max_new_tokens)
         mask = None if attention_mask is None else attention_mask.long()
-        return self._stream(input_ids, mask, max_new_tokens)
+        return self._stream(input_ids, mask, max_new_tokens, self.seed if seed is None else self._checked(seed))
 
-    def _stream(self, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int) -> Iterator[Tensor]:
+    def _checked(self, seed: int) -> int:
+        """The seed, if it and those after it for further rows have 64 bits; ValueError otherwise."""
+        most = 2**63 - len(self.token)
+        if not isinstance(seed, int) or not -(2**63) <= seed <= most:
+            raise ValueError(f"seed must be a whole number from {-(2**63)} to {most}, got {seed!r}")
+        return seed
+
+    def _stream(
+        self, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int, seed: int
+    ) -> Iterator[Tensor]:
         self._streams_begun += 1
         number = self._streams_begun
+        torch.arange(seed, seed + len(input_ids), out=self.sampler.seed.view(-1))
         self._prefill(input_ids, attention_mask)
         # A GPU works on the next token while the host reads the last one; a CPU does one thing at a time.
         ahead = 1 if self.token.device.type == "cuda" else 0
         waiting = deque([read_later(self.token[:, 0])])
         ended = torch.zeros(len(input_ids), dtype=torch.bool)
-        ends = self.ends.cpu()
+        ends = self.sampler.ends.cpu()
         read = array("q")
         for made in range(1, max_new_tokens + 1):
             while len(waiting) > (ahead if made < max_new_tokens else 0):
@@ -234,42 +222,30 @@ class Decoder:
                 positions = (self.real[:, :done].cumsum(1) - 1).clamp(min=0)[:, -piece.shape[1] :]
             inputs = prepared_inputs(self.model, piece, self.cache, mask, positions, is_first_iteration=True)
             output = self.model(**inputs)
-        if positions is not None:
-            self.position.copy_(positions[:, -1:] + 1)
-        self.finished.zero_()
-        self._take(output.logits[:, -1])
+        if attention_mask is None:
+            self.position.fill_(num_tokens)
+        else:
+            self.position.copy_(attention_mask.sum(1, keepdim=True))
+        self.sampler.finished.zero_()
+        self._draw(output.logits[:, -1])
 
-    def _take(self, logits: Tensor) -> None:
-        """Choose the next tokens; rows that have ended get padding, rows of NaN `NO_TOKEN`."""
-        if self.sampling.temperature == 0 and takes_kernel(None, logits):
-            from deltazoo.ops.decoding.greedy_token import greedy_token
-
-            return greedy_token(logits, self.ends, self.finished, self.pad, self.token)
-        chosen = self.sampling.choose(logits, self.generator)[:, None]
-        # `where` with a number and `isin` with many tokens can wait for the device, which a graph must not.
-        chosen = chosen.masked_fill(self.finished, self.pad)
-        self.finished.logical_or_((chosen[..., None] == self.ends).any(-1))
-        self.token.copy_(chosen)
+    def _draw(self, logits: Tensor) -> None:
+        self.sampler.choose(logits, self.position, Way.of(self.sampling), self.token)
 
     def _step(self) -> None:
         """Compute the next token from the current one."""
         mask, positions = (self.real, self.position) if self._makes_masks else (None, None)
-        token = self.token.clamp(min=0)  # a step behind `NO_TOKEN` has begun before the host reads it
-        inputs = prepared_inputs(self.model, token, self.cache, mask, positions)
         with self.model._optimize_model_for_decode():  # on a GPU experts run in another implementation than for prompts
-            output = self._forward(**inputs)
-        self._take(output.logits[:, -1])
-        if self._makes_masks:  # our linear layers read no positions
-            self.position.add_(1)
+            logits = next_logits(self.model, self.token, self.cache, mask, positions, self._forward)
+        self.position.add_(1)
+        self._draw(logits)
 
     @torch.no_grad()
     def _advance(self, first: bool) -> None:
         """Replay the step; before the first of a prompt, capture it again if the model has changed."""
         if self._captured is None or (first and not self._captured.is_valid_for(self.model)):
-            changed = [self.token, self.finished, self.position]
-            self._captured = CapturedStep(
-                self.model, self._step, self.cache, changed, [self.generator], compiled=self._is_compiled
-            )
+            changed = [self.token, self.sampler.finished, self.position]
+            self._captured = CapturedStep(self.model, self._step, self.cache, changed, compiled=self._is_compiled)
         self._captured.replay()
 
 
@@ -288,6 +264,7 @@ def generate(
     prefill_chunk: int | None = None,
     compile: bool = False,
     streamer: BaseStreamer | None = None,
+    **unknown: Any,
 ) -> Tensor:
     """Continue prompts by the loop of `Decoder`; greedy tokens are those of `model.generate(do_sample=False)`.
 
@@ -306,10 +283,13 @@ def generate(
     Raises:
         ValueError: a model that the loop cannot run, rules in its generation config that the loop does not compute, a
             prompt that does not fit, or an option out of its range.
-        TypeError: `input_ids` that are no tensor.
+        TypeError: `input_ids` that are no tensor, or an option that is not among these.
         FloatingPointError: the model computed NaN or infinite logits for a row that has not ended; the message says
             which, and in the output of which module NaN comes first, if a forward pass over the row's tokens shows it.
     """
+    for name in unknown:
+        hint = did_you_mean(name, inspect.signature(generate).parameters, cutoff=0.75)
+        raise TypeError(f"generate() got an unexpected argument {name!r}{hint}")
     _check_prompt(input_ids)
     decoder = Decoder(
         model,
@@ -345,51 +325,9 @@ def _check_prompt(input_ids: Any) -> None:
         raise ValueError(f"input_ids must have shape [B, T] with B and T >= 1, got {tuple(input_ids.shape)}")
 
 
-def check_model(model: Any) -> None:
-    """ValueError unless decoding loops can run a model: with our delta-rule layers, in evaluation mode, and without
-    rules for its logits that only `model.generate` computes.
-    """
-    layers = model.modules() if isinstance(model, nn.Module) and isinstance(model, GenerationMixin) else ()
-    if not any(isinstance(layer, CapturedGeneration | DeltaRuleAttention | RunsDeltaRule) for layer in layers):
-        raise ValueError(
-            "the loop is for causal language models with our delta-rule layers (deltazoo.swap_attention puts them in, "
-            f"deltazoo.accelerate makes them of transformers' own), got {type(model).__name__}: use its generate"
-        )
-    if model.training:
-        raise ValueError("the model is in training mode: call model.eval() first")
-    rules = {name: getattr(model.generation_config, name, None) for name in _RULES}
-    rules = {name: value for name, value in rules.items() if value is not None and value != _RULES[name]}
-    if rules:
-        raise ValueError(
-            f"the loop does not compute what model.generation_config asks for by "
-            f"{', '.join(f'{name}={value!r}' for name, value in rules.items())}: use model.generate, or set "
-            f"{'it' if len(rules) == 1 else 'them'} to None"
-        )
-
-
 def _is_masked(cache_layer: Any) -> bool:
     """Whether the model makes masks for a cache layer: for softmax layers, and for those that a swap has replaced."""
     return isinstance(cache_layer, StaticLayer) or getattr(cache_layer, "mask_length", None) is not None
-
-
-def prepared_inputs(
-    model: Any, tokens: Tensor, cache: Cache, mask: Tensor | None, positions: Tensor | None, **options: Any
-) -> dict[str, Any]:
-    """Arguments of a forward pass that gives the last token's logits, as `model.generate` prepares them.
-
-    Args:
-        model: whose forward pass it is.
-        tokens: `[B, T]`.
-        cache: that they continue.
-        mask: the argument `attention_mask`.
-        positions: `[B, T]`, the argument `position_ids`.
-        options: further ones of `prepare_inputs_for_generation`.
-    """
-    if model._supports_logits_to_keep():
-        options["logits_to_keep"] = 1
-    return model.prepare_inputs_for_generation(
-        tokens, attention_mask=mask, position_ids=positions, use_cache=True, **{CACHE: cache}, **options
-    )
 
 
 def _as_list(tokens: int | Sequence[int] | None) -> list[int]:

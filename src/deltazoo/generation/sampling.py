@@ -1,23 +1,34 @@
-"""Sampling of the next token from logits, on the device alone: no value is read back, so a CUDA graph can hold it."""
+"""How the next token is drawn: the one place of `deltazoo.generate` and of the server.
 
+The random number of a token is a hash of its row's seed, of the position in the row and of the token's number in the
+vocabulary. So a row draws the same tokens whatever the other rows do, alone or in a batch, in any loop, and no
+generator has a state to keep. No value is read back from the device, so a CUDA graph can hold a draw.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-__all__ = ["NO_TOKEN", "Sampling", "likeliest"]
+from deltazoo.ops.fused import takes_kernel
+
+__all__ = ["NO_TOKEN", "Sampler", "Sampling", "Way", "uniform_numbers"]
 
 NO_TOKEN = -1
 """In the place of a token, where the model computed NaN or infinity. So the fault travels with the tokens, and nothing
 waits for the device to find it."""
 
 _LOWEST = torch.finfo(torch.float32).tiny
-"""Of temperatures: a device multiplies by the reciprocal, which is infinite for those below."""
+"""Of temperatures above 0: their reciprocals are finite."""
+_ALL = torch.iinfo(torch.long).max
+_32_BITS = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. The filters act in the order of the fields, as in transformers.
+    """The settings by which a row's tokens are drawn. The filters act in the order of the fields, as in transformers.
 
     Attributes:
         temperature: divides the logits; 0 takes the likeliest token.
@@ -45,36 +56,144 @@ class Sampling:
                 f"them out, got top_k={self.top_k}, top_p={self.top_p}"
             )
 
-    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """The next tokens `[B]` int64 from logits `[B, vocabulary]`, drawn with `generator` of the same device.
 
-        A row whose logits hold NaN or +inf, or are all -inf, gets `NO_TOKEN`.
+class Way(IntEnum):
+    """The part of the sampling that a batch needs. A row's tokens are the same by every way that serves it."""
+
+    GREEDY = 0
+    """The likeliest token in every row."""
+    DRAWN = 1
+    """Some rows draw among all tokens."""
+    FILTERED = 2
+    """Some rows draw among the likeliest ones, for which the vocabulary is sorted."""
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> "Way":
+        """The least that serves a row."""
+        if sampling.temperature == 0:
+            return cls.GREEDY
+        return cls.DRAWN if sampling.top_k is None and sampling.top_p is None else cls.FILTERED
+
+
+class Sampler:
+    """Settings, seed and end of every row of a batch, in tensors that stay at their addresses, and the draws by them.
+
+    Args:
+        rows: of the batch. They are greedy until `put`.
+        device: of the logits.
+        ends: tokens that end a row; rows that have ended get `pad`.
+        pad: that token.
+
+    Attributes:
+        finished: `[rows, 1]` bool, which rows have ended.
+    """
+
+    def __init__(self, rows: int, device: torch.device, ends: Sequence[int] = (), pad: int = 0) -> None:
+        self.temperature = torch.zeros(rows, 1, device=device)
+        self.top_k = torch.full((rows, 1), _ALL, device=device)
+        self.top_p = torch.ones(rows, 1, device=device)
+        self.seed = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.finished = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+        self.ends = torch.tensor([*ends], dtype=torch.long, device=device)
+        self.pad = pad
+
+    def put(self, rows: int | slice, sampling: Sampling, seed: int) -> None:
+        """Set how the tokens of a row, or of several, are drawn; the seed has 64 bits."""
+        temperature = sampling.temperature
+        self.temperature[rows].fill_(max(temperature, _LOWEST) if temperature else 0)
+        self.top_k[rows].fill_(_ALL if sampling.top_k is None else sampling.top_k)
+        self.top_p[rows].fill_(1.0 if sampling.top_p is None else sampling.top_p)
+        self.seed[rows].fill_(seed)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Give some rows what others have."""
+        for x in (self.temperature, self.top_k, self.top_p, self.seed):
+            for source, target in zip(sources, targets, strict=True):
+                x[target].copy_(x[source])
+
+    def choose(self, logits: Tensor, position: Tensor, way: Way, token: Tensor) -> None:
+        """Draw the next tokens of the first rows; rows that have ended get padding.
+
+        Args:
+            logits: `[N, vocabulary]`.
+            position: `[N, 1]` int64, of the tokens to draw in their rows.
+            way: at least that of each row.
+            token: `[N, 1]` int64, written; `NO_TOKEN` in rows whose logits hold NaN or +inf, or are all -inf.
         """
-        logits = logits.float()
-        if self.temperature == 0:
-            return likeliest(logits)[:, 0]
-        # Without the largest logit, no temperature is so low that two scores are infinite.
-        probabilities = self.filter(logits - logits.amax(-1, keepdim=True)).softmax(-1)
-        # The smallest of independent exponential variables with these rates: a draw without cumulative sums.
-        return likeliest(probabilities / torch.empty_like(probabilities).exponential_(generator=generator))[:, 0]
+        finished = self.finished[: len(logits)]
+        scores = logits if way is Way.GREEDY else self._scores(logits, position, way)
+        if takes_kernel(None, scores):
+            from deltazoo.ops.decoding.greedy_token import greedy_token
 
-    def filter(self, logits: Tensor) -> Tensor:
-        """Logits `[B, vocabulary]` divided by the temperature, -inf for tokens that are not kept."""
-        logits = logits / max(self.temperature, _LOWEST)
-        if self.top_k is not None and self.top_k < logits.shape[-1]:
-            smallest = logits.topk(self.top_k).values[:, -1:]
-            logits = logits.masked_fill(logits < smallest, -torch.inf)
-        if self.top_p is not None:
-            ordered, indices = logits.sort(descending=True, stable=True)
-            probabilities = ordered.softmax(-1)
-            mass_before = probabilities.cumsum(-1) - probabilities
-            dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, indices, mass_before >= self.top_p)
-            logits = logits.masked_fill(dropped, -torch.inf)
-        return logits
+            return greedy_token(scores, self.ends, finished, self.pad, token)
+        scores = scores.float()
+        chosen = scores.argmax(-1, keepdim=True)  # NaN counts as largest
+        largest = scores.gather(-1, chosen)
+        chosen = chosen.masked_fill((largest - largest).isnan(), NO_TOKEN).masked_fill(finished, self.pad)
+        # `isin` with many tokens can wait for the device, which a graph must not.
+        finished.logical_or_((chosen == self.ends).any(-1, keepdim=True))
+        token.copy_(chosen)
+
+    def _scores(self, logits: Tensor, position: Tensor, way: Way) -> Tensor:
+        """Numbers `[N, vocabulary]` whose largest is the draw: logits plus Gumbel noise, in greedy rows logits."""
+        rows = len(logits)
+        temperature, seed = self.temperature[:rows], self.seed[:rows]
+        largest = logits.amax(-1, keepdim=True)
+        if way is Way.FILTERED:
+            logits = logits.masked_fill(self._dropped(logits, largest), -torch.inf)
+        if takes_kernel(None, logits):
+            from deltazoo.ops.decoding.gumbel_scores import gumbel_scores
+
+            return gumbel_scores(logits, largest, temperature, seed, position)
+        numbers = uniform_numbers(seed, position, logits.shape[-1])
+        scores = _over_temperature(logits, largest, temperature) - torch.log(-torch.log1p(-numbers))
+        return torch.where(temperature == 0, logits.float(), scores)
+
+    def _dropped(self, logits: Tensor, largest: Tensor) -> Tensor:
+        """Which tokens `[N, vocabulary]` each row's filters rule out."""
+        rows, vocabulary = logits.shape
+        top_k, top_p = self.top_k[:rows].clamp(max=vocabulary), self.top_p[:rows]
+        warm = _over_temperature(logits, largest, self.temperature[:rows])
+        ordered, indices = warm.sort(descending=True, stable=True)
+        beyond = ordered < ordered.gather(-1, top_k - 1)
+        # In whole numbers, since a GPU adds up one long row in an order that is not always the same.
+        mass = (ordered.masked_fill(beyond, -torch.inf).softmax(-1) * 2**40).long()
+        mass_before = mass.cumsum(-1) - mass
+        most = (top_p.double() * 2**40).clamp(min=1)  # a top_p that float32 rounds to 0 keeps the likeliest token
+        dropped = beyond | ((mass_before >= most) & (top_p < 1))
+        return torch.zeros_like(dropped).scatter(-1, indices, dropped)
 
 
-def likeliest(scores: Tensor) -> Tensor:
-    """The index `[N, 1]` int64 of the largest of scores `[N, vocabulary]`; `NO_TOKEN` where that is NaN or infinite."""
-    chosen = scores.argmax(-1, keepdim=True)  # NaN counts as largest
-    largest = scores.gather(-1, chosen)
-    return chosen.masked_fill((largest - largest).isnan(), NO_TOKEN)
+def _over_temperature(logits: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
+    """Logits over their row's temperature, 1 in greedy rows; without the largest, so that no two are infinite."""
+    return (logits.float() - largest.float()) / temperature.masked_fill(temperature == 0, 1)
+
+
+def uniform_numbers(seed: Tensor, position: Tensor, count: int) -> Tensor:
+    """Numbers between 0 and 1, both excluded, that are a function of their seed, position and index.
+
+    Args:
+        seed: `[N, 1]` int64.
+        position: `[N, 1]` int64, at least 0.
+        count: of indices.
+
+    Returns:
+        `[N, count]` float32, of 32 random bits each: small ones, which decide a draw, are as fine as float32 can be.
+    """
+    key = _mixed((seed & _32_BITS) ^ 0x9E3779B9)
+    key = _mixed(key ^ ((seed >> 32) & _32_BITS))
+    key = _mixed(key ^ (position & _32_BITS))
+    index = torch.arange(count, device=seed.device)
+    bits = _mixed(_mixed((index + key) & _32_BITS) ^ _mixed(key ^ 0x85EBCA6B))
+    return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A bijection of 32-bit numbers, held in int64, in which every bit depends on every other.
+
+    Two rounds of multiplication and shifts, with constants of low bias that were found by search
+    (https://github.com/skeeto/hash-prospector). Both are below 2^31, so that no product overflows.
+    """
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _32_BITS
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _32_BITS
+    return x ^ (x >> 15)

@@ -156,6 +156,8 @@ class PackedSequences(Sequences):
     """`[B * T]` int64: which sequence each token belongs to."""
     num_rows: int = 1
     """B."""
+    documents: bool = True
+    """Whether some row holds more than one sequence, empty ones at the end aside; known where those were added."""
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int, num_rows: int = 1) -> "PackedSequences":
@@ -170,10 +172,24 @@ class PackedSequences(Sequences):
         end = torch.tensor([flat.numel()], device=flat.device)
         return cls.from_cu_seqlens(torch.cat([flat.nonzero()[:, 0], end]).int(), flat.numel(), starts.shape[0])
 
+    def padded(self) -> "PackedSequences":
+        """The same with empty sequences at the end. Batches of about as many documents then have tensors of one shape.
+
+        Their number becomes a power of two, at least 8, of which kernels skip the empty ones.
+        """
+        count = max(8, 1 << (self.num_sequences - 1).bit_length())
+        end = self.cu_seqlens[-1:].expand(count - self.num_sequences)
+        return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, end]), documents=self.beyond_one_row)
+
     @property
     def num_sequences(self) -> int:
         """N, empty sequences included."""
         return len(self.cu_seqlens) - 1
+
+    @property
+    def beyond_one_row(self) -> bool:
+        """Whether some row holds several documents."""
+        return self.documents and self.num_sequences > self.num_rows
 
     @property
     def positions(self) -> Tensor:

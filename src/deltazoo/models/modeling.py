@@ -24,10 +24,11 @@ import deltazoo.distributed.tensor_parallel  # noqa: F401  (its styles must be k
 from deltazoo.generation.batch import BatchDescription
 from deltazoo.generation.cache import prepare_cache
 from deltazoo.generation.cache_argument import CACHE, takes_cache
-from deltazoo.generation.captured_generation import CapturedGeneration
+from deltazoo.generation.hf_generate import CapturedGeneration
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, describe_blocks
+from deltazoo.models.captured_training import run_blocks
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers
 from deltazoo.models.forward_arguments import (
@@ -181,9 +182,9 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             self.prepare_cache(cache)
 
         softmax = self._softmax_inputs(inputs_embeds, batch, cache, kwargs)
-        hidden_states = inputs_embeds
-        for layer in self.layers[: self.config.num_hidden_layers]:
-            hidden_states = layer(hidden_states, batch=batch, softmax=softmax, **{CACHE: cache})
+        arguments = {"batch": batch, "softmax": softmax, CACHE: cache}
+        calls = [(layer, arguments) for layer in self.layers[: self.config.num_hidden_layers]]
+        hidden_states = run_blocks(self, calls, inputs_embeds, wanted=self.runtime.captured_training == "auto")
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})  # type: ignore[arg-type]
 
     def describe(

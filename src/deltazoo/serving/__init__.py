@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from deltazoo._lazy import lazy_names
 from deltazoo.serving.requests import (
-    Counters,
     EngineError,
     EngineStopped,
     Piece,
@@ -15,17 +14,17 @@ from deltazoo.serving.requests import (
     Request,
     RequestError,
     Status,
+    Stream,
     TokenLogprob,
 )
-from deltazoo.serving.stream import Stream
 
 if TYPE_CHECKING:
     from deltazoo.serving.engine import Engine
     from deltazoo.serving.http_app import create_app
     from deltazoo.serving.http_server import background_server
+    from deltazoo.serving.text_assembly import TextStream
 
 __all__ = [
-    "Counters",
     "Engine",
     "EngineError",
     "EngineStopped",
@@ -35,11 +34,18 @@ __all__ = [
     "RequestError",
     "Status",
     "Stream",
+    "TextStream",
     "TokenLogprob",
     "background_server",
     "create_app",
 ]
 
 __getattr__ = lazy_names(
-    __name__, {"engine": ("Engine",), "http_app": ("create_app",), "http_server": ("background_server",)}
+    __name__,
+    {
+        "engine": ("Engine",),
+        "http_app": ("create_app",),
+        "http_server": ("background_server",),
+        "text_assembly": ("TextStream",),
+    },
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from deltazoo import __version__
 from deltazoo.serving.requests import Piece, TokenLogprob
-from deltazoo.serving.stream import Stream
+from deltazoo.serving.text_assembly import TextStream
 from deltazoo.serving.token_texts import TokenTexts
 
 __all__ = ["Answer", "ChatAnswer", "CompletionAnswer", "usage_of"]
@@ -170,7 +170,7 @@ def _in_json(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def usage_of(streams: Sequence[Stream], choices_per_prompt: int) -> dict[str, Any]:
+def usage_of(streams: Sequence[TextStream], choices_per_prompt: int) -> dict[str, Any]:
     """Numbers of tokens of a response; a prompt with several choices counts once.
 
     Args:

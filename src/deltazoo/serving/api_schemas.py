@@ -82,7 +82,6 @@ class _Body(BaseModel):
             Request(
                 prompt=tuple(prompt),
                 seed=None if self.seed is None else self.seed + choice,
-                stop=tuple(self.stop),
                 ignore_eos=self.ignore_eos,
                 **sampling,
                 **limits,

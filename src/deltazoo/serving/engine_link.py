@@ -28,9 +28,8 @@ from deltazoo.serving.requests import (
     Request,
     RequestError,
     Status,
+    Stream,
 )
-from deltazoo.serving.stream import Stream
-from deltazoo.serving.text_assembly import decoder_of
 
 __all__ = ["EngineEnd", "RemoteEngine", "receive"]
 
@@ -218,7 +217,7 @@ class RemoteEngine:
 
     def __init__(self, end: socket.socket, tokenizer: Any, max_queue: int) -> None:
         self.tokenizer, self.max_queue = tokenizer, max_queue
-        self._end, self._decode = end, decoder_of(tokenizer)
+        self._end = end
         self._numbers = itertools.count()
         self._streams: dict[int, Stream] = {}
         self._asked: deque[tuple[asyncio.Future[Status | None], Sequence[int]]] = deque()
@@ -259,7 +258,7 @@ class RemoteEngine:
         streams: dict[int, Stream] = {}
         for request in requests:
             number = next(self._numbers)
-            streams[number] = Stream(request.with_seed(), partial(self._cancel, number), self._decode)
+            streams[number] = Stream(request.with_seed(), partial(self._cancel, number))
         self._streams |= streams
         try:
             await self._ask(_Enter([(number, stream.request) for number, stream in streams.items()]), [*streams])

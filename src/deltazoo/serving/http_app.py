@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deltazoo.serving.api_errors import ApiError, add_error_handlers
 from deltazoo.serving.api_responses import Answer, ChatAnswer, CompletionAnswer, usage_of
 from deltazoo.serving.api_schemas import ChatBody, CompletionBody
-from deltazoo.serving.metrics_text import METRICS_TYPE, metrics_text
-from deltazoo.serving.requests import EngineStopped, Request, Status
-from deltazoo.serving.stream import Stream
+from deltazoo.serving.metrics_text import METRICS_TYPE, Metrics
+from deltazoo.serving.requests import EngineStopped, Request, Status, Stream
 from deltazoo.serving.stream_reading import StreamReader
+from deltazoo.serving.text_assembly import TextStream
 from deltazoo.serving.token_texts import TokenTexts
 
 __all__ = ["Backend", "RunsRequests", "app_before", "create_app"]
@@ -101,7 +101,8 @@ class _Endpoints:
     def __init__(self, engine: Backend, model: str) -> None:
         self.engine, self.tokenizer, self.model = engine, engine.tokenizer, model
         self._texts = TokenTexts(engine.tokenizer)
-        self._reader = StreamReader()
+        self._metrics = Metrics(model)
+        self._reader = StreamReader(self._metrics)
         self._created = int(time.time())
         # One text at a time: a tokenizer is not made for several threads, and the event loop must not wait for it.
         self._one_at_a_time = anyio.CapacityLimiter(1)
@@ -147,8 +148,7 @@ class _Endpoints:
 
     async def metrics(self) -> Response:
         """The engine's counters in Prometheus' text format."""
-        counters = (await self.engine.status()).counters
-        return PlainTextResponse(metrics_text(counters, self.model), media_type=METRICS_TYPE)
+        return PlainTextResponse(self._metrics.text(await self.engine.status()), media_type=METRICS_TYPE)
 
     def _description(self) -> dict[str, Any]:
         return {"id": self.model, "object": "model", "created": self._created, "owned_by": "deltazoo"}
@@ -193,7 +193,7 @@ class _Endpoints:
         self, http: HTTPRequest, body: CompletionBody | ChatBody, requests: Sequence[Request], answer: Answer
     ) -> Response:
         """Run the requests of all choices, and respond at once or in pieces."""
-        streams = await self._submit(requests)
+        streams = [TextStream(stream, self.tokenizer, body.stop) for stream in await self._submit(requests)]
         if body.stream:
             usage = partial(usage_of, streams, body.n) if body.include_usage else None
             return self._reader.event_stream(streams, answer, usage)

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as METRICS_TYPE
 from prometheus_client.exposition import generate_latest
 
-from deltazoo.serving.requests import Counters, Histogram
+from deltazoo.serving.requests import Status
 
-__all__ = ["METRICS_TYPE", "metrics_text"]
+__all__ = ["METRICS_TYPE", "Metrics"]
 
 _NOW = {
     "running": "Requests that take part in the decoding steps.",
@@ -30,41 +30,47 @@ _TOTALS = {
     "step_seconds": "Time from the start of a decoding step until its tokens were read, summed.",
     "pieces": "Pieces of prompts that were run.",
 }
-_HISTOGRAMS = {
-    "time_to_first_token": ("time_to_first_token_seconds", "Seconds from a request's arrival to its first token."),
-    "request_seconds": ("request_seconds", "Seconds from a request's arrival to its end."),
-}
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
-def metrics_text(counters: Counters, model: str) -> bytes:
-    """The counters as Prometheus reads them: names begin with `deltazoo_`, the label `model` names the model."""
-    registry = CollectorRegistry()
-    registry.register(_Collector(counters, model))
-    return generate_latest(registry)
+class Metrics:
+    """The numbers as Prometheus reads them: names begin with `deltazoo_`, the label `model` names the model."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.registry = CollectorRegistry()
+
+        def histogram(name: str, description: str) -> Histogram:
+            found = Histogram(f"deltazoo_{name}", description, ["model"], registry=self.registry, buckets=_SECONDS)
+            return found.labels(model)
+
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token."
+        )
+        self.request_seconds = histogram("request_seconds", "Seconds from a request's arrival to its end.")
+
+    def text(self, status: Status) -> bytes:
+        """All of them, with the engine's counters."""
+        registry = CollectorRegistry()
+        registry.register(_Collector(status, self._model))
+        return generate_latest(registry) + generate_latest(self.registry)
 
 
 class _Collector:
-    def __init__(self, counters: Counters, model: str) -> None:
-        self._counters, self._model = counters, model
+    def __init__(self, status: Status, model: str) -> None:
+        self._status, self._model = status, model
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics."""
+        """All metrics of the engine."""
         for name, description in _NOW.items():
             gauge = GaugeMetricFamily(f"deltazoo_{name}", description, labels=["model"])
-            gauge.add_metric([self._model], getattr(self._counters, name))
+            gauge.add_metric([self._model], self._status.counters[name])
             yield gauge
         for name, description in _TOTALS.items():
             total = CounterMetricFamily(f"deltazoo_{name}", description, labels=["model"])
-            total.add_metric([self._model], getattr(self._counters, name))
+            total.add_metric([self._model], self._status.counters[name])
             yield total
         finished = CounterMetricFamily("deltazoo_finished", "Requests by finish reason.", labels=["model", "reason"])
         for reason in ("stop", "length", "cancelled", "error"):
-            finished.add_metric([self._model, reason], self._counters.finished.get(reason, 0))
+            finished.add_metric([self._model, reason], self._status.finished[reason])
         yield finished
-        for field, (name, description) in _HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"deltazoo_{name}", description, labels=["model"])
-            histogram: Histogram = getattr(self._counters, field)
-            counts = histogram.counts or (0,) * len(histogram.bounds)
-            buckets = [(str(bound), count) for bound, count in zip(histogram.bounds, counts, strict=True)]
-            family.add_metric([self._model], [*buckets, ("+Inf", histogram.count)], histogram.total)
-            yield family

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,8 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 from deltazoo.serving.api_errors import ApiError, api_error_of
 from deltazoo.serving.api_responses import Answer
+from deltazoo.serving.metrics_text import Metrics
 from deltazoo.serving.requests import EngineError, Piece
-from deltazoo.serving.stream import Stream
+from deltazoo.serving.text_assembly import TextStream
 
 __all__ = ["StreamReader"]
 
@@ -28,10 +30,10 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 class StreamReader:
     """Reads the streams of one server."""
 
-    def __init__(self) -> None:
-        self._open = 0
+    def __init__(self, metrics: Metrics) -> None:
+        self._open, self._metrics = 0, metrics
 
-    async def whole(self, streams: Sequence[Stream], http: HTTPRequest) -> list[Piece]:
+    async def whole(self, streams: Sequence[TextStream], http: HTTPRequest) -> list[Piece]:
         """All output of each stream as one piece; a client that hangs up ends the requests.
 
         Raises:
@@ -41,16 +43,16 @@ class StreamReader:
             return await asyncio.gather(*map(self._whole, streams))
 
     def event_stream(
-        self, streams: Sequence[Stream], answer: Answer, usage: Callable[[], dict[str, Any]] | None
+        self, streams: Sequence[TextStream], answer: Answer, usage: Callable[[], dict[str, Any]] | None
     ) -> StreamingResponse:
         """A response of server-sent events; `usage` makes the content of the last one."""
         return _EventStream(self._events(streams, answer, usage), streams)
 
-    async def _whole(self, stream: Stream) -> Piece:
+    async def _whole(self, stream: TextStream) -> Piece:
         return Piece.joined([piece async for piece in self._pieces(stream)])
 
     async def _events(
-        self, streams: Sequence[Stream], answer: Answer, usage: Callable[[], dict[str, Any]] | None
+        self, streams: Sequence[TextStream], answer: Answer, usage: Callable[[], dict[str, Any]] | None
     ) -> AsyncIterator[bytes]:
         try:
             began = [choice for index in range(len(streams)) if (choice := answer.begin(index)) is not None]
@@ -67,7 +69,7 @@ class StreamReader:
             yield _event(api_error_of(error).body)
         yield b"data: [DONE]\n\n"
 
-    async def _merged(self, streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Piece]]:
+    async def _merged(self, streams: Sequence[TextStream]) -> AsyncIterator[tuple[int, Piece]]:
         """Pieces of several streams with the number of their stream, as they come."""
         if len(streams) == 1:
             async for piece in self._pieces(streams[0]):
@@ -75,7 +77,7 @@ class StreamReader:
             return
         found: asyncio.Queue[tuple[int, Piece | None]] = asyncio.Queue()
 
-        async def forward(index: int, stream: Stream) -> None:
+        async def forward(index: int, stream: TextStream) -> None:
             try:
                 async for piece in self._pieces(stream):
                     found.put_nowait((index, piece))
@@ -96,13 +98,15 @@ class StreamReader:
             for reader in readers:
                 reader.cancel()
 
-    async def _pieces(self, stream: Stream) -> AsyncIterator[Piece]:
+    async def _pieces(self, stream: TextStream) -> AsyncIterator[Piece]:
         """The stream's pieces, with pauses between them that grow with the number of streams."""
-        begun = False
+        begun, arrived = False, time.monotonic()
         try:
             async for piece in stream:
                 if piece.finish_reason == "cancelled":
                     raise ApiError(503, "the server stopped before the request was finished", code="stopping")
+                if not begun:
+                    self._metrics.time_to_first_token.observe(time.monotonic() - arrived)
                 self._open += not begun
                 begun = True
                 yield piece
@@ -110,12 +114,13 @@ class StreamReader:
                     await asyncio.sleep(_PAUSE * self._open)
         finally:
             self._open -= begun
+            self._metrics.request_seconds.observe(time.monotonic() - arrived)
 
 
 class _EventStream(StreamingResponse):
     """Ends the requests when the response ends, whatever ends it."""
 
-    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[Stream]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[TextStream]) -> None:
         super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
         self._streams = streams
 
@@ -127,7 +132,7 @@ class _EventStream(StreamingResponse):
 
 
 @asynccontextmanager
-async def _cancelled_on_hang_up(http: HTTPRequest, streams: Sequence[Stream]) -> AsyncIterator[None]:
+async def _cancelled_on_hang_up(http: HTTPRequest, streams: Sequence[TextStream]) -> AsyncIterator[None]:
     """Inside, a client that closes its connection ends the requests, and so does any error."""
 
     async def watch() -> None:
@@ -143,7 +148,7 @@ async def _cancelled_on_hang_up(http: HTTPRequest, streams: Sequence[Stream]) ->
         _cancel(streams)
 
 
-def _cancel(streams: Sequence[Stream]) -> None:
+def _cancel(streams: Sequence[TextStream]) -> None:
     for stream in streams:
         stream.cancel()
 

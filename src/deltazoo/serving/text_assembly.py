@@ -1,11 +1,17 @@
 """From the tokens of one request to its text, as far as it is certain, up to a stop string."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["TextAssembly", "decoder_of"]
+from deltazoo.serving.requests import EngineError, Piece, Stream
+
+__all__ = ["TextAssembly", "TextStream", "decoder_of"]
+
+_log = logging.getLogger(__name__)
 
 _CONTEXT = 6
 """Tokens of the prompt that are decoded with the first new one: some tokenizers drop a space where a text begins."""
@@ -83,6 +89,73 @@ class TextAssembly:
         length = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - length :]
         return text[: len(text) - length]
+
+
+class TextStream:
+    """A stream whose pieces have text, and which a stop string ends. The request is cancelled then.
+
+    Args:
+        stream: of `Engine.submit`.
+        tokenizer: of the model.
+        stop: texts that end the output and are not part of it.
+
+    Attributes:
+        completion_tokens: new tokens read so far, up to the one that completes a stop string.
+
+    Raises:
+        EngineError: on reading, by the stream, or since the tokenizer failed.
+    """
+
+    def __init__(self, stream: Stream, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self.request, self.seed, self.prompt_tokens = stream.request, stream.seed, stream.prompt_tokens
+        self.cached_tokens = self.completion_tokens = 0
+        self.cancel = stream.cancel
+        self._stream, self._stop = stream, stop
+        self._decode = decoder_of(tokenizer)
+        self._text: TextAssembly | None = None
+
+    def __iter__(self) -> Iterator[Piece]:
+        """The pieces as they are made; blocks."""
+        for piece in self._stream:
+            yield (piece := self._with_text(piece))
+            if piece.finish_reason is not None:
+                return
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """The pieces as they are made."""
+        async for piece in self._stream:
+            yield (piece := self._with_text(piece))
+            if piece.finish_reason is not None:
+                return
+
+    def _with_text(self, piece: Piece) -> Piece:
+        try:
+            if self._text is None:
+                self._text = TextAssembly(self._decode, self.request.prompt, self._stop)
+            piece = self._extended(piece, self._text)
+        except Exception as error:  # tokenizers raise what they like for tokens that they do not know
+            self.cancel()
+            _log.error("the tokenizer failed on a request: %s", error, exc_info=error)
+            raise EngineError(f"the tokenizer failed: {error}") from error
+        self.completion_tokens += len(piece.token_ids)
+        self.cached_tokens += piece.cached_tokens
+        return piece
+
+    def _extended(self, piece: Piece, assembly: TextAssembly) -> Piece:
+        tokens = piece.token_ids[:-1] if piece.finish_reason == "stop" else piece.token_ids  # an end token has no text
+        if not self._stop:
+            text = assembly.add(tokens)
+        else:
+            text = ""
+            for count, token in enumerate(tokens, 1):
+                text += assembly.add([token])
+                if assembly.stopped:
+                    self.cancel()
+                    logprobs = None if piece.logprobs is None else piece.logprobs[:count]
+                    return replace(piece, text=text, token_ids=tokens[:count], logprobs=logprobs, finish_reason="stop")
+        if piece.finish_reason in ("stop", "length"):
+            text += assembly.finish()
+        return replace(piece, text=text, finish_reason="stop" if assembly.stopped else piece.finish_reason)
 
 
 def _last_characters(

@@ -1,27 +1,36 @@
-"""The training configuration: sections and keys of the YAML file, with their checks."""
+"""The configuration of a training run: keys and ranges of its YAML file, overrides, and the presets in ``configs/``."""
 
 import dataclasses
-import math
-from dataclasses import dataclass, field
+import json
+import re
+from dataclasses import field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
+from deltazoo.names import unknown
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
-from deltazoo.training.checkpoint_files import write_whole
-from deltazoo.training.yaml_config import from_mapping, parse_yaml
 
 STDLIB = "python_stdlib"
 RUN_CONFIG = "config.yaml"  # in the folder of a run: the configuration that it began with
+MODEL_CONFIG = "training.yaml"  # in the folder of a model: the configuration that it was trained with
 BY_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")  # keys of a model's own configuration
 NATIVE_RUNTIME_OPTIONS = ("backend", "fused_kernels")  # those that act on models of transformers
-MODEL_CONFIG = "training.yaml"  # in the folder of a model: the configuration that it was trained with
 
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+"""For a section: unknown keys, infinite numbers and values of another type (true or "3" for a number) are refused."""
+
+Count = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Ratio = Annotated[float, Field(ge=0, lt=1)]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """The text and its split into training and held-out documents.
 
@@ -45,67 +54,51 @@ class DataConfig:
     split: str = "train"
     text_field: str = "text"
     streaming: bool = False
-    validation_fraction: float = 0.05
-    max_train_bytes: int | None = None
-    max_validation_bytes: int | None = None
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    max_train_bytes: Count | None = None
+    max_validation_bytes: Count | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        if not 0.0 < self.validation_fraction < 1.0:
-            raise ValueError(f"data.validation_fraction must lie between 0 and 1, got {self.validation_fraction}")
-        for name in ("max_train_bytes", "max_validation_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"data.{name} must be at least 1, got {value}")
+        """Check what a stream needs."""
         if self.streaming and self.max_validation_bytes is None:
-            raise ValueError("data.streaming needs data.max_validation_bytes: the held-out text is kept in memory")
+            raise ValueError("streaming needs data.max_validation_bytes: the held-out text is kept in memory")
         if self.streaming and self.max_train_bytes is not None:
-            raise ValueError("data.max_train_bytes has no meaning with data.streaming: training.steps ends the stream")
+            raise ValueError("max_train_bytes has no meaning with data.streaming: training.steps ends the stream")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class TokenizerConfig:
     """The tokenizer.
 
     Attributes:
         kind: ``bpe`` trains a byte-level BPE on the training text, ``byte`` has one token per byte, ``pretrained``
             loads an existing tokenizer.
-        vocab_size: entries of the trained BPE, the two special tokens included; only for ``bpe``.
+        vocab_size: entries of the trained BPE at most, the two special tokens included; a small text yields fewer.
+            Only for ``bpe``.
         path: folder or Hub name of the tokenizer; only for ``pretrained``.
         training_bytes: train the BPE on at most this much of the training text; only for ``bpe``.
     """
 
     kind: Literal["bpe", "byte", "pretrained"] = "bpe"
-    vocab_size: int | None = None
+    vocab_size: Annotated[int, Field(ge=259)] | None = None  # 256 bytes, two special tokens, one merge
     path: str | None = None
-    training_bytes: int | None = None
+    training_bytes: Count | None = None
 
     def __post_init__(self) -> None:
         """Check that the keys fit the kind."""
-        if self.kind == "bpe":
-            if self.vocab_size is None or self.vocab_size < 259:
-                raise ValueError(
-                    "tokenizer.vocab_size must be at least 259 for a byte-level BPE "
-                    f"(256 bytes, two special tokens, one merge), got {self.vocab_size}"
-                )
-        elif self.vocab_size is not None or self.training_bytes is not None:
-            raise ValueError(
-                f"tokenizer.vocab_size and tokenizer.training_bytes act only for kind bpe, not {self.kind}"
-            )
+        if self.kind == "bpe" and self.vocab_size is None:
+            raise ValueError("vocab_size is missing, which kind bpe needs: 259 or more")
+        if self.kind != "bpe" and (self.vocab_size is not None or self.training_bytes is not None):
+            raise ValueError(f"vocab_size and training_bytes act only for kind bpe, not {self.kind}")
         if (self.path is not None) != (self.kind == "pretrained"):
-            raise ValueError(
-                f"tokenizer.path belongs to kind pretrained and to no other; got kind {self.kind}, path {self.path}"
-            )
-        if self.training_bytes is not None and self.training_bytes < 1:
-            raise ValueError(f"tokenizer.training_bytes must be at least 1, got {self.training_bytes}")
+            raise ValueError(f"path belongs to kind pretrained and to no other; got kind {self.kind}, path {self.path}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class OptimizationConfig:
     """Steps, batches, optimizer, learning rate schedule, logging and checkpoints.
 
     Attributes:
-        section: the section's name in the file, for messages; not a key.
         steps: optimizer steps.
         row_length: tokens per packed row; gradients reach back no further.
         rows_per_batch: at most this many rows in one forward pass; `context_parallel` devices share them.
@@ -128,79 +121,49 @@ class OptimizationConfig:
         evaluate_every: steps between two validation losses.
         evaluation_rows: held-out rows of a validation loss, evenly spread; ``deltazoo eval`` reads all of the text.
         save_every: steps between checkpoints; a multiple of ``log_every``, so that resumed runs log the same means.
-        keep_checkpoints: how many checkpoints to keep; older ones are removed.
+        keep_checkpoints: how many checkpoints to keep, and the one with the lowest validation loss; older ones are
+            removed.
         diagnose_every: steps between two diagnoses (`deltazoo.diagnose`) of the model on held-out rows, as many as a
             batch has, beginning before the first step; default: none.
     """
 
-    section: ClassVar[str] = "training"
-
-    steps: int
-    row_length: int
-    rows_per_batch: int
-    learning_rate: float
-    rows_per_step: int | None = None
+    steps: Count
+    row_length: Annotated[int, Field(ge=2)]  # each token is predicted from those before it in its row
+    rows_per_batch: Count
+    learning_rate: Positive
+    rows_per_step: Count | None = None
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup: float = 0.0
-    min_learning_rate_ratio: float = 0.0
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float = 1.0
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_learning_rate_ratio: Ratio = 0.0
+    weight_decay: NotNegative = 0.1
+    betas: tuple[Ratio, Ratio] = (0.9, 0.95)
+    max_grad_norm: Positive = 1.0
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     gradient_checkpointing: bool = False
     compile: bool = False
-    context_parallel: int = 1
+    context_parallel: Count = 1
     fully_shard: bool = False
-    log_every: int = 10
-    evaluate_every: int = 100
-    evaluation_rows: int = 32
-    save_every: int = 100
-    keep_checkpoints: int = 2
-    diagnose_every: int | None = None
+    log_every: Count = 10
+    evaluate_every: Count = 100
+    evaluation_rows: Count = 32
+    save_every: Count = 100
+    keep_checkpoints: Count = 2
+    diagnose_every: Count | None = None
 
     def __post_init__(self) -> None:
-        """Fill in ``rows_per_step``, and check the ranges."""
+        """Fill in ``rows_per_step``, and check what goes together."""
         if self.rows_per_step is None:
             object.__setattr__(self, "rows_per_step", self.rows_per_batch)
-        if self.row_length < 2:
-            raise ValueError(
-                f"{self.section}.row_length must be at least 2, as each token is predicted from those before it in its "
-                f"row, got {self.row_length}"
-            )
-        counts = "steps rows_per_batch rows_per_step log_every evaluate_every evaluation_rows save_every"
-        for name in [*counts.split(), "keep_checkpoints", "context_parallel"]:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{self.section}.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("learning_rate", "max_grad_norm"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{self.section}.{name} must be positive and finite, got {value}")
-        if not 0.0 <= self.weight_decay < math.inf:
-            raise ValueError(f"{self.section}.weight_decay must be finite and not negative, got {self.weight_decay}")
-        if not 0.0 <= self.warmup <= 1.0:
-            raise ValueError(f"{self.section}.warmup is a share of the steps, between 0 and 1, got {self.warmup}")
-        if not 0.0 <= self.min_learning_rate_ratio < 1.0:
-            raise ValueError(
-                f"{self.section}.min_learning_rate_ratio must lie in [0, 1), got {self.min_learning_rate_ratio}"
-            )
         if self.schedule == "constant" and self.min_learning_rate_ratio:
-            raise ValueError(f"{self.section}.min_learning_rate_ratio has no meaning with schedule constant")
-        if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ValueError(f"{self.section}.betas must lie in [0, 1), got {list(self.betas)}")
+            raise ValueError("min_learning_rate_ratio has no meaning with schedule constant")
         if self.compile and self.fully_shard:
-            raise ValueError(f"{self.section}.compile has no effect with {self.section}.fully_shard")
-        if self.diagnose_every is not None and self.diagnose_every < 1:
-            raise ValueError(f"{self.section}.diagnose_every must be at least 1, got {self.diagnose_every}")
+            raise ValueError("compile has no effect with fully_shard")
         if self.diagnose_every is not None and self.context_parallel > 1:
             raise ValueError(
-                f"{self.section}.diagnose_every needs whole rows on a device, and {self.section}.context_parallel is "
-                f"{self.context_parallel}"
+                f"diagnose_every needs whole rows on a device, and context_parallel is {self.context_parallel}"
             )
         if self.save_every % self.log_every:
-            raise ValueError(
-                f"{self.section}.save_every ({self.save_every}) must be a multiple of "
-                f"{self.section}.log_every ({self.log_every})"
-            )
+            raise ValueError(f"save_every ({self.save_every}) must be a multiple of log_every ({self.log_every})")
 
     @property
     def rows_of_a_step(self) -> int:
@@ -210,11 +173,38 @@ class OptimizationConfig:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warm-up."""
-        return round(self.warmup * self.steps)
+        """Steps of the warm-up: all but the last at most."""
+        return min(round(self.warmup * self.steps), self.steps - 1)
+
+    def divided(self, processes: int) -> tuple[int, int]:
+        """Rows of one forward pass, and forward passes per optimizer step, with the same rows in every step.
+
+        ``context_parallel`` processes form a group, which shares the tokens of a forward pass.
+
+        Raises:
+            ValueError: the processes form no whole groups, or the rows of a step do not divide.
+        """
+        size, total = self.context_parallel, self.rows_of_a_step
+        if processes % size:
+            raise ValueError(
+                f"context_parallel={size} divides each forward pass among {size} processes, and {processes} "
+                f"{'is' if processes == 1 else 'are'} no multiple of that: torchrun --nproc-per-node {size} -m deltazoo"
+            )
+        groups = processes // size
+        share, left = divmod(total, groups)
+        whose = "processes" if size == 1 else f"groups of {size} processes"
+        if left:
+            raise ValueError(f"the {total} rows of a step (rows_per_step) do not divide among {groups} {whose}")
+        rows = min(self.rows_per_batch, share)
+        if share % rows:
+            raise ValueError(
+                f"{share} rows per step, for each of {groups} {whose}, are no whole number of forward passes of "
+                f"rows_per_batch={rows} rows"
+            )
+        return rows, share // rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class RunConfig:
     """One training run.
 
@@ -243,17 +233,27 @@ class RunConfig:
         for key in RUNTIME_OPTIONS:
             if key in self.model:
                 raise ValueError(f"model.{key} says how the model runs, not what it is: give runtime.{key} instead")
-        if self.architecture is not None:
-            self._check_architecture()
-        elif "mixer" not in self.model:
-            raise ValueError(
-                "model.mixer is missing: name one of the rules, for example gated_deltanet, or a model type of "
-                "transformers as model.architecture, for example qwen3_next"
-            )
         for key in BY_TOKENIZER:
             if key in self.model:
                 instead = "give tokenizer.vocab_size instead" if key == "vocab_size" else "leave it out"
                 raise ValueError(f"model.{key} is set by the tokenizer: {instead}")
+        if self.architecture is None and "mixer" not in self.model:
+            raise ValueError(
+                "model.mixer is missing: name one of the rules, for example gated_deltanet, or a model type of "
+                "transformers as model.architecture, for example qwen3_next"
+            )
+        if self.architecture is not None and "mixer" in self.model:
+            raise ValueError(
+                f"model.mixer={self.model['mixer']} and model.architecture={self.architecture} name two models: a "
+                "mixer is one of our models, an architecture a model of transformers; give one of them"
+            )
+        idle = [name for name in self.runtime.given() if name not in NATIVE_RUNTIME_OPTIONS]
+        if self.architecture is not None and idle:
+            other = "; training.gradient_checkpointing recomputes its blocks" if idle[0] == "recompute" else ""
+            raise ValueError(
+                f"runtime.{idle[0]} acts on our own models, not on transformers' {self.architecture}, of which "
+                f"runtime.{' and runtime.'.join(NATIVE_RUNTIME_OPTIONS)} are known{other}"
+            )
 
     @property
     def architecture(self) -> str | None:
@@ -265,65 +265,36 @@ class RunConfig:
         """The rule or the model type of transformers."""
         return self.architecture or self.model["mixer"]
 
-    def _check_architecture(self) -> None:
-        if "mixer" in self.model:
-            raise ValueError(
-                f"model.mixer={self.model['mixer']} and model.architecture={self.architecture} name two models: a "
-                "mixer is one of our models, an architecture a model of transformers; give one of them"
-            )
-        for name in self.runtime.given():
-            if name not in NATIVE_RUNTIME_OPTIONS:
-                other = "; training.gradient_checkpointing recomputes its blocks" if name == "recompute" else ""
-                raise ValueError(
-                    f"runtime.{name} acts on our own models, not on transformers' {self.architecture}, of which "
-                    f"runtime.{' and runtime.'.join(NATIVE_RUNTIME_OPTIONS)} are known{other}"
-                )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain lists and dictionaries, defaults included."""
-        values = dataclasses.asdict(self)
-        values["training"]["betas"] = list(self.training.betas)
-        return values
-
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """Read a YAML file into a `RunConfig`.
-
-    Args:
-        path: the YAML file.
-        overrides: ``section.key=value`` strings that replace values of the file; a value is read as YAML, or as a
-            string if it is not YAML.
-
-    Raises:
-        ValueError: no such file, not YAML, an unknown or repeated key, or a value out of range.
-    """
+    """A `RunConfig` read from a YAML file; arguments and errors as of `load_as`."""
     return load_as(RunConfig, path, overrides)
 
 
 def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> T:
-    """Read a YAML file into the dataclass ``cls``.
+    """A configuration read from a YAML file.
 
     Args:
-        cls: a configuration class.
+        cls: its class, a dataclass of pydantic.
         path: the YAML file.
         overrides: ``section.key=value`` strings that replace values of the file; a value is read as YAML, or as a
-            string if it is not YAML.
+            string if it is not YAML. Another ``tokenizer.kind`` replaces the whole section: its keys belong to a kind.
 
     Raises:
-        ValueError: no such file, not YAML, an unknown or repeated key, or a value out of range.
+        ValueError: no such file, not YAML, an unknown, missing or repeated key, or a value out of range.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no configuration file {str(path)!r}")
     try:
-        values = parse_yaml(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a YAML file: {' '.join(str(error).split())}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of keys to values, got {type(values).__name__}")
-    for override in overrides:
+    for override in sorted(overrides, key=lambda override: not override.startswith("tokenizer.kind=")):
         _apply(values, override)
     try:
         return from_mapping(cls, values)
@@ -331,31 +302,91 @@ def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ..
         raise ValueError(f"{path}: {error}") from error
 
 
-class Configuration(Protocol):
-    """A configuration that `save_config` can write."""
+def from_mapping(cls: type[T], values: Any) -> T:
+    """A configuration of a class from nested mappings; an empty section (None) is left out.
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain lists and dictionaries, defaults included."""
-        ...
+    Raises:
+        ValueError: the first unknown key, with the nearest known one; else all missing keys; else the first value of
+            another type or out of range.
+    """
+    given = {key: value for key, value in values.items() if value is not None}
+    try:  # as JSON, in which a list may be a tuple and a mapping a section, and true is no number
+        return TypeAdapter(cls).validate_json(json.dumps(given, default=str))
+    except ValidationError as error:
+        raise ValueError(_sentence(cls, error)) from error
 
 
-def save_config(config: Configuration, path: str | Path) -> None:
-    """Write the configuration with all defaults, so that the file alone reproduces the run."""
-    text = yaml.safe_dump(config.to_dict(), sort_keys=False)
-    write_whole(Path(path), text)
+def as_mapping(config: Any) -> dict[str, Any]:
+    """A configuration as plain lists and dictionaries, defaults included."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def save_config(config: Any, path: str | Path) -> None:
+    """Write the configuration with all defaults, whole or not at all, so that the file alone reproduces the run."""
+    draft = Path(path).with_name(Path(path).name + ".part")
+    draft.write_text(yaml.safe_dump(as_mapping(config), sort_keys=False), encoding="utf-8")
+    draft.replace(path)
+
+
+def _sentence(cls: Any, error: ValidationError) -> str:
+    found = error.errors()
+    for problem in found:
+        if problem["type"] == "unexpected_keyword_argument":
+            *sections, key = problem["loc"]
+            for name in sections:
+                hint = next(each.type for each in dataclasses.fields(cls) if each.name == name)
+                cls = next(filter(dataclasses.is_dataclass, (hint, *getattr(hint, "__args__", ()))))
+            known = sorted(each.name for each in dataclasses.fields(cls))
+            return unknown("key", str(key), known, within="".join(f"{name}." for name in sections))
+    missing = [".".join(map(str, problem["loc"])) for problem in found if problem["type"] == "missing"]
+    if missing:
+        verb, pronoun = ("is", "it has") if len(missing) == 1 else ("are", "they have")
+        return f"{', '.join(missing)} {verb} missing; {pronoun} no default"
+    problem, where = found[0], ".".join(map(str, found[0]["loc"]))
+    if problem["type"] == "value_error":
+        return f"{where}.{problem['ctx']['error']}" if where else str(problem["ctx"]["error"])
+    wanted = problem["msg"].removeprefix("Input should ").replace("a valid array", "a list")
+    wanted = wanted.replace("an object", "a mapping of keys to values")
+    return f"{where} must {wanted}, got {problem['input']!r}"
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals or not name:
         raise ValueError(f"an override has the form section.key=value, got {override!r}")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError:  # for example **/*.py: in YAML * begins an alias
+        value = text
+    if (
+        name == "tokenizer.kind"
+        and isinstance(values.get("tokenizer"), dict)
+        and values["tokenizer"].get("kind") != value
+    ):
+        values["tokenizer"] = {}
     *sections, key = name.split(".")
     for section in sections:
-        inner = values.setdefault(section, {})
-        if not isinstance(inner, dict):
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
             raise ValueError(f"{section!r} in the override {override!r} is not a section")
-        values = inner
-    try:
-        values[key] = parse_yaml(text)
-    except yaml.YAMLError:  # for example **/*.py: in YAML * begins an alias
-        values[key] = text
+    values[key] = value
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number, and a key that is given twice an error instead of its last value."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """As YAML's own."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise ValueError(f"the key {key.value!r} is given twice, again in line {key.start_mark.line + 1}")
+                seen.add(key.value)
+        return node
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"]
+)

@@ -1,12 +1,21 @@
 """The conversion recipe: a YAML file with up to three stages."""
 
 import dataclasses
-import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from deltazoo.training.config import DataConfig, OptimizationConfig, RunConfig, TokenizerConfig, load_as
+from pydantic.dataclasses import dataclass
+
+from deltazoo.training.config import (
+    STRICT,
+    DataConfig,
+    NotNegative,
+    OptimizationConfig,
+    RunConfig,
+    TokenizerConfig,
+    load_as,
+)
 
 __all__ = [
     "STAGES",
@@ -23,7 +32,7 @@ STAGES = ("align", "distill", "finetune")
 """Names of the stages, in order."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class StageConfig(OptimizationConfig):
     """One stage: an `OptimizationConfig` and the parameters that it trains.
 
@@ -40,7 +49,7 @@ class StageConfig(OptimizationConfig):
         """Refuse what needs several processes."""
         super().__post_init__()
         if self.context_parallel > 1 or self.fully_shard:
-            raise ValueError(f"{self.section}: a conversion runs in one process, without context_parallel, fully_shard")
+            raise ValueError("context_parallel and fully_shard are refused: a conversion runs in one process")
 
     def as_run(self, output: Path, rule: str, tokenizer: Path, data: DataConfig, seed: int) -> RunConfig:
         """The stage as a `RunConfig`."""
@@ -55,7 +64,7 @@ class StageConfig(OptimizationConfig):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class AlignmentConfig(StageConfig):
     """Each new layer learns the output of the attention it replaces, on that attention's inputs.
 
@@ -72,13 +81,13 @@ class AlignmentConfig(StageConfig):
         """Refuse keys that have no effect in this stage."""
         super().__post_init__()
         if self.trains != "swapped":
-            raise ValueError(f"align.trains must be 'swapped': no gradient reaches other layers, got {self.trains!r}")
+            raise ValueError(f"trains must be 'swapped': no gradient reaches other layers, got {self.trains!r}")
         for name in ("compile", "gradient_checkpointing"):
             if getattr(self, name):
-                raise ValueError(f"align.{name} has no meaning: each layer's loss is taken inside the forward pass")
+                raise ValueError(f"{name} has no meaning: each layer's loss is taken inside the forward pass")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DistillationConfig(StageConfig):
     """The model learns the original's predictions: Kullback-Leibler divergence at temperature 1, token by token.
 
@@ -89,16 +98,10 @@ class DistillationConfig(StageConfig):
 
     section: ClassVar[str] = "distill"
 
-    text_weight: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check the weight."""
-        super().__post_init__()
-        if not 0.0 <= self.text_weight < math.inf:
-            raise ValueError(f"distill.text_weight must be finite and not negative, got {self.text_weight}")
+    text_weight: NotNegative = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class FineTuningConfig(StageConfig):
     """The model learns the text itself.
 
@@ -109,7 +112,7 @@ class FineTuningConfig(StageConfig):
     section: ClassVar[str] = "finetune"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ConversionConfig:
     """How a model whose attention was swapped is trained.
 
@@ -138,13 +141,6 @@ class ConversionConfig:
     def stages(self) -> list[StageConfig]:
         """The configured stages, in order."""
         return [stage for stage in (self.align, self.distill, self.finetune) if stage is not None]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain lists and dictionaries, defaults included."""
-        values = dataclasses.asdict(self)
-        for stage in self.stages:
-            values[stage.section]["betas"] = list(stage.betas)
-        return values
 
 
 def load_conversion(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> ConversionConfig:

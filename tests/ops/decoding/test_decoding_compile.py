@@ -21,6 +21,7 @@ from deltazoo.ops.decoding import (  # noqa: E402
     between_products,
     convolution,
     greedy_token,
+    gumbel_scores,
     low_rank_maps,
     product,
     row_product,
@@ -130,6 +131,11 @@ def choose() -> None:
     greedy_token.greedy_token(empty(4, 32000), empty(1, dtype=torch.int64), rows, 0, empty(4, 1, dtype=torch.int64))
 
 
+def draw() -> None:
+    wide, whole = empty(4, 1, dtype=torch.float32), empty(4, 1, dtype=torch.int64)
+    gumbel_scores.gumbel_scores(empty(4, 32000), empty(4, 1), wide, whole, whole)
+
+
 CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     **{f"step_token_{part}": (3, partial(token_of, part)) for part in ("mixer", "swapped", "o", "mlp", "down")},
     **{
@@ -175,6 +181,7 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "step_add": (8, lambda: add(4)),
     "step_swiglu": (8, lambda: between_products.swiglu_parts(empty(2, 64, 5632), torch.bfloat16)),
     "step_greedy": (4, choose),
+    "step_drawn": (4, draw),
 }
 """Blocks of four warps that a multiprocessor has registers for, at least, and the call."""
 

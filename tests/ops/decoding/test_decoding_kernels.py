@@ -23,11 +23,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from deltazoo.generation.sampling import uniform_numbers  # noqa: E402
 from deltazoo.layers.rule import bounded_step, effective_step  # noqa: E402
 from deltazoo.ops.decay import DECAY_GATES  # noqa: E402
 from deltazoo.ops.decoding.between_products import HeadNorm, add_parts, norm_heads, swiglu_parts  # noqa: E402
 from deltazoo.ops.decoding.convolution import Convolution, convolve_parts  # noqa: E402
 from deltazoo.ops.decoding.greedy_token import greedy_token  # noqa: E402
+from deltazoo.ops.decoding.gumbel_scores import gumbel_scores  # noqa: E402
 from deltazoo.ops.decoding.low_rank_maps import LowRankGate, low_rank_gates  # noqa: E402
 from deltazoo.ops.decoding.product import token_product  # noqa: E402
 from deltazoo.ops.decoding.row_product import row_product  # noqa: E402
@@ -569,6 +571,35 @@ def test_greedy_tokens_on_the_gpu() -> None:
     check_greedy_tokens(greedy_tokens("cuda"))
 
 
+def gumbel(device: str) -> Results:
+    """Scores of rows with seeds of 64 bits: greedy, cold, warm and hot ones, and one each with NaN, +inf and -inf."""
+    logits = torch.randn(6, 2051, generator=torch.Generator().manual_seed(0)).to(HALF)
+    logits[3, 7], logits[4, 8], logits[5, 9] = float("nan"), float("inf"), float("-inf")
+    seed = torch.tensor([[0], [1], [2**40 + 5], [-1], [-(2**63)], [7]])
+    position = torch.tensor([[0], [3], [2**20], [1], [2], [70_000]])
+    temperature = torch.tensor([[0.0], [1e-30], [0.7], [1.0], [1.0], [30.0]])
+    given = [x.to(device) for x in (logits, logits.amax(-1, keepdim=True), temperature, seed, position)]
+    logits, largest, temperature, seed, position = (x.cpu() for x in given)
+    noise = -torch.log(-torch.log1p(-uniform_numbers(seed, position, 2051)))
+    warm = (logits.float() - largest.float()) / temperature.masked_fill(temperature == 0, 1) + noise
+    return {"scores": gumbel_scores(*given), "expected": torch.where(temperature == 0, logits.float(), warm)}
+
+
+def check_gumbel(found: Results) -> None:
+    scores, expected = found["scores"].cpu(), found["expected"]
+    torch.testing.assert_close(scores, expected, rtol=1e-6, atol=2e-6, equal_nan=True)
+    assert torch.equal(scores.argmax(-1), expected.argmax(-1))
+
+
+def test_gumbel_scores_interpreted(interpreted: dict[str, Results]) -> None:
+    check_gumbel(interpreted["gumbel"])
+
+
+@pytest.mark.gpu
+def test_gumbel_scores_on_the_gpu() -> None:
+    check_gumbel(gumbel("cuda"))
+
+
 if __name__ == "__main__":
     computed = {case.name: case.run("cpu") for case in INTERPRETED}
-    torch.save(computed | {"greedy": greedy_tokens("cpu")}, sys.argv[1])
+    torch.save(computed | {"greedy": greedy_tokens("cpu"), "gumbel": gumbel("cpu")}, sys.argv[1])

@@ -1,0 +1,173 @@
+"""The captured stacks of a model: when one is made, when one is replayed, and what `deltazoo.report` says of it.
+
+A shape is captured when it comes for the third time, in that call. The calls before it run eagerly, as do all calls
+that no graph fits, with a reason that is counted.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltazoo.models.captured_training.call import StackCall, UnknownArgument, surroundings
+from deltazoo.models.captured_training.conditions import why_not_now
+from deltazoo.models.captured_training.graphs import CapturedStack, GraphMemory, NotCapturedError
+
+__all__ = ["describe_captured", "forget_captured", "run_blocks"]
+
+_Calls = Sequence[tuple[nn.Module, Mapping[str, Any]]]
+_ATTRIBUTE = "_captured_training"
+_EAGER_CALLS = 2
+"""Calls of a form before the one that captures it."""
+_MOST_GRAPHS = 8
+_MOST_FORMS = 512
+"""Forms whose calls are counted."""
+_MOST_RECAPTURES = 3
+"""Of stacks that were dropped because the model changed."""
+_MOST_FAILURES = 2
+_PATIENCE = 3
+"""Calls with other settings than a stack was captured with before it is dropped: hooks may be there for a step."""
+
+
+def run_blocks(model: Any, calls: _Calls, x: Tensor, *, wanted: bool = True) -> Tensor:
+    """Hidden states `[B, T, D]` after the last block; in training by a captured stack where one can serve.
+
+    Args:
+        model: whose blocks they are; it keeps what is captured.
+        calls: blocks in order, each with its keyword arguments.
+        x: `[B, T, D]`, the input of the first block.
+        wanted: whether to capture at all.
+    """
+    if wanted and not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
+        return _kept(model).run(model.config, calls, x)
+    return _run(calls, x)
+
+
+def describe_captured(model: nn.Module) -> str | None:
+    """How the training steps of a model have run, and why; None if there have been none."""
+    kept = next((vars(m)[_ATTRIBUTE] for m in model.modules() if _ATTRIBUTE in vars(m)), None)
+    return None if kept is None else kept.describe()
+
+
+def forget_captured(model: nn.Module) -> None:
+    """Free all graphs of a model. What was counted is forgotten, too, so that a form must come three times again."""
+    for module in model.modules():
+        vars(module).pop(_ATTRIBUTE, None)
+
+
+def _kept(model: nn.Module) -> "_KeptStacks":
+    if _ATTRIBUTE not in vars(model):
+        vars(model)[_ATTRIBUTE] = _KeptStacks()
+    return vars(model)[_ATTRIBUTE]
+
+
+def _run(calls: _Calls, x: Tensor) -> Tensor:
+    for block, arguments in calls:
+        x = block(x, **arguments)
+    return x
+
+
+class _KeptStacks:
+    """Captured stacks by form, and counts. Copies of a model start with an empty one."""
+
+    def __init__(self) -> None:
+        self.stacks: dict[Any, CapturedStack] = {}
+        self.memory: GraphMemory | None = None
+        self.seen: Counter[Any] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.replayed = self.recaptures = self.failures = 0
+        self.failed: dict[Any, str] = {}
+        self.off: str | None = None
+
+    def __deepcopy__(self, memo: object) -> "_KeptStacks":
+        return _KeptStacks()
+
+    def __reduce__(self) -> Any:
+        return _KeptStacks, ()
+
+    def run(self, config: Any, calls: _Calls, x: Tensor) -> Tensor:
+        """Hidden states after the last block, captured or eager."""
+        out = self._replay(config, calls, x)
+        if isinstance(out, Tensor):
+            self.replayed += 1
+            return out
+        self.reasons[out] += 1
+        return _run(calls, x)
+
+    def _replay(self, config: Any, calls: _Calls, x: Tensor) -> Tensor | str:
+        """The hidden states by a replay, or why there is none."""
+        reason = self.off or why_not_now(x)
+        if reason is not None:
+            return reason
+        try:
+            call = StackCall(calls)
+        except UnknownArgument as error:
+            return str(error)
+        form = call.form, surroundings(x)
+        stack = self.stacks.get(form) or self._capture(form, call, x, config)
+        if isinstance(stack, str):
+            return stack
+        if stack.memory.pending:
+            return "the backward pass of an earlier forward pass is still to come"
+        if not stack.weights.same():
+            return self._drop(form, "parameters or buffers have been moved, replaced, frozen or unfrozen")
+        if stack.stale and not stack.settings.same():
+            stack.stale += 1
+            changed = "modules, hooks or settings of the blocks have changed"
+            return self._drop(form, changed) if stack.stale > _PATIENCE else changed
+        out = stack.run(call, x)
+        if out is None:
+            stack.stale = 1
+            return "modules, hooks or settings of the blocks have changed"
+        stack.stale = 0
+        return out
+
+    def _drop(self, form: Any, reason: str) -> str:
+        del self.stacks[form]
+        self.recaptures += 1
+        return reason
+
+    def _capture(self, form: Any, call: StackCall, x: Tensor, config: Any) -> CapturedStack | str:
+        """A captured stack for calls of this form, or why there is none now."""
+        if form in self.failed:
+            return self.failed[form]
+        if len(self.seen) == _MOST_FORMS:
+            self.seen.clear()
+        self.seen[form] += 1
+        if self.seen[form] <= _EAGER_CALLS:
+            return f"a shape is captured when it comes for the {_EAGER_CALLS + 1}rd time"
+        if len(self.stacks) == _MOST_GRAPHS:
+            return f"{_MOST_GRAPHS} shapes are captured already: pad to fewer ones (pad_to_multiple_of)"
+        if self.recaptures > _MOST_RECAPTURES:
+            return f"the blocks have changed more than {_MOST_RECAPTURES} times"
+        if self.memory is None or self.memory.device != x.device:
+            self.memory = GraphMemory(x.device)
+        if self.memory.pending:
+            return "the backward pass of an earlier forward pass is still to come"
+        try:
+            stack = CapturedStack(call, x, config, self.memory)
+        except NotCapturedError as error:
+            self.failed[form] = str(error)
+        except Exception as error:
+            self.failed[form] = f"the capture failed ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+            self.failures += 1
+            if isinstance(error, torch.OutOfMemoryError):
+                self.stacks.clear()
+            if self.failures == _MOST_FAILURES or isinstance(error, torch.OutOfMemoryError):
+                self.off = self.failed[form]
+        else:
+            self.stacks[form] = stack
+            return stack
+        return self.failed[form]
+
+    def describe(self) -> str:
+        """Lines for `deltazoo.report`."""
+        shapes = [f"{' x '.join(map(str, stack.x.shape[:2]))}" for stack in self.stacks.values()]
+        eager = sum(self.reasons.values())
+        lines = [f"training steps: {self.replayed:,} replayed from CUDA graphs, {eager:,} eager"]
+        if shapes:
+            lines.append(f"  captured shapes: {', '.join(shapes)}")
+        lines += [f"  {count:,} eager: {reason}" for reason, count in self.reasons.most_common()]
+        return "\n".join(lines)
