@@ -143,7 +143,7 @@ class DifferentiableOperator(Operator):
         # `Eager.apply` without its part in Python, a third of its time, which looks for transforms: there are none. In
         # the backward pass torch would look for the function by name.
         self.record = super(torch.autograd.Function, Eager).apply
-        Eager._backward_cls.apply = Eager.backward
+        Eager._backward_cls.apply = Eager.backward  # type: ignore[attr-defined]
 
     def __call__(self, *arguments: Any) -> Any:
         """Results of a call that autograd records if gradients are wanted."""
