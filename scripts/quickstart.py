@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.syntax import Syntax
 
-from deltazoo.training.run_folder import has_saved
+from deltazoo.training.folder import has_saved
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console()
@@ -73,7 +73,7 @@ def report(run: Path, figures: dict, sampling_speed: float, on_gpu: bool) -> int
     """Print whether it worked and what to do next; returns the exit status."""
     training = json.loads((run / "result.json").read_text(encoding="utf-8"))
     baselines = {baseline["name"]: baseline["bits_per_byte"] for baseline in figures["baselines"]}
-    goal = "xz -9" if on_gpu else "order-2 byte model"
+    goal = "xz -9"
     margin = baselines[goal] - figures["bits_per_byte"]
     curve = run / "loss.png"  # drawn where matplotlib is installed
     console.print(

@@ -17,7 +17,7 @@ ON_ONE_WORKER = (
     "tests/ops/fused/test_layers.py",
     "tests/ops/triton/test_step.py",
     "tests/ops/triton/test_delta_rule.py",
-    "tests/training/test_conversion.py",
+    "tests/training/test_distill.py",
 )
 
 

@@ -6,6 +6,7 @@ import copy
 import random
 import string
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import tiny_serving
 
 from deltazoo.serving import (
-    Counters,
     EngineError,
     EngineStopped,
     Piece,
@@ -56,6 +56,7 @@ class FakeEngine:
 
     def __init__(self, tokenizer: Any, *, places: int = 8, max_queue: int = 256, seconds: float = 0.001) -> None:
         self.tokenizer, self.places, self.max_queue, self.seconds = tokenizer, places, max_queue, seconds
+        self.context_limit = CONTEXT
         self.steps: threading.Semaphore | None = None
         self.requests: list[Request] = []
         self.is_running = False
@@ -98,8 +99,8 @@ class FakeEngine:
             self._waiting.extend(Entry(key, request, deliver) for key, request in requests)
 
     def status(self) -> Status:
-        counters = Counters(running=len(self._running), waiting=len(self._waiting), finished=dict(self.finished))
-        return Status(self.is_running, counters)
+        counters = Counter(running=len(self._running), waiting=len(self._waiting))
+        return Status(self.is_running, counters, Counter(self.finished))
 
     def stop(self, *, timeout: float | None = None) -> None:
         self.is_running = False

@@ -179,7 +179,7 @@ import importlib, pkgutil, sys, types
 import deltazoo
 
 for module in pkgutil.walk_packages(deltazoo.__path__, "deltazoo."):
-    if module.name not in ("deltazoo.__main__", "deltazoo.training.harness_model"):  # a program; needs lm_eval
+    if module.name != "deltazoo.__main__":  # a program
         importlib.import_module(module.name)
 for name, package in sorted(sys.modules.items()):
     if name.partition(".")[0] == "deltazoo" and hasattr(package, "__path__"):

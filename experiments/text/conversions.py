@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.swap import swap_attention, swapped_layers
-from deltazoo.training.stage_trainers import choose_trained_parameters, divergence, next_token_loss, teacher_forced
+from deltazoo.training.distill import choose_trained_parameters, divergence, next_token_loss, teacher_forced
 from experiments.configurations import SOFTMAX
 from experiments.loop import Loop, autocast, rate_factor
 from experiments.runner import Job, Line
@@ -121,7 +121,7 @@ def convert(
     model = copy.deepcopy(original).requires_grad_(True)
     if (job["rule"], job["layers"]) != CONTROL:
         torch.manual_seed(job["seed"])
-        swap_attention(model, job["rule"], layers=job["layers"], keep_teacher=True)
+        swap_attention(model, job["rule"], layers=job["layers"])
     swapped = sorted(swapped_layers(model))
     if on_gpu := torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -164,7 +164,7 @@ def convert(
 
 
 def _align(original: Any, model: Any, rows: Tensor) -> tuple[Tensor]:
-    with autocast(rows.device), teacher_forced(swapped_layers(model).values()) as errors:
+    with autocast(rows.device), teacher_forced(model, original) as errors:
         model.model(input_ids=rows[:, :-1], use_cache=False)
     return (torch.stack(errors).mean(),)
 

@@ -17,7 +17,7 @@ from transformers import CompileConfig, DynamicCache, LogitsProcessorList, Stati
 from transformers.generation.streamers import BaseStreamer
 
 import deltazoo
-from deltazoo.generation import capture, kept_steps, step
+from deltazoo.generation import capture, hf_generate, step
 from deltazoo.generation.static_cache import FixedTensors
 
 WAYS = {
@@ -71,7 +71,7 @@ def test_left_padded(case, device):
 def test_one_step_is_captured_and_the_rest_is_replayed(case, monkeypatch):
     captures, steps = [], []
 
-    def counting(step, changed, generators, compiled):
+    def counting(step, changed, *, compiled):
         captures.append(len(changed))
         return lambda: (steps.append(1), step())
 
@@ -276,7 +276,7 @@ class TestWithoutKeyword:
 
     def test_too_little_memory_for_all_keys_at_once(self, captures, monkeypatch):
         model, ids = tiny_model("hybrid"), tokens(2, 6)
-        monkeypatch.setattr(kept_steps, "_free_bytes", lambda device: 10_000)
+        monkeypatch.setattr(hf_generate, "_free_bytes", lambda device: 10_000)
         assert torch.equal(generate(model, ids), plain(model, ids, max_new_tokens=8))
         assert not captures
         generate(tiny_model("gated_deltanet"), ids)
@@ -285,7 +285,7 @@ class TestWithoutKeyword:
     def test_a_step_that_cannot_be_captured(self, captures, monkeypatch):
         attempts = []
 
-        def failing(step, changed, generators, compiled):
+        def failing(step, changed, *, compiled):
             attempts.append(step)
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
@@ -402,7 +402,7 @@ class TestBetweenCalls:
 
     def test_much_memory_is_freed(self, captures, monkeypatch):
         model, ids = tiny_model("gated_deltanet"), tokens(2, 6)
-        monkeypatch.setattr(kept_steps, "_total_bytes", lambda device: 64_000)
+        monkeypatch.setattr(hf_generate, "_total_bytes", lambda device: 64_000)
         generate(model, ids)
         assert vars(model)["_captured_steps"].kept is None
 
@@ -424,7 +424,7 @@ class TestBetweenCalls:
     def test_a_model_is_freed_with_its_last_reference(self, captures, monkeypatch):
         """A graph holds no Python objects, and what is kept with it must hold no reference to the model."""
 
-        def run_once(step, changed, generators, compiled):
+        def run_once(step, changed, *, compiled):
             step()
             return lambda: None
 

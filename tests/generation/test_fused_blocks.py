@@ -6,7 +6,6 @@ The interpreter has to be chosen before Triton is imported, so a child process r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -24,9 +23,9 @@ from transformers import DynamicCache, StaticCache
 import deltazoo
 from deltazoo.generation import fused_blocks
 from deltazoo.generation.cache import DeltaRuleCacheLayer
-from deltazoo.generation.fused_blocks import FusedBlocks, why_not_fused
-from deltazoo.generation.merged_projections import MergedProjections
+from deltazoo.generation.merged import merged_products
 from deltazoo.generation.static_cache import fixed_cache
+from deltazoo.generation.step import StepModules
 from deltazoo.layers import LayerInput, layer_class
 from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.ops.step_size import STEP_SIZES
@@ -92,13 +91,13 @@ SMALL = {
 def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """One entry per fused step of a block from here on."""
     steps: list[object] = []
-    step = fused_blocks._FusedBlock._step
+    step = fused_blocks.FusedBlock._step
 
     def counted(self, *arguments):
         steps.append(self)
         return step(self, *arguments)
 
-    monkeypatch.setattr(fused_blocks._FusedBlock, "_step", counted)
+    monkeypatch.setattr(fused_blocks.FusedBlock, "_step", counted)
     return steps
 
 
@@ -227,13 +226,14 @@ def test_tokens_on_a_gpu(case):
 def last_results(model, ids, *, fused=None):
     """Logits and states after two decoding steps by merged projections, in blocks that run fused or as they are; with
     None by neither."""
-    projections = MergedProjections(model)
-    blocks = FusedBlocks(model, projections)
-    assert fused is None or len(blocks.blocks) == (len(swapped_layers(model)) or len(model.model.layers))
+    products = merged_products(model)
+    blocks = fused_blocks.fused_blocks(model, products)
+    assert fused is None or len(blocks) == (len(swapped_layers(model)) or len(model.model.layers))
+    parts = [] if fused is None else [*products, *(blocks if fused else [])]
     cache = fixed_cache(model, 100)
     with torch.no_grad():
         model(ids[:, :-2], past_key_values=cache)
-        with blocks.active() if fused else nullcontext(), nullcontext() if fused is None else projections.active():
+        with StepModules(parts).replaced():
             for token in ids[:, -2:].split(1, dim=1):
                 logits = model(token, past_key_values=cache).logits[:, -1].double()
     states = {
@@ -273,12 +273,16 @@ def on_any_device(monkeypatch):
         raise AssertionError("fused")
 
     monkeypatch.setattr(fused_blocks, "takes_kernel", lambda *_, **__: True)
-    monkeypatch.setattr(fused_blocks._FusedBlock, "_step", refuse)
+    monkeypatch.setattr(fused_blocks.FusedBlock, "_step", refuse)
+
+
+def blocks_of(model):
+    return fused_blocks.fused_blocks(model, merged_products(model))
 
 
 def reason(model, index=0):
-    products = {id(product.linears[0]): product for product in MergedProjections(model).products}
-    return why_not_fused(model.model.layers[index], products)
+    products = {id(product.linears[0]): product for product in merged_products(model)}
+    return fused_blocks.why_not_fused(model.model.layers[index], products)
 
 
 def with_a_hook(model):
@@ -412,7 +416,7 @@ def test_a_fixed_decay_is_that_of_the_layers_heads(on_any_device):
     for mixer in mixers:
         mixer.num_heads = mixer.num_v_heads = 1
         mixer.head_share = (1, 2)
-    for block, expected in zip(FusedBlocks(model, MergedProjections(model)).blocks, of_all_heads, strict=True):
+    for block, expected in zip(blocks_of(model), of_all_heads, strict=True):
         assert torch.equal(block._fixed_decay, expected[1:])
 
 
@@ -428,17 +432,16 @@ def test_a_gate_of_low_rank_with_an_adapter_runs_as_it_is(on_any_device):
 
 def test_nothing_runs_fused_on_a_cpu():
     model = tiny_model("delta_net")
-    assert not FusedBlocks(model, MergedProjections(model)).blocks
+    assert not blocks_of(model)
 
 
 def test_a_block_that_changes_later_runs_as_it_is(on_any_device):
     model, ids = tiny_model("delta_net"), tokens(1, 4)
-    projections = MergedProjections(model)
-    blocks = FusedBlocks(model, projections)
+    blocks = StepModules(blocks_of(model))
     for block in model.model.layers:
         block.attn.o_norm.register_forward_hook(lambda *args: None)
     cache = StaticCache(config=model.config, max_cache_len=10)
-    with torch.no_grad(), blocks.active():
+    with torch.no_grad(), blocks.replaced():
         for piece in ids.split(1, dim=1):
             model(piece, past_key_values=cache)
 
@@ -448,11 +451,11 @@ def test_calls_that_cannot_run_fused_run_as_they_are(kind, on_any_device):
     model = tiny_model("delta_net")
     rows = 2
     ids = tokens(rows, 8)
-    blocks = FusedBlocks(model, MergedProjections(model))
+    blocks = StepModules(blocks_of(model))
     expected = tiny_model("delta_net")(ids).logits[:, -1:]
     cache = DynamicCache(config=model.config) if kind == "dynamic cache" else StaticCache(model.config, max_cache_len=9)
     last = -2 if kind == "two tokens" else -1
-    with torch.set_grad_enabled(kind == "gradients"), blocks.active():
+    with torch.set_grad_enabled(kind == "gradients"), blocks.replaced():
         assert all("forward" in vars(block) for block in model.model.layers)
         if kind == "no cache":
             found = model(ids, use_cache=False).logits[:, -1:]
@@ -471,23 +474,23 @@ def test_calls_that_cannot_run_fused_run_as_they_are(kind, on_any_device):
 def test_a_block_makes_the_norm_of_the_block_after_it_alone(on_any_device):
     layer_types = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
     model = tiny_model("hybrid", num_hidden_layers=4, layer_types=layer_types)
-    first, second, last = FusedBlocks(model, MergedProjections(model)).blocks
+    first, second, last = blocks_of(model)
     assert first.following is second and second.following is None and last.following is None
 
 
 def test_no_norm_is_kept_for_a_block_that_changes(on_any_device):
     model = tiny_model("delta_net")
-    blocks = FusedBlocks(model, MergedProjections(model))
+    blocks = blocks_of(model)
     model.model.layers[1].attn.o_norm.register_forward_hook(lambda *args: None)
-    with blocks.active():
-        blocks.blocks[1].ready = torch.zeros(1), torch.zeros(1)
-    assert blocks.blocks[1].ready is None
+    with StepModules(blocks).replaced():
+        blocks[1].ready = torch.zeros(1), torch.zeros(1)
+    assert blocks[1].ready is None
 
 
 def test_a_call_that_can_run_fused_does(on_any_device):
     model = tiny_model("delta_net")
     cache = StaticCache(model.config, max_cache_len=9)
-    blocks = FusedBlocks(model, MergedProjections(model))
-    with torch.no_grad(), blocks.active(), pytest.raises(AssertionError, match="fused"):
+    blocks = StepModules(blocks_of(model))
+    with torch.no_grad(), blocks.replaced(), pytest.raises(AssertionError, match="fused"):
         for _ in range(2):
             model(tokens(2, 1), past_key_values=cache)

@@ -20,7 +20,7 @@ from transformers.models.phi.modeling_phi import PhiMLP
 
 import deltazoo
 from deltazoo.generation import library_modules
-from deltazoo.generation.library_modules import LibraryModules
+from deltazoo.generation.step import StepModules
 
 OF_EACH_FORM = ("llama", "olmo2", "gemma3_text")
 """Families with norms whose weight comes after rounding, before it, and as its difference from one."""
@@ -37,11 +37,15 @@ with mock.patch.object(tests.library_modules, "takes_kernel", lambda *_, **__: T
 
 
 def modules_of(model: nn.Module) -> list[Any]:
-    return [module for module, _ in LibraryModules(model)._kernels]
+    return [part.module for part in library_modules.library_modules(model)]
+
+
+def replaced(model: nn.Module) -> Any:
+    return StepModules(library_modules.library_modules(model)).replaced()
 
 
 def fused(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad(), LibraryModules(module).active():
+    with torch.no_grad(), replaced(module):
         assert "forward" in vars(module)
         return module(x)
 
@@ -104,16 +108,16 @@ def test_what_keeps_its_own_forward_pass(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(library_modules, "takes_kernel", lambda *_, **__: True)
     monkeypatch.setattr(library_modules.fused, "rms_norm", lambda x, *_, fused: torch.zeros_like(x))
     assert not fused(norm, x).any()
-    with LibraryModules(model).active():
+    with replaced(model):
         assert torch.equal(norm(x), expected)
     half = x.bfloat16()
     assert torch.equal(fused(norm, half), norm(half))
     handle = norm.register_forward_hook(lambda module, args, output: 2 * output)
-    with torch.no_grad(), LibraryModules(model).active():
+    with torch.no_grad(), replaced(model):
         assert torch.equal(norm(x), 2 * expected)
     handle.remove()
     norm.forward = lambda x: 3 * x
-    with torch.no_grad(), LibraryModules(model).active():
+    with torch.no_grad(), replaced(model):
         assert torch.equal(norm(x), 3 * x)
     assert "forward" in vars(norm)
 

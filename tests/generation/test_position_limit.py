@@ -7,7 +7,7 @@ from tiny_models import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import deltazoo
-from deltazoo.generation.position_limit import check_positions, learned_positions
+from deltazoo.generation.conditions import check_positions, learned_positions
 
 
 def opt():

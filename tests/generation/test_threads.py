@@ -11,8 +11,8 @@ from tiny_families import tiny_original
 from tiny_models import tiny_model, tokens
 
 import deltazoo
-from deltazoo.generation import Decoder, capture_conditions
-from deltazoo.generation.merged_projections import JointProduct, MergedProjections
+from deltazoo.generation import Decoder, conditions
+from deltazoo.generation.merged import JointProduct, merged_products
 
 KINDS = ["gated_deltanet", "hybrid", "swapped", "accelerated"]
 WAIT = 5.0
@@ -49,7 +49,7 @@ class Held:
     """Holds the first step of `deltazoo.generate` in one thread, with the forward passes that it has replaced."""
 
     def __init__(self, model, monkeypatch):
-        self.linear = MergedProjections(model).products[0].linears[0]
+        self.linear = merged_products(model)[0].linears[0]
         self.thread = None
         self.reached, self.may_end = threading.Event(), threading.Event()
         self.seconds = WAIT
@@ -122,7 +122,7 @@ def test_other_calls_run_the_modules_own_forward_passes(kind, run, monkeypatch):
         first = pool.submit(held.run, model, ids)
         assert held.reached.wait(WAIT)
         result = run(model, others)
-        assert held.is_replaced() and capture_conditions._unusual_module(model) is None
+        assert held.is_replaced() and conditions._unusual_module(model) is None
         held.may_end.set()
         assert torch.equal(first.result(), expected[0])
     assert torch.equal(result, expected[1])

@@ -10,7 +10,6 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,6 +148,7 @@ INTERNALS = (
     Internal("_current_level", "torch.autograd.forward_ad", "forward-mode derivatives"),
     Internal("_dynamo", "torch", "addresses that captured steps rely on"),
     Internal("_foreach_copy_", "torch", "states of all layers in one launch"),
+    Internal("_foreach_zero_", "torch", "states of all layers in one launch"),
     Internal("_forward_hooks", "torch.nn.modules.module", "a module with hooks is called"),
     Internal("_forward_pre_hooks", "torch.nn.modules.module", "a module with hooks is called"),
     Internal("_forward_pre_hooks_with_kwargs", "torch.nn.modules.module", "our hook is removed again"),
@@ -253,7 +253,7 @@ def _internals_in(tree: ast.AST, defined_anywhere: set[str]) -> Iterator[str]:
 def _overridden() -> Iterator[tuple[str, type]]:
     """Private members of our classes that a base class of transformers or torch has as well."""
     for found in pkgutil.walk_packages(deltazoo.__path__, "deltazoo."):
-        if found.name.endswith("__main__") or (found.name.endswith(".harness_model") and find_spec("lm_eval") is None):
+        if found.name.endswith("__main__"):
             continue
         for cls in vars(importlib.import_module(found.name)).values():
             if inspect.isclass(cls) and cls.__module__.startswith("deltazoo."):

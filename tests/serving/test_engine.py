@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -16,9 +17,8 @@ import deltazoo
 from deltazoo.generation.prompt_rows import PromptRows
 from deltazoo.serving import Engine, EngineError, EngineStopped, QueueFull, Request, RequestError
 from deltazoo.serving import engine as serving_engine
-from deltazoo.serving.model_limits import sizes_of_passes
-from deltazoo.serving.prefill import Prefill
-from deltazoo.serving.prefix_cache import PrefixCache
+from deltazoo.serving.engine import _sizes_of_passes
+from deltazoo.serving.prefill import Prefill, PrefixCache
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -72,26 +72,40 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("case", ["gated_deltanet", "kda_without_conv", "hybrid"])
-def test_greedy_tokens_are_those_of_generate(case, engine_of):
-    engine = engine_of(tiny(case), widths=(1, 2, 4))
-    streams = [engine.submit(request(length, max_tokens=12)) for length in (1, 7, 8, 9, 40)]
+def model_of_kind(kind):
+    if kind == "swapped":
+        model = tiny_original("llama", vocab_size=258)
+        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
+    elif kind == "accelerated":
+        model = foreign_model("qwen3_next", vocab_size=258)
+        deltazoo.accelerate(model)
+    else:
+        model = tiny(kind)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["gated_deltanet", "kda_without_conv", "hybrid", "swapped", "accelerated"])
+def test_greedy_tokens_are_those_of_generate(kind, engine_of):
+    engine = engine_of(model_of_kind(kind), widths=(1, 2, 4), context_limit=60)
+    streams = [engine.submit(request(length, max_tokens=12, ignore_eos=True)) for length in (1, 7, 8, 9, 40)]
     for stream in streams:
         prompt = torch.tensor([stream.request.prompt])
         expected = deltazoo.generate(engine.model, prompt, max_new_tokens=12, eos_token_id=[])
         assert tokens_of(stream) == expected[0, prompt.shape[1] :].tolist()
 
 
-def model_of_kind(kind):
-    if kind == "swapped":
-        model = tiny_original("llama")
-        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
-    elif kind == "accelerated":
-        model = foreign_model("qwen3_next")
-        deltazoo.accelerate(model)
-    else:
-        model = tiny(kind)
-    return model
+@pytest.mark.parametrize("drawing", [{}, {"top_k": 20, "top_p": 0.8}])
+def test_a_seed_draws_the_tokens_of_generate(drawing, engine_of):
+    engine, drawing = engine_of(), {"temperature": 1.2, "seed": 7, **drawing}
+    prompt = prompt_of(21)
+    made = tokens_of(engine.submit(request(21, max_tokens=30, **drawing)))
+    ids = deltazoo.generate(engine.model, torch.tensor([prompt]), max_new_tokens=30, eos_token_id=[], **drawing)
+    assert made == ids[0, 21:].tolist() != tokens_of(engine.submit(request(21, max_tokens=30)))
+
+
+def test_a_model_without_our_layers_is_refused(engine_of):
+    with pytest.raises(ValueError, match="with our delta-rule layers .* got LlamaForCausalLM"):
+        engine_of(tiny_original("llama"))
 
 
 def with_sizes(engine, sizes):
@@ -110,11 +124,9 @@ def as_on_a_gpu(engine, sizes=(3,)):
 
 
 def test_sizes_of_passes():
-    experts = foreign_model("qwen3_next")
-    found = [sizes_of_passes(model, several=True) for model in (tiny("gated_deltanet"), tiny("hybrid"), experts)]
-    assert found == [(1, 2, 4, 8, 16), (1, 2, 4), (1,)]
-    found = [sizes_of_passes(model, several=False) for model in (tiny("gated_deltanet"), tiny("hybrid"), experts)]
-    assert found == [(8,), (4,), (1,)]
+    models = tiny("gated_deltanet"), tiny("hybrid"), foreign_model("qwen3_next")
+    found = [[_sizes_of_passes(model, several=several) for model in models] for several in (True, False)]
+    assert found == [[(1, 2, 4, 8, 16), (1, 2, 4), (1,)], [(8,), (4,), (1,)]]
 
 
 def test_passes_of_several_sizes(engine_of, monkeypatch):
@@ -155,7 +167,6 @@ def test_prompts_that_come_during_a_pass_share_a_later_one(engine_of, monkeypatc
 @pytest.mark.parametrize(
     ("case", "device", "arranged"),
     [
-        ("gated_deltanet", "cpu", Engine.__enter__),
         ("hybrid_kda", "cpu", Engine.__enter__),
         ("gated_deltanet", "cpu", as_on_a_gpu),
         ("hybrid_kda", "cpu", as_on_a_gpu),
@@ -251,17 +262,17 @@ class TestPrefixes:
         # Multiples of 8 within the former prompt; all but its last token the second time.
         assert cached == [0, 20, 16, 37, 32, 54]
         counters = with_cache.status().counters
-        assert (counters.prefix_hits, counters.prefix_misses) == (5, 1)
-        assert counters.prefix_tokens == sum(cached)
-        assert counters.prefix_bytes == with_cache.prefixes.nbytes > 0 == without.status().counters.prefix_bytes
+        assert (counters["prefix_hits"], counters["prefix_misses"]) == (5, 1)
+        assert counters["prefix_tokens"] == sum(cached)
+        assert counters["prefix_bytes"] == with_cache.prefixes.nbytes > 0 == without.status().counters["prefix_bytes"]
 
     def test_samples_of_one_prompt_run_it_once(self, engine_of):
         engine = engine_of()
         first = result_of(engine.submit(request(30, temperature=1.0, seed=1)))
-        passes = engine.status().counters.pieces
+        passes = engine.status().counters["pieces"]
         more = [engine.submit(request(30, temperature=1.0, seed=seed)) for seed in range(1, 5)]
         results = [result_of(stream) for stream in more]
-        assert passes == 4 == engine.status().counters.pieces
+        assert passes == 4 == engine.status().counters["pieces"]
         assert results[0] == first and len({tuple(result[0]) for result in results}) == 4
 
     @pytest.mark.parametrize("size", [1, 3])
@@ -277,12 +288,16 @@ class TestPrefixes:
         assert starts == [0, 8, 16, 24, 24]
         assert sorted(stream.cached_tokens for stream in streams) == [0, 24, 29] and results[0] == results[1][:1]
 
-    def test_memory_stays_within_its_bounds(self, engine_of):
-        state = engine_of(start=False).table.empty.nbytes
-        engine = engine_of(prefix_memory=3 * state + 1)
-        for seed in range(5):
-            list(engine.submit(request(20, seed)))
-        assert len(engine.prefixes) == 3 and engine.prefixes.nbytes == 3 * state
+    def test_memory_stays_within_its_bounds_and_what_goes_is_computed_again(self, engine_of):
+        without = engine_of(prefix_memory=0)
+        state = without.table.empty.nbytes
+        engine, hits = engine_of(prefix_memory=3 * state + 1), []
+        for text in (0, 1, 2, 2, 0, 1, 1):
+            stream = engine.submit(request(20, text, logprobs=2))
+            assert result_of(stream) == result_of(without.submit(request(20, text, logprobs=2)))
+            hits.append(stream.cached_tokens)
+            assert len(engine.prefixes) <= 3 and engine.prefixes.nbytes == len(engine.prefixes) * state
+        assert hits == [0, 0, 0, 19, 0, 0, 19]
 
 
 class TestSampling:
@@ -334,11 +349,10 @@ class TestEnds:
         stream = engine.submit(Request(prompt=prompt_of(13), temperature=0))
         assert len(tokens_of(stream)) == 7
         with pytest.raises(RequestError, match="20 tokens and at least 1 are to follow, .* limit of 20"):
-            engine.submit(request(20, max_tokens=None))
+            engine.submit(Request(prompt=(10**6,) * 20))  # before any token is looked at
         with pytest.raises(RequestError, match="13 tokens and at least 8"):
             engine.submit(request(13, max_tokens=8))
 
-    def test_softmax_layers_have_a_limit(self, engine_of):
         engine = engine_of(tiny("hybrid", max_position_embeddings=16))
         stream = engine.submit(Request(prompt=prompt_of(4), temperature=0))
         assert len(tokens_of(stream)) == 12
@@ -383,9 +397,9 @@ class TestEnds:
         assert result_of(prefilling)[2] == "cancelled"
         assert len(tokens_of(engine.submit(request()))) == 6
         engine.stop()
-        assert engine.status().counters.finished == {"cancelled": 3, "length": 1}
+        assert engine.status().finished == {"cancelled": 3, "length": 1}
         counters = engine.status().counters
-        assert counters.running == counters.prefilling == counters.waiting == 0
+        assert counters["running"] == counters["prefilling"] == counters["waiting"] == 0
 
 
 class TestLimits:
@@ -396,8 +410,8 @@ class TestLimits:
         others = [engine.submit(request()) for _ in range(2)]
         with pytest.raises(QueueFull, match="2 requests are waiting") as caught:
             engine.submit(request())
-        assert 1 <= caught.value.retry_after <= 60 and engine.status().counters.rejected == 1
-        assert engine.status().counters.waiting == 2
+        assert 1 <= caught.value.retry_after <= 60 and engine.status().counters["rejected"] == 1
+        assert engine.status().counters["waiting"] == 2
         first.cancel()
         assert [len(tokens_of(stream)) for stream in others] == [6, 6]
 
@@ -409,6 +423,8 @@ class TestLimits:
         with pytest.raises(EngineStopped, match="stopping"):
             engine.submit(request())
         engine.stop()
+        with pytest.raises(RuntimeError, match="started before"):
+            engine.start()
 
     def test_after_a_while_stopping_cancels(self, engine_of):
         engine = engine_of(widths=(2,))
@@ -418,23 +434,10 @@ class TestLimits:
         assert time.monotonic() - began < 5
         assert [list(stream)[-1].finish_reason for stream in streams] == ["cancelled"] * 4
 
-    def test_before_and_after(self, engine_of):
-        engine = engine_of()
-        with pytest.raises(RuntimeError, match="started before"):
-            engine.start()
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"widths": ()}, "widths must be at least 1"),
-            ({"prompt_piece": 0}, "prompt_piece must be at least 1, got 0"),
-            ({"max_queue": 0}, "max_queue must be at least 1"),
-            ({"prefix_memory": -1}, "prefix_memory must be at least 0"),
-        ],
-    )
-    def test_options(self, options, message, engine_of):
-        with pytest.raises(ValueError, match=message):
-            engine_of(start=False, **options)
+    def test_options(self, engine_of):
+        for name, value in (("widths", ()), ("prompt_piece", 0), ("max_queue", 0), ("prefix_memory", -1)):
+            with pytest.raises(ValueError, match=rf"{name} must be at least (0, got -1|1, got 0)"):
+                engine_of(start=False, **{name: value})
 
 
 class TestFailures:
@@ -454,7 +457,7 @@ class TestFailures:
             list(engine.submit(request(30)))
         assert len(tokens_of(other)) >= 1
         assert len(tokens_of(engine.submit(request(10)))) == 6
-        assert engine.status().counters.finished["error"] == 1
+        assert engine.status().finished["error"] == 1
 
     def test_an_error_in_a_step_ends_those_that_run(self, engine_of, monkeypatch):
         engine = engine_of()
@@ -471,7 +474,7 @@ class TestFailures:
         assert len(tokens_of(engine.submit(request()))) == 6
 
     @pytest.mark.parametrize("device", DEVICES)
-    @pytest.mark.parametrize("kind", ["gated_deltanet", "hybrid", "swapped", "accelerated"])
+    @pytest.mark.parametrize("kind", ["hybrid", "accelerated"])
     def test_nan_ends_the_request_that_computes_it(self, kind, device, engine_of):
         """Others get what they got before, those in its row included, and whatever they ask for."""
         model = model_of_kind(kind).to(device)
@@ -493,8 +496,8 @@ class TestFailures:
         assert [result_of(stream) for stream in streams] == expected
         engine.stop()
         counters = engine.status().counters
-        assert counters.running == counters.prefilling == 0 and counters.finished["error"] == len(ways)
-        assert counters.completion_tokens == 2 * sum(len(made) for made, *_ in expected)
+        assert counters["running"] == counters["prefilling"] == 0 and engine.status().finished["error"] == len(ways)
+        assert counters["completion_tokens"] == 2 * sum(len(made) for made, *_ in expected)
 
     def test_nan_after_some_tokens(self, engine_of):
         """They are handed out, and then the error comes."""
@@ -525,6 +528,8 @@ class TestFailures:
             with pytest.raises(EngineError, match="lost"):
                 list(stream)
         engine.stop()
+        with pytest.raises(EngineStopped, match="the engine has failed: the device is lost"):
+            engine.submit(request())
 
     def test_a_device_that_is_lost_in_a_prompt_ends_everything(self, engine_of, monkeypatch):
         engine = engine_of()
@@ -541,7 +546,7 @@ class TestFailures:
                 list(stream)
         engine._thread.join(10)
         status = engine.status()
-        assert not status.running and status.counters.running == status.counters.prefilling == 0
+        assert not status.running and status.counters["running"] == status.counters["prefilling"] == 0
 
     def test_a_step_that_cannot_be_captured(self, engine_of, monkeypatch):
         engine = engine_of(start=False)
@@ -558,41 +563,36 @@ class TestFailures:
 
 def test_many_clients_in_threads(engine_of):
     """None is lost, none gets another's tokens, some hang up."""
-    engine, wrong = engine_of(widths=(2, 8)), []
-    expected = {
-        seed: tokens_of(engine.submit(request(seed + 1, seed, temperature=1.0, seed=seed))) for seed in range(12)
-    }
+    engine = engine_of(widths=(2, 8))
+    requests = [request(seed + 1, seed, temperature=1.0, seed=seed) for seed in range(12)]
+    expected = [tokens_of(engine.submit(one)) for one in requests]
 
     def client(number):
-        for turn in range(4):
-            seed = (number + turn) % 12
-            stream = engine.submit(request(seed + 1, seed, temperature=1.0, seed=seed))
-            if (number + turn) % 10 == 0:
+        for turn in range(number, number + 4):
+            stream = engine.submit(requests[turn % 12])
+            if turn % 10 == 0:
                 next(iter(stream))
                 stream.cancel()
                 list(stream)
-            elif tokens_of(stream) != expected[seed]:
-                wrong.append((number, seed))
+            else:
+                assert tokens_of(stream) == expected[turn % 12]
 
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(24)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(24) as threads:
+        list(threads.map(client, range(24)))
     engine.stop()
-    assert not wrong and sum(engine.status().counters.finished.values()) == 12 + 24 * 4
+    assert sum(engine.status().finished.values()) == 12 + 24 * 4
 
 
 def test_nothing_is_kept_of_requests(engine_of):
     engine = engine_of(tiny(num_hidden_layers=1), widths=(32,), prefix_memory=10_000, max_queue=3000)
     counts = []
     for _ in range(4):
-        streams = [engine.submit(request(1 + (number % 10 == 0), number, max_tokens=2)) for number in range(700)]
+        streams = [engine.submit(request(1 + (number % 10 == 0), number, max_tokens=2)) for number in range(400)]
         assert all(len(tokens_of(stream)) == 2 for stream in streams)
         del streams
-        while engine.status().counters.running:
+        while engine.status().counters["running"]:
             time.sleep(0.01)
         gc.collect()
         counts.append(len(gc.get_objects()))
     counts = counts[1:]  # during the first round what other tests left may still go
-    assert max(counts) - min(counts) < 300, counts
+    assert max(counts) - min(counts) < 200, counts

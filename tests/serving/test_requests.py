@@ -7,7 +7,6 @@ import time
 import pytest
 
 from deltazoo.serving import EngineError, Piece, Request, RequestError, Stream, TokenLogprob
-from deltazoo.serving.requests import Histogram
 
 PROMPT = (1, 2, 3)
 
@@ -107,8 +106,3 @@ def test_cancelling_tells_the_engine_until_the_end_has_come():
     assert [piece.finish_reason for piece in one] == ["cancelled"]
     one.cancel()
     assert cancelled == [one]
-
-
-def test_a_histogram_counts_as_prometheus_does():
-    histogram = Histogram((1.0, 2.0)).with_value(0.5).with_value(1.5).with_value(9.0)
-    assert (histogram.counts, histogram.total, histogram.count) == ((1, 2), 11.0, 3)

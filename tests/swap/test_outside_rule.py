@@ -20,10 +20,9 @@ import deltazoo
 from deltazoo.layers import DeltaRuleAttention, LayerInput, layer_class, parameters_without_decay
 from deltazoo.spec import RuleSpec, get_rule, register_rule
 from deltazoo.swap import swapped_layers
-from deltazoo.training.config import TokenizerConfig, from_mapping
-from deltazoo.training.conversion import convert
-from deltazoo.training.conversion_config import ConversionConfig
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.config import Recipe, TokenizerConfig, from_mapping
+from deltazoo.training.distill import distill
+from deltazoo.training.tokens import build_tokenizer
 
 pytestmark = pytest.mark.usefixtures("trapezoid")
 
@@ -125,7 +124,7 @@ def test_saving_a_swapped_layer_changed_by_hand_raises(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
 
 
-def test_a_conversion_trains_the_rule_in(tmp_path: Path) -> None:
+def test_a_distillation_trains_the_rule_in(tmp_path: Path) -> None:
     stage = {"row_length": 32, "rows_per_batch": 2, "log_every": 1, "evaluate_every": 4, "evaluation_rows": 2}
     stage |= {"precision": "fp32", "steps": 4, "learning_rate": 1e-2, "save_every": 4}
     values = {
@@ -136,8 +135,9 @@ def test_a_conversion_trains_the_rule_in(tmp_path: Path) -> None:
     }
     tokenizer = build_tokenizer(TokenizerConfig("byte"), [])
     model = tiny_original("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
-    deltazoo.swap_attention(model, "trapezoid", keep_teacher=True)
-    result = convert(model, tokenizer, from_mapping(ConversionConfig, values))
+    original = copy.deepcopy(model)
+    deltazoo.swap_attention(model, "trapezoid")
+    result = distill(model, original, tokenizer, from_mapping(Recipe, values))
     assert set(result.scores) == {"original", "transfer", "align", "finetune"}
     trained = AutoModelForCausalLM.from_pretrained(result.model_path)
     assert trained.config.mixer_module == "trapezoid"

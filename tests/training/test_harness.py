@@ -25,7 +25,7 @@ from deltazoo.cli import main
 from deltazoo.cli.options import load_rule_file
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.training.config import TokenizerConfig
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.tokens import build_tokenizer
 
 pytestmark = pytest.mark.harness
 
@@ -93,10 +93,10 @@ def test_scores_are_those_of_each_row_alone(
     kind: str, batch_size: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Right padding in likelihoods, left padding in generation; the model itself, called row by row, says the same."""
-    from deltazoo.training import harness_model
+    from deltazoo.training import evaluate
 
     accelerated: list[Any] = []
-    monkeypatch.setattr(harness_model, "accelerate", lambda model: accelerated.append(deltazoo.accelerate(model)))
+    monkeypatch.setattr(evaluate, "accelerate", lambda model: accelerated.append(deltazoo.accelerate(model)))
     tokenizer = save(kind)
     arguments = ["--model", "deltazoo" if kind == "native" else "hf", "--model_args", f"pretrained={kind}"]
     arguments += ["--include_path", "tasks", "--tasks", TASKS, "--device", "cpu", "--batch_size", str(batch_size)]

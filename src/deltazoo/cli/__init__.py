@@ -1,15 +1,17 @@
-"""The ``deltazoo`` command: list, show, check, train, swap, generate, serve, eval, diagnose, lm-eval.
+"""The ``deltazoo`` command: list, show, check, train, swap, distill, generate, serve, eval, diagnose, lm-eval.
 
 What imports torch stands inside the commands, after the checks of their arguments: help and a typo's message are quick.
 """
 
 import importlib.util
 import ipaddress
+import os
 import re
 import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,21 +29,28 @@ from deltazoo.cli.options import (
     LoadOption,
     TextFieldOption,
     check_output_file,
+    figures_table,
     load_rule_file,
+    print_facts,
     refuse,
+    with_loads,
 )
-from deltazoo.cli.training import facts_table, figures_table, swap, train
+from deltazoo.cli.swapping import distill, swap
+from deltazoo.cli.training import train
 from deltazoo.names import unknown
-from deltazoo.training.checkpoint_files import as_json
-from deltazoo.training.checkpoint_path import resolve_checkpoint
 from deltazoo.training.config import DataConfig
 from deltazoo.training.console import console as errors
 from deltazoo.training.console import say
-from deltazoo.training.documents import choose_documents
-from deltazoo.training.presets import paper_shape
+from deltazoo.training.folder import as_json
+from deltazoo.training.loading import choose_documents
+from deltazoo.training.locate import paper_shape, resolve_checkpoint
 
 __all__ = ["app", "main"]
 
+_HEAD_DIM = "hidden_size / num_heads"
+_HEAD_DIM_OF_TYPES = {"delta_rule": _HEAD_DIM, "delta_net": _HEAD_DIM, "efla": _HEAD_DIM, "gla": f"{_HEAD_DIM} / 2"}
+"""Model types whose heads divide `hidden_size`. Files on the Hub of other types leave out a `head_dim` that is that of
+the paper, so there it is the default."""
 _BAD_INPUT = (ValueError, KeyError, OSError, NotImplementedError, ArithmeticError, ImportError)
 _DTYPES = ("float32", "bfloat16", "float16")
 _DRAWN_OTHERWISE = {"min_p": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
@@ -93,6 +102,9 @@ def _common(
 @app.command("list", epilog="Example: [bold]deltazoo list[/]")
 def list_rules(load: LoadOption = None) -> None:
     """List the rules with their step size and decay."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 200  # in a file or a pipe no sentence is broken
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("rule", "decay", "step size", "what is special", "arXiv"):
         table.add_column(column, no_wrap=column != "what is special", overflow="fold")
@@ -101,7 +113,7 @@ def list_rules(load: LoadOption = None) -> None:
         if rule.num_micro_steps > 1:
             step = f"{rule.num_micro_steps} x {step}"
         table.add_row(rule.name, rule.decay, step, rule.summary, rule.paper.partition("arXiv:")[2] or "-")
-    Console().print(table)
+    console.print(table)
 
 
 @app.command(epilog="Example: [bold]deltazoo show gated_deltanet[/]")
@@ -118,6 +130,9 @@ def show(
     else:  # a user's own function is bounded to the larger interval
         eigenvalue = "[-1, 1]" if found.allow_neg_eigval or callable(found.step_size) else "[0, 1]"
     no_gate = found.output_gate == "none"
+    model_type = found.hub_model_type or "delta_rule"
+    of_models = _HEAD_DIM_OF_TYPES.get(model_type, found.head_dim)
+    mixer = "" if found.hub_model_type else f" with mixer: {found.name}"
     facts = {
         "rule": found.name,
         "in one sentence": found.summary,
@@ -131,12 +146,12 @@ def show(
         "normalised": ", ".join(n for n, on in (("q", found.normalize_q), ("k", found.normalize_k)) if on) or "nothing",
         "eigenvalue of a step": eigenvalue,
         "output gate": "none" if no_gate else f"{found.output_gate}, {spec.choice_name(found.gate_activation)}",
-        "head size": f"{found.head_dim} for keys, {found.expand_v:g} times that for values",
-        "model_type": found.hub_model_type or f"delta_rule with mixer: {found.name}",
+        "layer": f"head_dim is {_HEAD_DIM} unless given, {found.expand_v:g} * head_dim for values",
+        "model_type": f"{model_type}{mixer}; head_dim is {of_models} unless given",
         "at paper size": ", ".join(f"{key}: {value}" for key, value in paper_shape(found).items()),
-        "trained by": f"deltazoo train paper_340m --rule {found.name}",
+        "trained by": with_loads(["deltazoo", "train", "paper_340m", "--rule", found.name], load),
     }
-    Console().print(facts_table(facts))
+    print_facts(facts)
 
 
 @app.command(
@@ -237,8 +252,12 @@ app.command(
 app.command(
     epilog="Examples: [bold]deltazoo swap my_llama --rule kda --layers 3:1 --dry-run[/], "
     "[bold]deltazoo swap my_llama --rule kda --rank --text my_texts --output runs/rank[/], "
-    "[bold]deltazoo swap my_llama --rule kda --layers best:8 --train recipe.yaml --output runs/kda[/]"
+    "[bold]deltazoo swap my_llama --rule kda --layers best:8 --text my_texts --output runs/kda[/]"
 )(swap)
+app.command(
+    epilog="Examples: [bold]deltazoo distill runs/kda --original my_llama --text my_texts --output runs/distilled[/], "
+    "[bold]deltazoo distill runs/kda --original my_llama --output runs/distilled --resume[/]"
+)(distill)
 
 
 @app.command(epilog='Example: [bold]deltazoo generate runs/quickstart --prompt "def read(self, size=-1):"[/]')
@@ -274,7 +293,7 @@ def generate(
     from transformers import TextStreamer, set_seed
 
     from deltazoo.generation import generate as continue_prompt
-    from deltazoo.generation.position_limit import check_positions
+    from deltazoo.generation.conditions import check_positions
     from deltazoo.models import DeltaRuleForCausalLM
     from deltazoo.training.loading import load_checkpoint
 
@@ -339,6 +358,9 @@ def serve(
         ),
     ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; others get status 429.")] = 256,
+    max_body: Annotated[
+        float, typer.Option(min=0.001, help="MB of a request's body; larger ones get status 413.")
+    ] = 4.0,
     widths: Annotated[
         str, typer.Option(help="Rows that a step can have; one number: equal tokens at any load, bit for bit.")
     ] = "1,2,4,8,16,32,64",
@@ -364,24 +386,24 @@ def serve(
     name = name or (folder.parent.name if folder.name == "model" else folder.name)
 
     try:
-        from deltazoo.serving.http_processes import AppSettings, number_of_processes, run_server
-        from deltazoo.serving.http_server import bind, url_of
+        from deltazoo.serving.http import check_key
+        from deltazoo.serving.server import bind, run_server, url_of
     except ModuleNotFoundError as error:
         raise ImportError(
             f"deltazoo serve needs {error.name}: pip install '.[serve]' in a checkout of deltazoo, or elsewhere "
-            "pip install fastapi uvicorn prometheus_client"
+            "pip install fastapi uvicorn openai prometheus_client"
         ) from error
 
-    addresses = bind(host, port, number_of_processes())
-    url = url_of(addresses[0])
+    check_key(api_key)
+    address = bind(host, port)
+    url, is_loopback = url_of(address), ipaddress.ip_address(address.getsockname()[0]).is_loopback
     import torch
 
-    from deltazoo.serving.engine import Engine
-    from deltazoo.serving.model_limits import unlimited
-    from deltazoo.serving.model_loading import load_for_serving
+    from deltazoo.serving.engine import Engine, unlimited
+    from deltazoo.training.loading import load_checkpoint
 
     with errors.status(f"loading {path}"):
-        model, tokenizer = load_for_serving(str(folder), device, None if dtype is None else getattr(torch, dtype))
+        model, tokenizer = load_checkpoint(str(folder), device, None if dtype is None else getattr(torch, dtype))
         if context_limit is None and unlimited(model):
             context_limit = 32_768
         engine = Engine(
@@ -393,7 +415,7 @@ def serve(
             prefix_memory=int(prefix_memory * 2**30),
         )
         engine.start()
-    if api_key is None and not ipaddress.ip_address(addresses[0].getsockname()[0]).is_loopback:
+    if api_key is None and not is_loopback:
         say("Without --api-key everyone who reaches this machine can use the server.")
 
     def ready() -> None:
@@ -404,8 +426,8 @@ def serve(
             f'-d \'{{"model": "{name}", "prompt": "def read(self", "max_tokens": 64}}\''
         )
 
-    settings = AppSettings(tokenizer, max_queue, name, api_key)
-    run_server(engine, settings, addresses, stop_timeout=stop_timeout, ready=ready)
+    options = {"model": name, "api_key": api_key, "max_body": int(max_body * 1e6)}
+    run_server(engine, options, address, stop_timeout=stop_timeout, ready=ready)
 
 
 @app.command(
@@ -426,14 +448,13 @@ def evaluate(
     load: LoadOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Score a model on held-out text, and compare it with gzip, xz and an order-2 byte model."""
+    """Score a model on held-out text, and compare it with gzip and xz."""
     without_text = max_bytes is not None or text_field != DataConfig.text_field
     refuse({"--max-bytes and --text-field act on --text only": text is None and without_text})
     data = None if text is None else DataConfig(text=text, text_field=text_field)
     documents = choose_documents(path, data, max_bytes)
 
-    from deltazoo.training import score_documents
-    from deltazoo.training.baselines import Baseline, baselines, save_comparison
+    from deltazoo.training.evaluate import Baseline, baselines, score_documents
     from deltazoo.training.loading import load_checkpoint
 
     model, tokenizer = load_checkpoint(path, device)
@@ -451,9 +472,17 @@ def evaluate(
         "perplexity": f"{score.perplexity:.2f} per token of this tokenizer ({len(tokenizer)} entries)",
         "speed": f"{score.tokens_per_second:,.0f} tokens/s",
     }
-    console.print(facts_table(facts))
+    print_facts(facts)
     if json_file:
-        save_comparison(json_file, path, documents.description, score, others)
+        figures = {
+            "model": path,
+            "text": documents.description,
+            "bits_per_byte": score.bits_per_byte,
+            "perplexity": score.perplexity,
+            "score": asdict(score),
+            "baselines": [asdict(baseline) for baseline in others],
+        }
+        Path(json_file).write_text(as_json(figures, indent=1) + "\n", encoding="utf-8")
 
 
 @app.command(
@@ -499,9 +528,9 @@ def diagnose(
     documents = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
 
     from deltazoo.diagnosis import diagnose as measure_layers
-    from deltazoo.generation.position_limit import check_positions, learned_positions
+    from deltazoo.generation.conditions import check_positions, learned_positions
     from deltazoo.training.loading import load_checkpoint
-    from deltazoo.training.text_batch import text_batch
+    from deltazoo.training.tokens import text_batch
 
     model, tokenizer = load_checkpoint(path, device)
     if length is None:
@@ -534,6 +563,6 @@ def lm_eval(
             "pip install lm_eval"
         )
 
-    from deltazoo.training.harness_model import run_harness
+    from deltazoo.training.evaluate import run_harness
 
     run_harness(arguments)

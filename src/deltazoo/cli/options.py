@@ -1,15 +1,20 @@
-"""Arguments and options that several commands have, with their checks."""
+"""Arguments and options that several commands have, with their checks, and the tables that they print."""
 
 import importlib.util
+import shlex
 import sys
 import traceback
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from deltazoo import spec
-from deltazoo.training.device import check_device
+from deltazoo.training.loading import check_device
 
 
 def load_rule_file(path: str | Path) -> list[str]:
@@ -81,6 +86,37 @@ def refuse(reasons: dict[str, bool]) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(reason)
+
+
+def where_drawn(draw: Callable[[], Path]) -> str:
+    """Where a picture is, or the sentence of an ImportError that says why there is none."""
+    try:
+        return str(draw())
+    except ImportError as error:
+        return f"not drawn: {error}"
+
+
+def with_loads(command: list[str], load: list[Path] | None) -> str:
+    """A command to copy, with the files of rules that this one has loaded."""
+    return shlex.join([*command, *(part for path in load or [] for part in ("--load", str(path)))])
+
+
+def print_facts(facts: dict[str, str]) -> None:
+    """Print names and values in two columns; no line is broken, so that commands and paths can be copied."""
+    width = max(map(len, facts)) + 2
+    for name, value in facts.items():
+        line = Text.assemble((name.ljust(width), "bold"), value)  # brackets are no markup
+        Console().print(line, soft_wrap=True, highlight=False)
+
+
+def figures_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Rows of a name and figures."""
+    table = Table(headings[0], title=title)
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _load_all(paths: list[Path] | None) -> list[Path]:

@@ -10,12 +10,11 @@ Maps of low rank, as KDA's gates, take one launch more before the rule, and so d
 Blocks are our own, and those of transformers whose attention has been swapped, which turn queries and keys first.
 
 A block's own forward pass remains the definition. It runs wherever `why_not_fused` has an objection to the block, or
-`_FusedBlock` to a call. Results differ from the block's own by rounding, of which there is less: gates, queries, keys
+`FusedBlock` to a call. Results differ from the block's own by rounding, of which there is less: gates, queries, keys
 and values stay in float32 between the launches.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -27,8 +26,7 @@ from deltazoo._report import replaced_methods
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.library_modules import LibraryNorm, block_parts, is_row_norm, is_swiglu
-from deltazoo.generation.merged_projections import JointProduct, MergedProjections, is_plain
-from deltazoo.generation.one_thread import replaced_forwards, replaced_here
+from deltazoo.generation.merged import JointProduct, is_plain
 from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm
@@ -39,39 +37,23 @@ from deltazoo.ops.decoding.step_form import STEP_KEYS, STEP_SIZES, RuleShape
 from deltazoo.ops.fused import FUSED_ACTIVATIONS, MOST_COLUMNS, takes_kernel
 from deltazoo.ops.linear_maps import is_hooked, is_plain_sequence
 
-__all__ = ["FusedBlocks", "why_not_fused"]
+__all__ = ["FusedBlock", "fused_blocks", "why_not_fused"]
 
 
-class FusedBlocks:
+def fused_blocks(model: nn.Module, products: Sequence[JointProduct]) -> "list[FusedBlock]":
     """The blocks of a model whose decoding step may run fused.
 
     Args:
         model: whose blocks they are.
-        projections: of the model; a fused block reads the merged weights.
-
-    Attributes:
-        blocks: those that can.
+        products: its merged maps, whose weights a fused block reads.
     """
-
-    def __init__(self, model: nn.Module, projections: MergedProjections) -> None:
-        products = {id(product.linears[0]): product for product in projections.products}
-        blocks = [module for module in model.modules() if _names_of_parts(type(module))]
-        fused = [_FusedBlock(x, products) if why_not_fused(x, products) is None else None for x in blocks]
-        for block, following in pairwise(fused):
-            if block is not None:
-                block.following = following
-        self.blocks = [block for block in fused if block is not None]
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Run the blocks fused within this context; those that changed since run their own forward pass."""
-        current = [(fused.block, fused.forward) for fused in self.blocks if fused.is_current()]
-        try:
-            with replaced_forwards(current):
-                yield
-        finally:
-            for fused in self.blocks:  # a current block also makes the norm of a following one that has changed
-                fused.ready = None
+    by_map = {id(product.linears[0]): product for product in products}
+    blocks = [module for module in model.modules() if _names_of_parts(type(module))]
+    fused = [FusedBlock(x, by_map) if why_not_fused(x, by_map) is None else None for x in blocks]
+    for block, following in pairwise(fused):
+        if block is not None:
+            block.following = following
+    return [block for block in fused if block is not None]
 
 
 class _Parts(NamedTuple):
@@ -202,18 +184,25 @@ def _further_maps(layer: Any) -> list[nn.Module]:
     return [*(getattr(layer, name) for name in names if name is not None), *(x[0] for x in _low_rank_maps(layer))]
 
 
-class _FusedBlock:
-    """One block, and the step in its place. It reads the modules' weights when it is called."""
+class FusedBlock:
+    """One block, and the step in its place, a part of the model's step. It reads the modules' weights when called.
+
+    Args:
+        block: to which `why_not_fused` has no objection.
+        products: as there.
+
+    Attributes:
+        following: the block after it, if that can run fused.
+        ready: an input and its norm, made together with the output of the block before.
+    """
 
     def __init__(self, block: Any, products: dict[int, JointProduct]) -> None:
         self.block = block
         self._parts = parts = _Parts.of(block)
         self._layer, self._mlp = parts.layer, parts.mlp
-        own = parts.swapped is None
-        self._norm: Any = parts.norm if own else LibraryNorm(parts.norm)
-        self._mlp_norm: Any = parts.mlp_norm if own else LibraryNorm(parts.mlp_norm)
-        self.forward: Callable[..., Tensor] = self._forward_of_own if own else self._forward_of_library
-        """In place of the block's: the fused step if the call is one that it serves, else the block's own."""
+        self._own = parts.swapped is None
+        self._norm: Any = parts.norm if self._own else LibraryNorm(parts.norm)
+        self._mlp_norm: Any = parts.mlp_norm if self._own else LibraryNorm(parts.mlp_norm)
         self._products = products
         self._into_layer = products[id(self._layer.q_proj)]
         self._into_mlp = products[id(self._mlp.gate_proj)]
@@ -225,41 +214,40 @@ class _FusedBlock:
         if self._layer.step_form.decay == "fixed":  # made once, not for every token
             x = self._layer.q_proj.weight.new_empty(1, 1, self._layer.hidden_size)
             self._fixed_decay = self._layer.log_decay(LayerInput(x, self._layer)).flatten()
-        self.following: _FusedBlock | None = None
+        self.following: FusedBlock | None = None
         self.ready: tuple[Tensor, Tensor] | None = None
-        """An input and its norm, made together with the output of the block before."""
 
     def is_current(self) -> bool:
         """Whether the block is still one that can run fused, with the merged weights where they were."""
         unmoved = self._into_layer.is_current() and self._into_mlp.is_current()
         return unmoved and why_not_fused(self.block, self._products) is None and self._shape == self._rule_shape()
 
-    def _forward_of_own(self, hidden_states: Tensor, batch: Any, softmax: Any = None, **kwargs: Any) -> Tensor:
-        output = self._served(hidden_states, batch, cache_in(kwargs), None)
-        if output is None:
-            output = type(self.block).forward(self.block, hidden_states, batch, softmax, **kwargs)
-        return output
+    def forwards(self) -> list[tuple[nn.Module, Callable[..., Tensor | None]]]:
+        """The block with the function that computes its output, None for calls that the fused step does not serve."""
+        return [(self.block, self._output_of_own if self._own else self._output_of_library)]
 
-    def _forward_of_library(
+    def forget(self) -> None:
+        """Drop the norm that the block before has made."""
+        self.ready = None
+
+    def _output_of_own(self, hidden_states: Tensor, batch: Any, softmax: Any = None, **kwargs: Any) -> Tensor | None:
+        return self._output(hidden_states, batch, cache_in(kwargs), None)
+
+    def _output_of_library(
         self,
         hidden_states: Tensor,
         *args: Any,
         position_embeddings: Rotary | None = None,
         delta_batch: Any = None,
         **kwargs: Any,
-    ) -> Tensor:
-        turns, output = self._parts.turns, None
-        if not args and delta_batch is not None and (position_embeddings is not None or not turns):
-            rotary = position_embeddings if turns else None
-            output = self._served(hidden_states, delta_batch, cache_in(kwargs), rotary)
-        if output is None:
-            kwargs |= dict(position_embeddings=position_embeddings, delta_batch=delta_batch)
-            output = type(self.block).forward(self.block, hidden_states, *args, **kwargs)
-        return output
+    ) -> Tensor | None:
+        turns = self._parts.turns
+        if args or delta_batch is None or (turns and position_embeddings is None):
+            return None
+        return self._output(hidden_states, delta_batch, cache_in(kwargs), position_embeddings if turns else None)
 
-    def _served(self, x: Tensor, batch: Any, cache: Cache | None, rotary: Rotary | None) -> Tensor | None:
-        """The fused step's output; None if it does not serve the call."""
-        layer = self._cache_layer(batch, cache) if replaced_here() else None
+    def _output(self, x: Tensor, batch: Any, cache: Cache | None, rotary: Rotary | None) -> Tensor | None:
+        layer = self._cache_layer(batch, cache)
         state = None if layer is None else layer.state
         if layer is None or state is None or not self._fits(x, state, rotary):
             return None

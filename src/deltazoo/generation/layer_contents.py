@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, StaticLayer
 
-from deltazoo.generation.cache import DeltaRuleCacheLayer
-from deltazoo.generation.row_keys import RowKeyValues
+from deltazoo.generation.cache import DeltaRuleCacheLayer, RowKeyValues
 from deltazoo.layers.state import LayerState
 
 __all__ = [
@@ -167,13 +166,12 @@ def fill_rows(layer: Any, tensors: Tensors, rows: Tensor) -> None:
     """Replace some rows `[N]` of what a layer holds; a static layer keeps its addresses.
 
     Softmax layers align rows at the last token, as in a batch with padding on the left: a row with fewer tokens than
-    the batch has zeros before them, which the caller's mask must hide. Those of `RowKeyValues` align at the first.
+    the batch has zeros before them, which the caller's mask must hide.
     """
     for name, held in tensors_of(layer).items():
         new = tensors[name]
         if kind_of(layer) == "softmax":
-            missing = held.shape[2] - new.shape[2]
-            new = F.pad(new, (0, 0, 0, missing) if isinstance(layer, RowKeyValues) else (0, 0, missing, 0))
+            new = F.pad(new, (0, 0, held.shape[2] - new.shape[2], 0))
         if _is_static(layer) or kind_of(layer) == "linear":
             held.index_copy_(0, rows, new)
         else:

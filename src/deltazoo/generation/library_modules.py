@@ -10,37 +10,51 @@ less: transformers rounds the norm before its weight, and SiLU before the produc
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from deltazoo.generation.one_thread import replaced_forwards, replaced_here
 from deltazoo.ops import fused
 from deltazoo.ops.fused import MOST_COLUMNS, takes_kernel
 from deltazoo.ops.linear_maps import is_hooked
 
-__all__ = ["LibraryModules", "LibraryNorm", "block_parts", "is_row_norm", "is_swiglu", "joint_maps"]
+__all__ = ["LibraryModule", "LibraryNorm", "block_parts", "is_row_norm", "is_swiglu", "joint_maps", "library_modules"]
 
 
-class LibraryModules:
-    """The modules of transformers within a model that our kernels can compute.
+def library_modules(model: nn.Module) -> "list[LibraryModule]":
+    """The modules of transformers within a model that our kernels can compute."""
+    found = ((module, _kernel_of(type(module))) for module in model.modules())
+    return [LibraryModule(module, kernel) for module, kernel in found if kernel is not None]
+
+
+class LibraryModule:
+    """A module in our kernel, a part of a step, for calls that the kernel takes.
 
     Args:
-        model: whose modules they are.
+        module: of transformers.
+        kernel: computes its output; None: it does not take the module's options or the input.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        found = ((module, _kernel_of(type(module))) for module in model.modules())
-        self._kernels = [(module, kernel) for module, kernel in found if kernel is not None]
+    def __init__(self, module: nn.Module, kernel: "_Kernel") -> None:
+        self.module = module
+        self._kernel = kernel
 
-    def active(self) -> AbstractContextManager[None]:
-        """Run them in our kernels within this context, for calls that the kernels take; not those with hooks."""
-        current = [(module, kernel) for module, kernel in self._kernels if not is_hooked(module)]
-        return replaced_forwards([(module, partial(_run, module, kernel)) for module, kernel in current])
+    def is_current(self) -> bool:
+        """Whether the module has no hooks, and its forward pass has not been replaced."""
+        return not is_hooked(self.module)
+
+    def forwards(self) -> list[tuple[nn.Module, Callable[[Tensor], Tensor | None]]]:
+        """The module with the function that computes its output."""
+        return [(self.module, self._output)]
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+    def _output(self, x: Tensor) -> Tensor | None:
+        return self._kernel(self.module, x) if not torch.is_grad_enabled() and takes_kernel(None, x) else None
 
 
 def joint_maps(kind: type[nn.Module]) -> tuple[str, ...]:
@@ -85,13 +99,6 @@ def block_parts(kind: type[nn.Module]) -> tuple[str, ...]:
 
 _SILU = (nn.SiLU, SiLUActivation)
 _Kernel = Callable[[Any, Tensor], Tensor | None]
-"""Computes a module's output; None: it does not take the module's options or the input."""
-
-
-def _run(module: nn.Module, kernel: _Kernel, x: Tensor) -> Tensor:
-    serves = replaced_here() and not torch.is_grad_enabled() and takes_kernel(None, x)
-    output = kernel(module, x) if serves else None
-    return type(module).forward(module, x) if output is None else output
 
 
 def _norm(module: Any, x: Tensor) -> Tensor | None:

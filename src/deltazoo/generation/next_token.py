@@ -14,7 +14,7 @@ from transformers.generation import GenerationMixin
 
 from deltazoo._report import RunsDeltaRule
 from deltazoo.generation.cache_argument import CACHE
-from deltazoo.generation.captured_generation import CapturedGeneration
+from deltazoo.generation.hf_generate import CapturedGeneration
 from deltazoo.layers import DeltaRuleAttention
 
 __all__ = ["check_model", "next_logits", "prepared_inputs", "read_later", "wait_for"]

@@ -1,7 +1,7 @@
 """Prompts that run piece by piece, a few at a time: the states after them become rows of a table.
 
-The rows of a pass are one batch. Its shape does not depend on how long the prompts are, since pieces are padded on the
-right; so on a GPU a pass is one CUDA graph.
+On a GPU the rows of a pass are one batch. Its shape does not depend on how long the prompts are, since pieces are
+padded on the right; so a pass is one CUDA graph.
 """
 
 import logging
@@ -16,12 +16,11 @@ from transformers.cache_utils import StaticCache
 from deltazoo.generation.batch import BatchDescription
 from deltazoo.generation.cache_argument import CACHE
 from deltazoo.generation.next_token import prepared_inputs, wait_for
-from deltazoo.generation.row_copies import RowState, RowStates
-from deltazoo.generation.row_table import cache_of_rows, forward_tokens
-from deltazoo.generation.states import Snapshot, restore, snapshot
-from deltazoo.generation.static_cache import fixed_cache, some_rows
+from deltazoo.generation.row_table import cache_of_rows
+from deltazoo.generation.states import RowStates, Snapshot, restore
+from deltazoo.generation.static_cache import some_rows
 from deltazoo.generation.step import CapturedStep
-from deltazoo.layers import RightPaddedSequences
+from deltazoo.layers import RightPaddedSequences, describe_sequences
 
 __all__ = ["PromptRows"]
 
@@ -51,13 +50,22 @@ class PromptRows:
         padded: bool,
         max_length: int | None = None,
     ) -> None:
+        self.model = model
         self.sizes = tuple(sorted(set(sizes)))
         self.piece = piece
         self.padded = padded
-        self._one_by_one = partial(_RowsOneByOne, model, self.sizes[-1], empty, max_length)
-        self._rows: _RowsInOneBatch | _RowsOneByOne = (
-            _RowsInOneBatch(model, self.sizes[-1], piece, empty, max_length) if padded else self._one_by_one()
-        )
+        rows, device = self.sizes[-1], model.device
+        self._tokens = torch.zeros(rows, piece, dtype=torch.long, device=device)
+        self._starts = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        # Padding writes keys and values, too, behind those of the row.
+        columns = None if max_length is None else max_length + piece
+        self._cache = cache_of_rows(model, columns, self._starts)
+        restore(self._cache, empty.fork(rows))
+        self._states = RowStates(self._cache)
+        # Without softmax layers nothing reads the mask, but transformers' models would make one.
+        self._mask = _CausalMask(model, self._cache, rows, columns or 1)
+        self._passes: dict[int, CapturedStep] = {}
 
     def best_count(self, waiting: int) -> int:
         """How many of some waiting rows to run in the next pass: as many as fill one, if they fill any."""
@@ -74,30 +82,25 @@ class PromptRows:
         If a pass of a model with softmax layers waits for the device, there are none from now on: rows run one by one
         without padding, and the log says so.
         """
-        if not isinstance(self._rows, _RowsInOneBatch):
-            return
         try:
-            for size in reversed(self.sizes):
-                self._rows.prepare(size)
-            return
+            for size in reversed(self.sizes) if self.padded else ():
+                self._prepare(size)
         except RuntimeError as error:
-            if self._rows.states.copied:  # then there are no softmax layers
+            if self._states.recurrent:
                 raise
             _log.warning("prompts run one by one and without CUDA graphs, which makes them slower: %s", error)
-        # Not in the handler: there the error still holds the rows, with the graphs of other sizes and their memory.
-        self.padded = False
-        del self._rows
-        self._rows = self._one_by_one()
+            self.padded = False
+            self._passes.clear()
 
     @torch.no_grad()
-    def load(self, row: int, state: RowState | Snapshot | None) -> None:
+    def load(self, row: int, state: Snapshot | None) -> None:
         """Continue a row from a state of this model's `PromptRows`; None: from the beginning."""
-        self._rows.load(row, state)
+        self._states.put(row, state)
 
     @torch.no_grad()
-    def take(self, row: int, num_tokens: int) -> RowState | Snapshot:
+    def take(self, row: int, num_tokens: int) -> Snapshot:
         """The state of a row, which has had `num_tokens` tokens."""
-        return self._rows.take(row, num_tokens)
+        return self._states.take(row, num_tokens)
 
     @torch.no_grad()
     def run(self, pieces: Mapping[int, tuple[int, Sequence[int]]]) -> Callable[[], None]:
@@ -109,67 +112,17 @@ class PromptRows:
         Returns:
             A function that waits until the device has done it.
         """
-        return self._rows.run(pieces, self.size_for(max(pieces) + 1))
-
-
-class _RowsOneByOne:
-    """Rows that run one after another, each without padding and with a cache, and so a count of tokens, of its own."""
-
-    def __init__(self, model: Any, rows: int, empty: Snapshot, max_length: int | None) -> None:
-        self.model = model
-        self._empty = empty
-        self._caches = [fixed_cache(model, max_length or 1) for _ in range(rows)]
-        for cache in self._caches:
-            restore(cache, empty)
-
-    def load(self, row: int, state: Any) -> None:
-        restore(self._caches[row], self._empty if state is None else state)
-
-    def take(self, row: int, num_tokens: int) -> Snapshot:
-        return snapshot(self._caches[row], num_tokens=num_tokens)
-
-    def run(self, pieces: Mapping[int, tuple[int, Sequence[int]]], size: int) -> Callable[[], None]:
-        """As of `PromptRows`; it does not matter to which size of a pass the rows would fit."""
-        for row, (start, tokens) in pieces.items():
-            ids = _on_device([tokens], self.model.device)
-            positions = torch.arange(start, start + len(tokens), device=ids.device)[None]
-            forward_tokens(self.model, ids, self._caches[row], positions)
-        return wait_for(self.model.device)
-
-
-class _RowsInOneBatch:
-    """Rows that run together, as a batch of the first ones with padding on the right."""
-
-    def __init__(self, model: Any, rows: int, piece: int, empty: Snapshot, max_length: int | None) -> None:
-        self.model = model
-        self.piece = piece
-        self._tokens = torch.zeros(rows, piece, dtype=torch.long, device=model.device)
-        self._starts = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
-        self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
-        # Padding writes keys and values, too, behind those of the row.
-        columns = None if max_length is None else max_length + piece
-        self._cache = cache_of_rows(model, columns, self._starts)
-        restore(self._cache, empty.fork(rows))
-        self.states = RowStates(self._cache, empty)
-        # Without softmax layers nothing reads the mask, but transformers' models would make one.
-        self._mask = _CausalMask(model, self._cache, rows, columns or 1)
-        self._passes: dict[int, CapturedStep] = {}
-
-    def load(self, row: int, state: RowState | Snapshot | None) -> None:
-        self.states.put(row, state)
-
-    def take(self, row: int, num_tokens: int) -> RowState | Snapshot:
-        return self.states.take(row, num_tokens)
-
-    def run(self, pieces: Mapping[int, tuple[int, Sequence[int]]], size: int) -> Callable[[], None]:
-        """As of `PromptRows`, in a pass over the first `size` rows."""
-        self.prepare(size)
+        size, device = self.size_for(max(pieces) + 1), self.model.device
         given = [pieces.get(row, (0, ())) for row in range(size)]
-        device = self._tokens.device
         self._tokens[:size].copy_(_on_device([self._padded(tokens) for _, tokens in given], device))
         self._starts[:size].copy_(_on_device([[start] for start, _ in given], device))
-        self._lengths[:size].copy_(_on_device([[len(tokens)] for _, tokens in given], device))
-        self._passes[size].replay()
+        if self.padded:
+            self._lengths[:size].copy_(_on_device([[len(tokens)] for _, tokens in given], device))
+            self._prepare(size)
+            self._passes[size].replay()
+        else:
+            for row, (_, tokens) in pieces.items():
+                self._forward(slice(row, row + 1), some_rows(self._cache, slice(row, row + 1)), len(tokens))
         return wait_for(device)
 
     def _padded(self, tokens: Sequence[int]) -> list[int]:
@@ -177,21 +130,26 @@ class _RowsInOneBatch:
         last = tokens[-1] if tokens else 0
         return [*tokens, *[last] * (self.piece - len(tokens))]
 
-    def prepare(self, size: int) -> None:
+    def _prepare(self, size: int) -> None:
         """Capture the pass over the first `size` rows."""
         if size not in self._passes:
             cache = some_rows(self._cache, slice(size))
-            self._passes[size] = CapturedStep(self.model, partial(self._run_all, size, cache), cache)
+            self._passes[size] = CapturedStep(self.model, partial(self._forward, slice(size), cache), cache)
 
-    def _run_all(self, size: int, cache: StaticCache) -> Tensor:
-        starts, lengths = self._starts[:size], self._lengths[:size]
-        sequences = RightPaddedSequences.from_lengths(lengths, self.piece)
-        positions = starts + torch.arange(self.piece, device=starts.device)
+    def _forward(self, rows: slice, cache: StaticCache, length: int | None = None) -> Tensor:
+        """The model over the pieces of some rows, padded unless all have `length` tokens."""
+        starts, num_tokens = self._starts[rows], length or self.piece
+        positions = starts + torch.arange(num_tokens, device=starts.device)
+        sequences = (
+            RightPaddedSequences.from_lengths(self._lengths[rows], num_tokens)
+            if length is None
+            else describe_sequences(len(starts), length)
+        )
         mask = self._mask.at(positions)
         batch = BatchDescription(sequences, positions, mask)
         arguments: dict[str, Any] = dict(position_ids=positions, attention_mask=mask, delta_batch=batch)
-        results = self.model.base_model(self._tokens[:size], use_cache=True, **{CACHE: cache}, **arguments)
-        return results.last_hidden_state
+        tokens = self._tokens[rows, :num_tokens]
+        return self.model.base_model(tokens, use_cache=True, **{CACHE: cache}, **arguments).last_hidden_state
 
 
 def _on_device(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:

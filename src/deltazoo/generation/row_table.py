@@ -16,18 +16,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
-from deltazoo.generation.cache import DeltaRuleCacheLayer
+from deltazoo.generation.cache import DeltaRuleCacheLayer, RowKeyValues
 from deltazoo.generation.capture import capture
-from deltazoo.generation.capture_conditions import IMPLEMENTATIONS
-from deltazoo.generation.next_token import check_model, prepared_inputs, read_later
-from deltazoo.generation.row_copies import RowState, RowStates
-from deltazoo.generation.row_keys import RowKeyValues
+from deltazoo.generation.conditions import IMPLEMENTATIONS
+from deltazoo.generation.next_token import check_model, next_logits, read_later
 from deltazoo.generation.sampling import Sampler, Sampling, Way
-from deltazoo.generation.states import Snapshot, snapshot
+from deltazoo.generation.states import RowStates, Snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
 from deltazoo.generation.step import CapturedStep
 
-__all__ = ["RowTable", "cache_of_rows", "forward_tokens", "has_softmax_layers"]
+__all__ = ["RowTable", "cache_of_rows", "has_softmax_layers"]
 
 
 def has_softmax_layers(model: Any) -> bool:
@@ -72,9 +70,9 @@ class RowTable:
                 f"{rows} rows, with keys and values of {max_length or 0} tokens each, do not fit into the device's "
                 "memory: take fewer rows or shorter ones"
             ) from error
-        self.empty = snapshot(cache, rows=[0], num_tokens=0).with_tensors(torch.zeros_like)
         self._caches = {width: some_rows(cache, slice(width)) for width in self.widths}
-        self._states = RowStates(self._caches[rows], self.empty)
+        self._states = RowStates(cache)
+        self.empty = self._states.take(0, 0).with_tensors(torch.zeros_like)
         self._steps: dict[int, CapturedStep] = {}
         self._draws: dict[tuple[int, Way], Callable[[], object]] = {}
 
@@ -86,9 +84,7 @@ class RowTable:
                 self._prepare(width, way)
 
     @torch.no_grad()
-    def put(
-        self, row: int, state: RowState | Snapshot | None, token: int, position: int, sampling: Sampling, seed: int
-    ) -> None:
+    def put(self, row: int, state: Snapshot | None, token: int, position: int, sampling: Sampling, seed: int) -> None:
         """Begin a row.
 
         Args:
@@ -106,7 +102,7 @@ class RowTable:
     @torch.no_grad()
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy some rows over others, which are not among them."""
-        self._states.move(sources, targets, num_tokens=0 if self._columns is None else len(self._columns))
+        self._states.move(sources, targets)
         for x in (self.token, self.position):
             for source, target in zip(sources, targets, strict=True):
                 x[target].copy_(x[source])
@@ -163,8 +159,7 @@ class RowTable:
     def _forward(self, cache: StaticCache, width: int) -> Tensor:
         position = self.position[:width]
         visible = None if self._columns is None else (self._columns <= position).long()
-        tokens = self.token[:width].clamp(min=0)  # rows with `NO_TOKEN` go on, too, until the host reads it
-        return forward_tokens(self.model, tokens, cache, position, visible)
+        return next_logits(self.model, self.token[:width], cache, visible, position)
 
     def _draw(self, width: int, way: Way) -> None:
         self.sampling.choose(self._logits(width), self.position[:width], way, self.token[:width])
@@ -219,23 +214,3 @@ def cache_of_rows(model: Any, max_length: int | None, position: Tensor) -> Stati
             if isinstance(layer, DeltaRuleCacheLayer):  # older versions of transformers ask the first layer for a count
                 layer.fix_count(torch.tensor(max_length, device=position.device))
     return cache
-
-
-def forward_tokens(
-    model: Any, tokens: Tensor, cache: StaticCache, positions: Tensor, visible: Tensor | None = None
-) -> Tensor:
-    """Logits `[N, vocabulary]` after the last token of each row.
-
-    Args:
-        model: whose forward pass it is.
-        tokens: `[N, T]`.
-        cache: of these rows.
-        positions: `[N, T]`, of the tokens in their rows.
-        visible: `[N, max_length]`, 1 for columns of softmax layers that the token of a row may attend to; None: as many
-            as the cache has counted.
-    """
-    inputs = prepared_inputs(model, tokens, cache, visible, positions)
-    mask = inputs.get("attention_mask")
-    if isinstance(mask, dict) and "linear_attention" in mask:  # columns are not tokens
-        inputs["attention_mask"] = mask | {"linear_attention": None}
-    return model(**inputs).logits[:, -1]

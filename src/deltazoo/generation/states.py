@@ -20,12 +20,11 @@ many tokens as the batch, and leaves zeros before them, which the caller's atten
 `Snapshot.padded` makes room in a batch for a longer row. Positions, masks and tokens are the caller's.
 """
 
-import functools
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache as cached
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
@@ -39,7 +38,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from deltazoo.generation.cache import DeltaRuleCacheLayer, prepare_cache_layer
+from deltazoo.generation.cache import prepare_cache_layer
 from deltazoo.generation.layer_contents import (
     Tensors,
     detach_contents,
@@ -51,16 +50,16 @@ from deltazoo.generation.layer_contents import (
     tokens_of,
     why_not_fill,
 )
-from deltazoo.generation.row_keys import RowKeyValues
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.spec import choice_name
 
-__all__ = ["Snapshot", "detach", "fork", "restore", "snapshot"]
+__all__ = ["RowStates", "Snapshot", "detach", "fork", "restore", "snapshot"]
 
 _FORMAT = "deltazoo states"
 _VERSION = "2"
 _NOT_OF_THE_MODEL = {"architectures", "dtype", "name_or_path", "torch_dtype", "transformers_version", "use_cache"}
 """Keys of a configuration that differ between copies of one model."""
+_PER_TOKEN = ("keys", "values")
 _PIECE = 2**22
 """Numbers of a weight that are rounded and hashed at once."""
 
@@ -93,7 +92,7 @@ class Snapshot:
 
     def select(self, rows: Sequence[int] | Tensor) -> "Snapshot":
         """The given rows, in that order, with repetitions if there are any; ValueError if there is no such row."""
-        index_on = functools.cache(partial(_moved, _row_numbers(rows, self.num_rows)))
+        index_on = cached(_row_numbers(rows, self.num_rows).to)
         return self.with_tensors(lambda x: x.index_select(0, index_on(x.device)))
 
     def fork(self, n: int) -> "Snapshot":
@@ -115,7 +114,7 @@ class Snapshot:
         if missing < 0 or lengths - {self.num_tokens}:
             raise ValueError(f"{self.num_tokens} tokens, of which layers hold {lengths}, cannot become {num_tokens}")
         layers = tuple(
-            {name: F.pad(x, (0, 0, missing, 0)) if name in ("keys", "values") else x for name, x in tensors.items()}
+            {name: F.pad(x, (0, 0, missing, 0)) if name in _PER_TOKEN else x for name, x in tensors.items()}
             for tensors in self.layers
         )
         return replace(self, layers=layers, num_tokens=num_tokens)
@@ -191,37 +190,30 @@ def snapshot(cache: Cache, rows: Sequence[int] | Tensor | None = None, *, num_to
         cache: of any model with delta-rule layers, used or not.
         rows: of the batch, in this order; None: all.
         num_tokens: how many tokens these rows have, where the batch counts more because of padding on the left; softmax
-            layers give the keys and values of that many last ones (those of `RowKeyValues`, of the first). None: as
-            many as the cache has seen.
+            layers give the keys and values of that many last ones. None: as many as the cache has seen.
 
     Raises:
         ValueError: a layer of an unknown kind, no such row, more tokens than the cache has.
     """
-    kinds = tuple(kind_of(layer) for layer in cache.layers)
-    held = [tensors_of(layer) for layer in cache.layers]
-    # Static layers count on the device, which this waits for: linear ones are asked only where nobody gives the number.
-    counting = [
-        layer
-        for layer, kind in zip(cache.layers, kinds, strict=True)
-        if num_tokens is None or kind == "softmax" or (isinstance(layer, DeltaRuleCacheLayer) and not layer.static)
-    ]
-    seen = max(map(tokens_of, counting), default=0)
+    kinds = tuple(map(kind_of, cache.layers))
+    counts = [tokens_of(layer) for layer, kind in zip(cache.layers, kinds, strict=True) if kind != "linear"]
+    seen = max(counts, default=0)
     if num_tokens is None:
         num_tokens = seen
-    if not isinstance(num_tokens, int) or num_tokens < 0 or (counting and num_tokens > seen):
+    if not isinstance(num_tokens, int) or num_tokens < 0 or (counts and num_tokens > seen):
         raise ValueError(
             f"num_tokens must be a whole number between 0 and the {seen} tokens of the cache, got {num_tokens}"
         )
-    of_tokens = tuple(_of_tokens(x, tensors, num_tokens) for x, tensors in zip(cache.layers, held, strict=True))
+    of_tokens = tuple(_of_tokens(tensors_of(layer), num_tokens) for layer in cache.layers)
     whole = Snapshot(kinds, of_tokens, num_tokens)
     return whole.with_tensors(torch.clone) if rows is None else whole.select(rows)
 
 
-def _of_tokens(layer: Any, tensors: Tensors, count: int) -> Tensors:
+def _of_tokens(tensors: Tensors, count: int) -> Tensors:
     if "keys" not in tensors:
         return tensors
-    end = count if isinstance(layer, RowKeyValues) else tensors["keys"].shape[2]
-    return {name: x[:, :, max(0, end - count) : end] for name, x in tensors.items()}
+    before = max(0, tensors["keys"].shape[2] - count)
+    return {name: x[:, :, before:] for name, x in tensors.items()}
 
 
 def restore(cache: Cache, saved: Snapshot, rows: Sequence[int] | Tensor | None = None) -> None:
@@ -256,7 +248,7 @@ def restore(cache: Cache, saved: Snapshot, rows: Sequence[int] | Tensor | None =
         for layer, tensors in zip(cache.layers, moved, strict=True):
             fill(layer, tensors, saved.num_tokens, cache.layers)
         return
-    index_on = functools.cache(partial(_moved, index))
+    index_on = cached(index.to)
     for layer, tensors in zip(cache.layers, moved, strict=True):
         if tensors:
             fill_rows(layer, tensors, index_on(next(iter(tensors.values())).device))
@@ -304,6 +296,67 @@ def detach(cache: Cache) -> Cache:
     return cache
 
 
+class RowStates:
+    """Single rows of a static cache as snapshots, with one launch per dtype for the states of all layers.
+
+    Args:
+        cache: filled, so that its tensors stay where they are. Its softmax layers, if any, are `RowKeyValues`: the keys
+            of a row begin at column 0.
+
+    Attributes:
+        recurrent: whether all layers are delta-rule layers, so that a row takes the same memory at any length.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._kinds = tuple(map(kind_of, cache.layers))
+        self.recurrent = {*self._kinds} == {"delta_rule"}
+        held = [tensors_of(layer) for layer in cache.layers]
+        groups: dict[object, list[tuple[int, str]]] = {}
+        for number, tensors in enumerate(held):
+            for name, x in tensors.items():
+                groups.setdefault((x.dtype, x.device, name in _PER_TOKEN), []).append((number, name))
+        self._groups = [*groups.values()]
+        rows = min(len(x) for tensors in held for x in tensors.values())
+        # Made once: one view takes as long as a launch, and there are two for each layer.
+        self._views = [
+            [[held[number][name][row : row + 1] for number, name in group] for row in range(rows)]
+            for group in self._groups
+        ]
+
+    def take(self, row: int, num_tokens: int) -> Snapshot:
+        """A copy of a row, which has had `num_tokens` tokens."""
+        layers: tuple[dict[str, Tensor], ...] = tuple({} for _ in self._kinds)
+        for group, rows in zip(self._groups, self._views, strict=True):
+            views = _first_tokens(group, rows[row], num_tokens)
+            copies = [torch.empty_like(x) for x in views]
+            torch._foreach_copy_(copies, views)
+            for (number, name), x in zip(group, copies, strict=True):
+                layers[number][name] = x
+        return Snapshot(self._kinds, layers, num_tokens)
+
+    def put(self, row: int, state: Snapshot | None) -> None:
+        """Replace a row by one that `take` gave, for this cache or another of the model; None: by an empty one."""
+        for group, rows in zip(self._groups, self._views, strict=True):
+            if state is None or group[0][1] in _PER_TOKEN:  # keys after the row's end are hidden, and must not be NaN
+                torch._foreach_zero_(rows[row])
+            if state is not None:
+                new = [state.layers[number][name] for number, name in group]
+                torch._foreach_copy_(_first_tokens(group, rows[row], state.num_tokens), new)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Replace rows by others; none is both a source and a target."""
+        if sources:
+            for rows in self._views:
+                torch._foreach_copy_(
+                    [x for row in targets for x in rows[row]], [x for row in sources for x in rows[row]]
+                )
+
+
+def _first_tokens(group: Sequence[tuple[int, str]], views: list[Tensor], count: int) -> list[Tensor]:
+    """Views of tensors of one kind, of keys and values without what comes after so many tokens."""
+    return [x[:, :, :count] for x in views] if group[0][1] in _PER_TOKEN else views
+
+
 def _row_numbers(rows: Sequence[int] | Tensor, count: int) -> Tensor:
     """Rows as int64 `[M]` on the CPU; ValueError unless all are among `count`."""
     given = torch.as_tensor(rows, device="cpu")
@@ -316,11 +369,6 @@ def _row_numbers(rows: Sequence[int] | Tensor, count: int) -> Tensor:
     if index.ndim != 1 or not bool(((index >= 0) & (index < count)).all()):
         raise ValueError(f"rows must be a list of numbers from 0 to {count - 1}, got {index.tolist()}")
     return index
-
-
-def _moved(index: Tensor, device: torch.device) -> Tensor:
-    """Row numbers on a device, without waiting for what it does."""
-    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
 
 
 def _identity(model: PreTrainedModel) -> dict[str, str]:

@@ -25,7 +25,7 @@ from deltazoo.generation.batch import BatchDescription
 from deltazoo.generation.cache import prepare_cache
 from deltazoo.generation.cache_argument import CACHE, takes_cache
 from deltazoo.generation.capture import graphs_run_on
-from deltazoo.generation.captured_generation import CapturedGeneration
+from deltazoo.generation.hf_generate import CapturedGeneration
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, describe_blocks

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from deltazoo._lazy import lazy_names
 from deltazoo.serving.requests import (
-    Counters,
     EngineError,
     EngineStopped,
     Piece,
@@ -21,12 +20,11 @@ from deltazoo.serving.requests import (
 
 if TYPE_CHECKING:
     from deltazoo.serving.engine import Engine
-    from deltazoo.serving.http_app import create_app
-    from deltazoo.serving.http_server import background_server
-    from deltazoo.serving.text_assembly import TextStream
+    from deltazoo.serving.http import create_app
+    from deltazoo.serving.server import background_server
+    from deltazoo.serving.text import TextStream
 
 __all__ = [
-    "Counters",
     "Engine",
     "EngineError",
     "EngineStopped",
@@ -46,8 +44,8 @@ __getattr__ = lazy_names(
     __name__,
     {
         "engine": ("Engine",),
-        "http_app": ("create_app",),
-        "http_server": ("background_server",),
-        "text_assembly": ("TextStream",),
+        "http": ("create_app",),
+        "server": ("background_server",),
+        "text": ("TextStream",),
     },
 )

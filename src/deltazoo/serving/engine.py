@@ -1,4 +1,4 @@
-"""The serving engine: one thread that runs one model for many requests at once.
+"""The serving engine: one thread that runs one model for many requests at once. It knows tokens, no text.
 
 A request waits in a queue until a row is free. Then its prompt, all but the last token, runs in pieces; the state
 after them becomes a row of the table (`deltazoo.generation.row_table`), and every step adds a token to all rows. One
@@ -17,25 +17,26 @@ between sizes logits differ by rounding. Where tokens must be the same at any lo
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from deltazoo.generation import Sampling
+from deltazoo.generation.conditions import max_positions
 from deltazoo.generation.nan_origin import origin_of_nan
 from deltazoo.generation.prompt_rows import PromptRows
-from deltazoo.generation.row_table import RowTable
+from deltazoo.generation.row_table import RowTable, has_softmax_layers
 from deltazoo.generation.sampling import NO_TOKEN
-from deltazoo.serving.model_limits import context_limit_of, end_tokens_of, sizes_of_passes
-from deltazoo.serving.prefill import Prefill
-from deltazoo.serving.prefix_cache import PrefixCache, prefix_keys
+from deltazoo.models import DeltaRuleForCausalLM
+from deltazoo.serving.prefill import Deliver, Prefill, PrefixCache, Task, prefix_keys
 from deltazoo.serving.requests import (
     MOST_LOGPROBS,
     EngineError,
     EngineStopped,
+    FinishReason,
     Output,
     Piece,
     QueueFull,
@@ -43,17 +44,28 @@ from deltazoo.serving.requests import (
     RequestError,
     Status,
     Stream,
+    TokenLogprob,
 )
-from deltazoo.serving.serving_task import Deliver, ServingTask
-from deltazoo.serving.started_step import StartedStep
-from deltazoo.serving.tally import Tally
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "unlimited"]
 
 _log = logging.getLogger(__name__)
 
+_NOT_STARTED = "the engine has not been started"
 _FAILURES = 3
 """Steps that fail one after another before the engine gives up."""
+
+
+class _Step(NamedTuple):
+    """A step that has been started, whose tokens have not been read."""
+
+    tasks: dict[int, Task]
+    """By row."""
+    tokens: Callable[[], Any]
+    reporting: list[int]
+    """Rows whose log-probabilities were asked for."""
+    logprobs: Callable[[], tuple[Any, ...]] | None
+    began: float
 
 
 class Engine:
@@ -91,39 +103,45 @@ class Engine:
         prefix_memory: int = 2**30,
         eos_token_id: int | Sequence[int] | None = None,
     ) -> None:
-        _check_options(widths=min(widths, default=0), prompt_piece=prompt_piece, max_queue=max_queue)
-        _check_options(context_limit=1 if context_limit is None else context_limit)
-        if prefix_memory < 0:
-            raise ValueError(f"prefix_memory must be at least 0 bytes, got {prefix_memory}")
+        for name, value, least in (
+            ("widths", min(widths, default=0), 1),
+            ("prompt_piece", prompt_piece, 1),
+            ("max_queue", max_queue, 1),
+            ("context_limit", 1 if context_limit is None else context_limit, 1),
+            ("prefix_memory", prefix_memory, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         self.model = model
         self.tokenizer = tokenizer
         self.max_queue = max_queue
-        self.context_limit = context_limit = context_limit_of(model, context_limit)
+        self.context_limit = context_limit = _context_limit(model, context_limit)
         self.table = RowTable(model, widths, context_limit)
         padded = model.device.type == "cuda"
-        sizes = sizes_of_passes(model, several=len(self.table.widths) > 1) if padded else (1,)
+        sizes = _sizes_of_passes(model, several=len(self.table.widths) > 1) if padded else (1,)
         self.prompts = PromptRows(model, sizes, prompt_piece, self.table.empty, padded=padded, max_length=context_limit)
         self.prefixes = PrefixCache(prefix_memory)
-        self._ends = end_tokens_of(model, tokenizer, eos_token_id)
+        self._ends = _end_tokens(model, tokenizer, eos_token_id)
         self._vocabulary = model.get_input_embeddings().num_embeddings
-        self._tally = Tally()
         self._thread: threading.Thread | None = None
 
         # What clients and the engine's thread share, under the mutex:
         self._mutex = threading.Condition()
-        self._waiting: deque[ServingTask] = deque()
-        self._cancelled: set[tuple[Deliver, Hashable]] = set()
-        self._cancel_all = False
-        self._stopping = False
-        self._refusal: str | None = "the engine has not been started"
+        self._waiting: deque[Task] = deque()
+        self._cancelled: set[tuple[Deliver, Hashable] | None] = set()
+        """Requests by function and key; None: all."""
+        self._refusal: str | None = _NOT_STARTED
+        """Why no request is taken. An engine that runs and takes none ends when nothing is left."""
 
-        # Of the engine's thread alone:
+        # Of the engine's thread, others only read it:
+        self._counters: defaultdict[str, float] = defaultdict(int)
+        self._finished: Counter[str] = Counter()
         self._prefill = Prefill(self.prompts, self.prefixes)
-        self._running: dict[int, ServingTask] = {}
+        self._running: dict[int, Task] = {}
         self._passes: deque[Callable[[], None]] = deque()
         """Passes over prompts that may not be done yet; the second-last is waited for before another one is begun."""
-        self._started: deque[StartedStep] = deque()
-        self._outputs: dict[Deliver, list[tuple[Any, Output]]] = {}
+        self._started: deque[_Step] = deque()
+        self._outputs: defaultdict[Deliver, list[tuple[Any, Output]]] = defaultdict(list)
         """What has been made, and by which function it is delivered."""
         self._ahead = 1 if model.device.type == "cuda" else 0  # a CPU does one thing at a time
         self._failures = 0
@@ -164,7 +182,9 @@ class Engine:
         Raises:
             RequestError, QueueFull, EngineStopped: see `submit`.
         """
-        streams = [Stream(request.with_seed(), self._cancel_stream) for request in requests]
+        streams = [
+            Stream(request.with_seed(), lambda stream: self.cancel([stream], Stream.deliver)) for request in requests
+        ]
         self.enter([(stream, stream.request) for stream in streams], Stream.deliver)
         return streams
 
@@ -183,7 +203,7 @@ class Engine:
             if self._refusal is not None:
                 raise EngineStopped(self._refusal)
             if len(self._waiting) + len(tasks) > self.max_queue:
-                self._tally.add(rejected=len(tasks))
+                self._counters["rejected"] += len(tasks)
                 raise QueueFull(len(self._waiting), self._retry_after())
             self._waiting.extend(tasks)
             self._mutex.notify_all()
@@ -196,9 +216,14 @@ class Engine:
 
     def status(self) -> Status:
         """Whether requests are accepted; what the engine has done, and does now."""
-        with self._mutex:
-            running, waiting = self._refusal is None, len(self._waiting)
-        return Status(running, replace(self._tally.read(), waiting=waiting))
+        now = {
+            "running": len(self._running),
+            "prefilling": len(self._prefill.tasks),
+            "waiting": len(self._waiting),
+            "prefix_bytes": self.prefixes.nbytes,
+            "prefix_entries": len(self.prefixes),
+        }
+        return Status(self._refusal is None, defaultdict(int, {**self._counters, **now}), self._finished.copy())
 
     def stop(self, *, timeout: float | None = None) -> None:
         """Refuse new requests, finish all accepted ones, and end the thread.
@@ -207,47 +232,43 @@ class Engine:
             timeout: seconds after which the requests that are left are cancelled; None: wait for all.
         """
         with self._mutex:
-            self._stopping, self._refusal = True, self._refusal or "the engine is stopping"
+            if self._refusal in (None, _NOT_STARTED):
+                self._refusal = "the engine is stopping"
             self._mutex.notify_all()
-        if self._thread is None:
-            return
-        self._thread.join(timeout)
-        with self._mutex:
-            self._cancel_all = True
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join(timeout)
+            with self._mutex:
+                self._cancelled.add(None)
+            self._thread.join()
 
-    def _cancel_stream(self, stream: Stream) -> None:
-        self.cancel([stream], Stream.deliver)
-
-    def _task(self, key: Any, request: Request, deliver: Deliver) -> ServingTask:
-        most = self._check(request)
-        return ServingTask(key, request, deliver, prefix_keys(request.prompt[:-1], self.prompts.piece), most)
-
-    def _check(self, request: Request) -> int:
-        """The number of new tokens after which a request ends; RequestError if it does not fit."""
-        length, limit = len(request.prompt), self.context_limit
-        if not 0 <= min(request.prompt) <= max(request.prompt) < self._vocabulary:
-            outside = next(token for token in request.prompt if not 0 <= token < self._vocabulary)
+    def _task(self, key: Any, request: Request, deliver: Deliver) -> Task:
+        """The request as the engine runs it; RequestError if it does not fit the model."""
+        prompt, limit = request.prompt, self.context_limit
+        most, least = request.max_tokens, request.max_tokens or 1
+        if limit is not None and len(prompt) + least > limit:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens and at least {least} are to follow, which is more than the "
+                f"context limit of {limit}"
+            )
+        if most is None:
+            if limit is None:
+                raise RequestError("max_tokens is needed, since this model has no context limit")
+            most = limit - len(prompt)
+        if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
+            outside = next(token for token in prompt if not 0 <= token < self._vocabulary)
             raise RequestError(
                 f"the prompt has token {outside}, which is outside the model's vocabulary of {self._vocabulary}",
                 param="prompt",
             )
-        if limit is None:
-            if request.max_tokens is None:
-                raise RequestError("max_tokens is needed, since this model has no context limit")
-            return request.max_tokens
-        least = request.max_tokens or 1
-        if length + least > limit:
-            raise RequestError(
-                f"the prompt has {length} tokens and at least {least} are to follow, which is more than the context "
-                f"limit of {limit}"
-            )
-        return request.max_tokens or limit - length
+        ends = frozenset[int]() if request.ignore_eos else self._ends
+        top_p = request.top_p if request.top_p < 1 else None
+        sampling = Sampling(request.temperature, request.top_k, top_p) if request.temperature else Sampling()
+        return Task(key, request, deliver, most, ends, sampling, prefix_keys(prompt[:-1], self.prompts.piece))
 
     def _retry_after(self) -> int:
         """Seconds in which the queue may get shorter, from the time that requests take."""
-        took = self._tally.read().request_seconds
-        mean = took.total / took.count if took.count else 1.0
+        count = sum(self._finished.values())
+        mean = self._counters["request_seconds"] / count if count else 1.0
         return max(1, min(60, round(mean * len(self._waiting) / self.table.widths[-1])))
 
     # The engine's thread.
@@ -261,7 +282,7 @@ class Engine:
         except BaseException as error:
             return ready.set_exception(error)
         with self._mutex:
-            self._refusal = "the engine is stopping" if self._stopping else None
+            self._refusal = None if self._refusal == _NOT_STARTED else self._refusal
         ready.set_result(None)
         try:
             while self._wait_for_work():
@@ -272,12 +293,13 @@ class Engine:
 
     def _wait_for_work(self) -> bool:
         """Return once there is something to do; False: the engine is to stop, and nothing is left."""
-        with self._mutex:
-            self._mutex.wait_for(lambda: self._has_work() or self._stopping)
-            return self._has_work()
 
-    def _has_work(self) -> bool:
-        return bool(self._waiting or self._cancelled or self._prefill.tasks or self._running or self._started)
+        def has_work() -> bool:
+            return bool(self._waiting or self._cancelled or self._prefill.tasks or self._running or self._started)
+
+        with self._mutex:
+            self._mutex.wait_for(lambda: has_work() or self._refusal)
+            return has_work()
 
     def _turn(self) -> None:
         """Take in what clients want, run prompts one piece further, start a step, hand out the tokens of the last."""
@@ -286,26 +308,28 @@ class Engine:
         self._end_cancelled()
         self._admit()
         self._run_prompts()
-        self._start_step()
-        while len(self._started) > (self._ahead if self._running else 0):
-            self._hand_out(self._started.popleft())
-        self._tally.set(
-            running=len(self._running),
-            prefilling=len(self._prefill.tasks),
-            prefix_bytes=self.prefixes.nbytes,
-            prefix_entries=len(self.prefixes),
-        )
+        try:
+            self._start_step()
+            while len(self._started) > (self._ahead if self._running else 0):
+                self._hand_out(self._started[0])
+                self._started.popleft()
+                self._failures = 0
+        except Exception as error:  # after some such steps in a row the device is taken to be lost
+            self._fail_steps(error)
+            self._failures += 1
+            if self._failures == _FAILURES:
+                raise
 
     def _end_cancelled(self) -> None:
         with self._mutex:
             cancelled, self._cancelled = self._cancelled, set()
-            if not (cancelled or self._cancel_all):
+            if not cancelled:
                 return
             tasks = [*self._waiting, *self._prefill.tasks, *self._running.values()]
-            leaving = [task for task in tasks if self._cancel_all or (task.deliver, task.key) in cancelled]
+            leaving = {task for task in tasks if None in cancelled or (task.deliver, task.key) in cancelled}
             self._waiting = deque(task for task in self._waiting if task not in leaving)
         for task in leaving:
-            self._finish(task, Piece(finish_reason="cancelled"))
+            self._end(task, "cancelled", Piece(finish_reason="cancelled"))
         self._deliver()
 
     def _admit(self) -> None:
@@ -320,52 +344,46 @@ class Engine:
     def _run_prompts(self) -> None:
         """One pass over pieces of a few prompts. Those that are through become rows of the table."""
         tasks = self._prefill.next_tasks()
-        if tasks:
-            try:
+        try:
+            if tasks:
                 self._passes.append(self._prefill.run(tasks))
-                self._tally.add(pieces=len(tasks))
-            except Exception as error:
-                self._fail_prompts(tasks, error)
-        for task in self._prefill.finished():
-            try:
+                self._counters["pieces"] += len(tasks)
+            for task in self._prefill.finished():
+                tasks = [task]
                 self._begin_row(task)
-            except Exception as error:
-                self._fail_prompts([task], error)
+        except Exception as error:
+            self._fail(tasks, error)
+            _check_device(self.model.device)
 
-    def _begin_row(self, task: ServingTask) -> None:
+    def _begin_row(self, task: Task) -> None:
         row = next(row for row in range(self.table.widths[-1]) if row not in self._running)
-        self.table.put(row, task.state, task.request.prompt[-1], len(task.to_run), task.sampling, task.seed)
+        prompt, seed = task.request.prompt, task.request.seed
+        assert seed is not None
+        self.table.put(row, task.state, prompt[-1], len(prompt) - 1, task.sampling, seed)
         task.state = None
         self._running[row] = task
-        self._tally.add(
-            prompt_tokens=len(task.request.prompt),
-            prefix_hits=int(task.cached > 0),
-            prefix_misses=int(task.cached == 0),
-            prefix_tokens=task.cached,
-        )
+        self._counters["prompt_tokens"] += len(prompt)
+        self._counters["prefix_hits"] += task.cached > 0
+        self._counters["prefix_misses"] += task.cached == 0
+        self._counters["prefix_tokens"] += task.cached
 
     def _start_step(self) -> None:
         """Start the next token of all running rows, at the smallest width that holds them."""
         if not self._running:
             return
-        try:
-            began = time.monotonic()
-            width = self._move_together()
-            self.table.step(width, max(task.way for task in self._running.values()))
-            reporting = [row for row, task in self._running.items() if task.request.logprobs is not None]
-            log_probabilities = None
-            if reporting:  # always as many, since the order of equally likely tokens depends on how many there are
-                log_probabilities = self.table.read_log_probabilities(width, reporting, MOST_LOGPROBS)
-            tokens = self.table.read_tokens(width)
-        except Exception as error:
-            return self._fail_step(self._running.values(), error)
-        self._started.append(StartedStep(dict(self._running), tokens, log_probabilities, reporting, began))
+        began = time.monotonic()
+        width = self._move_together()
+        self.table.step(width, max(task.way for task in self._running.values()))
+        reporting = [row for row, task in self._running.items() if task.request.logprobs is not None]
+        # Always as many, since the order of equally likely tokens depends on how many there are.
+        logprobs = self.table.read_log_probabilities(width, reporting, MOST_LOGPROBS) if reporting else None
+        self._started.append(_Step(dict(self._running), self.table.read_tokens(width), reporting, logprobs, began))
         for row, task in [*self._running.items()]:
             task.steps += 1
             if task.steps == task.most:  # its last token is on its way
                 del self._running[row]
-        self._tally.add(steps=1)
-        self._tally.set(width=width)
+        self._counters["steps"] += 1
+        self._counters["width"] = width
 
     def _move_together(self) -> int:
         """Move rows beyond the smallest possible width to free rows within; returns that width."""
@@ -378,59 +396,72 @@ class Engine:
                 self._running[target] = self._running.pop(source)
         return width
 
-    def _hand_out(self, step: StartedStep) -> None:
-        """Wait for the tokens of a step, and pass them to their streams."""
-        try:
-            tokens = step.tokens().tolist()
-            logprobs = step.logprobs_of(tokens)
-        except Exception as error:
-            return self._fail_step(step.rows.values(), error)
-        self._failures = 0
-        for row, task in step.rows.items():
-            if tokens[row] == NO_TOKEN and not task.ended:
+    def _hand_out(self, step: _Step) -> None:
+        """Wait for the tokens of a step, and pass them on; those of requests that have ended are thrown away."""
+        tokens = step.tokens().tolist()
+        columns = [x.tolist() for x in step.logprobs()] if step.logprobs is not None else [(), (), ()]
+        logprobs = dict(zip(step.reporting, zip(*columns, strict=True), strict=True))
+        made = 0
+        for row, task in step.tasks.items():
+            if task.ended:
+                continue
+            if (token := tokens[row]) == NO_TOKEN:
                 self._fail([task], self._nan_error(task))
-        now = time.monotonic()
-        tasks = [(row, task) for row, task in step.rows.items() if not task.ended]
-        for row, task in tasks:
-            if task.made == 0:
-                self._tally.add_first_token(now - task.arrived)
-            is_end = tokens[row] in self._ends and not task.request.ignore_eos
-            output = task.output_of(tokens[row], logprobs.get(row), is_end)
-            if isinstance(output, Piece) and output.finish_reason is not None:
-                self._finish(task, output)
+                continue
+            task.made += 1
+            made += 1
+            reason: FinishReason | None = None
+            if token in task.ends or task.made == task.most:
+                reason = "stop" if token in task.ends else "length"
+            output: Output = token
+            if reason is not None or row in logprobs or task.made == 1:
+                output = Piece(
+                    token_ids=(token,),
+                    logprobs=(_logprob(token, task, *logprobs[row]),) if row in logprobs else None,
+                    finish_reason=reason,
+                    cached_tokens=task.cached if task.made == 1 else 0,
+                )
+            if reason is not None:
+                self._end(task, reason, output)
             else:
-                self._add_output(task, output)
+                self._outputs[task.deliver].append((task.key, output))
         self._deliver()
-        self._tally.add(completion_tokens=len(tasks), step_seconds=now - step.began)
-
-    def _add_output(self, task: ServingTask, output: Output) -> None:
-        self._outputs.setdefault(task.deliver, []).append((task.key, output))
+        self._counters["completion_tokens"] += made
+        self._counters["step_seconds"] += time.monotonic() - step.began
 
     def _deliver(self) -> None:
-        outputs, self._outputs = self._outputs, {}
+        outputs, self._outputs = self._outputs, defaultdict(list)
         for deliver, made in outputs.items():
             deliver(made)
 
-    def _finish(self, task: ServingTask, last: Piece) -> None:
+    def _end(self, task: Task, reason: str, last: Output) -> None:
         """End a request; its row is free for the next step."""
-        assert last.finish_reason is not None
-        self._leave(task)
-        self._tally.add_end(last.finish_reason, time.monotonic() - task.arrived)
-        self._add_output(task, last)
+        task.ended = True
+        if task in self._prefill.tasks:
+            self._prefill.tasks.remove(task)
+        for row in [row for row, other in self._running.items() if other is task]:
+            del self._running[row]
+        self._finished[reason] += 1
+        self._counters["request_seconds"] += time.monotonic() - task.arrived
+        self._outputs[task.deliver].append((task.key, last))
 
-    def _fail(self, tasks: Iterable[ServingTask], error: BaseException) -> None:
+    def _fail(self, tasks: Iterable[Task], error: BaseException) -> None:
         """End requests with the model's error."""
         tasks = [task for task in tasks if not task.ended]
         _log.error("the model failed on %d requests: %s", len(tasks), error, exc_info=error)
         for task in tasks:
-            self._leave(task)
-            self._tally.add_end("error", time.monotonic() - task.arrived)
             failure = EngineError(f"the model failed: {error}")
             failure.__cause__ = error
-            self._add_output(task, failure)
+            self._end(task, "error", failure)
         self._deliver()
 
-    def _nan_error(self, task: ServingTask) -> FloatingPointError:
+    def _fail_steps(self, error: BaseException) -> None:
+        """End the requests of all rows and of all steps that have been started."""
+        steps = [dict(self._running), *(step.tasks for step in self._started)]
+        self._started.clear()
+        self._fail({task for tasks in steps for task in tasks.values()}, error)
+
+    def _nan_error(self, task: Task) -> FloatingPointError:
         """The error for a request whose next token is `NO_TOKEN`."""
         # Only one piece of the prompt is run again for the message: others wait meanwhile, and its memory is at hand.
         ids = torch.tensor([task.request.prompt[: self.prompts.piece]], device=self.model.device)
@@ -438,33 +469,17 @@ class Engine:
             f"it computed NaN or infinite logits for new token {task.made + 1}{origin_of_nan(self.model, ids)}"
         )
 
-    def _fail_prompts(self, tasks: Iterable[ServingTask], error: Exception) -> None:
-        """End requests whose prompts failed; a device that works no longer ends the engine."""
-        self._fail(tasks, error)
-        _check_device(self.model.device)
-
-    def _fail_step(self, tasks: Iterable[ServingTask], error: Exception) -> None:
-        """End the requests of a step; after some such steps in a row the device is taken to be lost."""
-        self._fail([*tasks], error)
-        self._failures += 1
-        if self._failures == _FAILURES:
-            raise error
-
-    def _leave(self, task: ServingTask) -> None:
-        task.ended = True
-        if task in self._prefill.tasks:
-            self._prefill.tasks.remove(task)
-        for row in [row for row, other in self._running.items() if other is task]:
-            del self._running[row]
-
     def _give_up(self, error: BaseException) -> None:
         with self._mutex:
             self._refusal = f"the engine has failed: {error}"
             waiting, self._waiting = [*self._waiting], deque()
-        started = [task for step in self._started for task in step.rows.values()]
-        self._started.clear()
-        self._fail({*waiting, *self._prefill.tasks, *self._running.values(), *started}, error)
-        self._tally.set(running=0, prefilling=0)
+        self._fail_steps(error)
+        self._fail([*waiting, *self._prefill.tasks], error)
+
+
+def _logprob(token: int, task: Task, chosen: float, values: Sequence[float], indices: Sequence[int]) -> TokenLogprob:
+    count = task.request.logprobs or 0
+    return TokenLogprob(token_id=token, logprob=chosen, top=tuple(zip(indices[:count], values[:count], strict=True)))
 
 
 def _check_device(device: torch.device) -> None:
@@ -473,7 +488,41 @@ def _check_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _check_options(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+def unlimited(model: Any) -> bool:
+    """Whether a model takes any number of tokens: our own without softmax layers, which read no positions."""
+    return isinstance(model, DeltaRuleForCausalLM) and not has_softmax_layers(model)
+
+
+def _context_limit(model: Any, given: int | None) -> int | None:
+    """Most tokens of prompt and answer, None for any number; ValueError for more than the model has positions."""
+    if unlimited(model):
+        return given
+    longest = max_positions(model)
+    if given is not None and longest is not None and given > longest:
+        raise ValueError(
+            f"context_limit must be at most the max_position_embeddings={longest} of the model's configuration, "
+            f"got {given}"
+        )
+    return longest if given is None else given
+
+
+def _sizes_of_passes(model: Any, *, several: bool) -> tuple[int, ...]:
+    """Numbers of prompts in one pass on a GPU; one number unless there may be several.
+
+    A pass of 16 takes less time per prompt than one of 8, and steps wait for it longer. Softmax layers reserve keys and
+    values of the whole context for each prompt. Experts multiply the tokens of all prompts together, so that one
+    prompt's results would depend on the others.
+    """
+    if any(name.endswith("experts") for name, _ in model.named_modules()):
+        return (1,)
+    if unlimited(model):
+        return (1, 2, 4, 8, 16) if several else (8,)
+    return (1, 2, 4) if several else (4,)
+
+
+def _end_tokens(model: Any, tokenizer: Any, given: int | Sequence[int] | None) -> frozenset[int]:
+    """Tokens that end an answer: those given, else the model's, else the tokenizer's."""
+    for ends in (given, model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        if ends is not None:
+            return frozenset([ends] if isinstance(ends, int) else ends)
+    return frozenset()

@@ -1,13 +1,144 @@
-"""Running prompts piece by piece, some in each pass, and keeping the states after the pieces."""
+"""Prompts on their way to a row of the table: they run piece by piece, and the states after the pieces are kept.
+
+Where a kept state is found. A state depends in its last bits on how the tokens before it were divided into forward
+passes. A prompt is divided at multiples of the piece, and at its own end. So a prompt may start from a state
+
+* at a multiple of the piece, which every prompt with these first tokens reaches by the same passes;
+* at the end of a prompt, if its own end is there: the same prompt once more, for another sample.
+
+Both give the bits that running the prompt from its beginning would give. The state at the end of an answer is not kept:
+it was made token by token, and the next turn of the conversation must not depend on whether it is still there. That
+turn finds the state at the last multiple of the piece within the former prompt, and runs the former answer as a part of
+its own prompt.
+"""
 
 import itertools
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
 
+import numpy as np
+
+from deltazoo.generation import Sampling, Snapshot
 from deltazoo.generation.prompt_rows import PromptRows
-from deltazoo.serving.prefix_cache import PrefixCache
-from deltazoo.serving.serving_task import ServingTask
+from deltazoo.generation.sampling import Way
+from deltazoo.serving.requests import Output, Request
 
-__all__ = ["Prefill"]
+__all__ = ["Deliver", "Prefill", "PrefixCache", "Task", "prefix_keys"]
+
+Deliver = Callable[[Sequence[tuple[Any, Output]]], None]
+"""Takes what the engine made for some requests, each by its key."""
+
+
+@dataclass(eq=False)
+class Task:
+    """A request in the engine.
+
+    Args:
+        key: names the request to `deliver`.
+        request: with a seed.
+        deliver: takes its output.
+        most: new tokens after which it ends.
+        ends: tokens that end it.
+        sampling: of its tokens.
+        keys: of the positions in its prompt where the state can be kept or found (`prefix_keys`).
+
+    Attributes:
+        done: tokens of the prompt that passes have run; the first step takes the last one.
+        cached: how many of those the prefix cache had.
+        state: after them; None at the beginning, and once it is a row of the table.
+        steps: how many steps have been started with its row.
+        made: how many tokens have been handed out.
+        ended: whether its last output has been handed out.
+    """
+
+    key: Any
+    request: Request
+    deliver: Deliver
+    most: int
+    ends: frozenset[int]
+    sampling: Sampling
+    keys: dict[int, bytes]
+    done: int = 0
+    cached: int = 0
+    state: Snapshot | None = None
+    steps: int = 0
+    made: int = 0
+    ended: bool = False
+    arrived: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.way = Way.of(self.sampling)
+
+    @property
+    def next_end(self) -> int:
+        """Tokens of the prompt that will have been run after the next pass."""
+        return next(end for end in self.keys if end > self.done)
+
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt that passes are still to run."""
+        return len(self.request.prompt) - 1 - self.done
+
+
+def prefix_keys(tokens: Sequence[int], piece: int) -> dict[int, bytes]:
+    """Keys of the positions of a prompt at which its state can be kept or found, by the number of tokens before them.
+
+    Args:
+        tokens: of the prompt.
+        piece: of the passes over it.
+
+    Returns:
+        Digests of all tokens before each multiple of the piece, and before the end.
+    """
+    numbers, digest, keys = np.asarray(tokens, dtype=np.int64), b"", {}
+    for start, end in itertools.pairwise([*range(0, len(tokens), piece), len(tokens)]):
+        digest = blake2b(digest + numbers[start:end].tobytes(), digest_size=16).digest()
+        keys[end] = digest
+    return keys
+
+
+class PrefixCache:
+    """States by key; when they take too much memory, those go that have not been used for longest.
+
+    Args:
+        memory: most bytes of all states; 0: keep none.
+
+    Attributes:
+        nbytes: of all states.
+    """
+
+    def __init__(self, memory: int) -> None:
+        self.memory = memory
+        self.nbytes = 0
+        self._states: OrderedDict[bytes, Snapshot] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def find(self, keys: dict[int, bytes]) -> tuple[int, Snapshot | None]:
+        """The longest known beginning of a prompt: its number of tokens and the state after them; 0 and None: none."""
+        for length in reversed(keys):
+            state = self._states.get(keys[length])
+            if state is not None:
+                self._states.move_to_end(keys[length])
+                return length, state
+        return 0, None
+
+    def put(self, key: bytes, state: Snapshot) -> None:
+        """Keep a state, unless it is larger than all the memory."""
+        if key in self._states:
+            return self._states.move_to_end(key)
+        if state.nbytes > self.memory:
+            return
+        self._states[key] = state
+        self.nbytes += state.nbytes
+        while self.nbytes > self.memory:
+            _, oldest = self._states.popitem(last=False)
+            self.nbytes -= oldest.nbytes
 
 
 class Prefill:
@@ -24,44 +155,41 @@ class Prefill:
     def __init__(self, prompts: PromptRows, prefixes: PrefixCache) -> None:
         self.prompts = prompts
         self.prefixes = prefixes
-        self.tasks: list[ServingTask] = []
-        self._loaded: dict[ServingTask, int] = {}
+        self.tasks: list[Task] = []
+        self._loaded: dict[Task, int] = {}
         """The row that has the state of a task."""
         self._turns = itertools.count()
 
-    def add(self, task: ServingTask) -> None:
+    def add(self, task: Task) -> None:
         """Begin with a prompt, behind what the prefix cache knows of it."""
         self._skip_known(task)
         self.tasks.append(task)
 
-    def finished(self) -> Iterator[ServingTask]:
+    def finished(self) -> Iterator[Task]:
         """The tasks whose prompts have been run; they are no longer here."""
-        for task in [task for task in self.tasks if task.done == len(task.to_run)]:
+        for task in [task for task in self.tasks if not task.left]:
             self.tasks.remove(task)
             yield task
 
-    def next_tasks(self) -> list[ServingTask]:
+    def next_tasks(self) -> list[Task]:
         """Those of the next pass: in turn, the oldest and those with the fewest tokens left come first.
 
         So a short prompt does not wait for a long one, and a long one is not overtaken for ever. Of several whose next
         piece is the same, one runs it, and the others find the state.
         """
-        tasks = [task for task in self.tasks if task.done < len(task.to_run)]
+        tasks = [task for task in self.tasks if task.left]
         if tasks and next(self._turns) % 2:
-            tasks.sort(key=lambda task: len(task.to_run) - task.done)
-        chosen: dict[bytes, ServingTask] = {}
+            tasks.sort(key=lambda task: task.left)
+        chosen: dict[bytes, Task] = {}
         for task in tasks:
             self._skip_known(task)
-            if task.done < len(task.to_run):
-                chosen.setdefault(task.keys[self._next_end(task)], task)
+            if task.left:
+                chosen.setdefault(task.keys[task.next_end], task)
             if len(chosen) == self.prompts.sizes[-1]:
                 break
         return [*chosen.values()][: self.prompts.best_count(len(chosen))]
 
-    def _next_end(self, task: ServingTask) -> int:
-        return min(task.done + self.prompts.piece, len(task.to_run))
-
-    def _skip_known(self, task: ServingTask) -> None:
+    def _skip_known(self, task: Task) -> None:
         """Go on from a state in the prefix cache, if there is one further on."""
         done, state = self.prefixes.find(task.keys)
         if done > task.done:
@@ -69,7 +197,7 @@ class Prefill:
             task.done, task.state = done, state
             self._loaded.pop(task, None)
 
-    def run(self, tasks: Sequence[ServingTask]) -> Callable[[], None]:
+    def run(self, tasks: Sequence[Task]) -> Callable[[], None]:
         """One pass over the next piece of each of these prompts; the result waits until the device has done it."""
         loaded, self._loaded = self._loaded, {}  # nothing, if the pass fails
         size = self.prompts.size_for(len(tasks))
@@ -80,10 +208,10 @@ class Prefill:
                 rows[task] = next(free)
                 self.prompts.load(rows[task], task.state)
         wait = self.prompts.run(
-            {row: (task.done, task.to_run[task.done : self._next_end(task)]) for task, row in rows.items()}
+            {row: (task.done, task.request.prompt[task.done : task.next_end]) for task, row in rows.items()}
         )
         for task, row in rows.items():
-            task.done = self._next_end(task)
+            task.done = task.next_end
             task.state = self.prompts.take(row, task.done)
             self.prefixes.put(task.keys[task.done], task.state)
         self._loaded = rows

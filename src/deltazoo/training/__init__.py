@@ -16,9 +16,9 @@ from deltazoo.training.config import (
 )
 
 if TYPE_CHECKING:
-    from deltazoo.training.monitor import TrainingDiverged
-    from deltazoo.training.score import Score, score_documents
-    from deltazoo.training.training_run import TrainingResult, train
+    from deltazoo.training.evaluate import Score, score_documents
+    from deltazoo.training.run import TrainingResult, train
+    from deltazoo.training.trainer import TrainingDiverged
 
 __all__ = [
     "DataConfig",
@@ -37,8 +37,8 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "monitor": ("TrainingDiverged",),
-        "score": ("Score", "score_documents"),
-        "training_run": ("TrainingResult", "train"),
+        "evaluate": ("Score", "score_documents"),
+        "trainer": ("TrainingDiverged",),
+        "run": ("TrainingResult", "train"),
     },
 )

@@ -1,4 +1,4 @@
-"""Pictures of training: the losses of a run, those of a conversion, and a ranking of layers. matplotlib is an extra."""
+"""Pictures of training: the losses of a run, and those of a distillation. matplotlib is an extra."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from deltazoo.diagnosis.pictures import BLACK, BLUE, GREY, ORANGE, new_figure, save_figure
 
-if TYPE_CHECKING:  # imports torch
-    from deltazoo.training.layer_ranking import Ranking
-
-__all__ = ["curves", "draw_conversion", "draw_loss_curve", "draw_ranking"]
+__all__ = ["curves", "draw_conversion", "draw_loss_curve"]
 
 _PANEL = 4.6  # inches
 _LOSSES = {
@@ -97,25 +94,4 @@ def draw_conversion(
     lines = [*panels[0].get_lines(), *rights[0].get_lines()]
     figure.legend(lines, [line.get_label() for line in lines], loc="outside lower center", ncols=columns, frameon=False)
     figure.suptitle(textwrap.fill(title, 44 * count))
-    return save_figure(figure, path, dpi=150)
-
-
-def draw_ranking(path: Path, ranking: Ranking, chosen: Sequence[int] = ()) -> Path:
-    """Each layer's rise in loss as a bar, filled for chosen layers.
-
-    Args:
-        path: where the PNG goes.
-        ranking: the measured losses.
-        chosen: layers to mark; all bars are filled if there is none.
-    """
-    figure, [axis] = new_figure(1, width=max(5.0, 0.45 * len(ranking.layers) + 2), height=3.8)
-    for score in ranking.layers:
-        filled = not chosen or score.layer in chosen
-        axis.bar(score.layer, score.rise, color=BLUE if filled else "white", edgecolor=BLUE)
-    axis.axhline(0, color=BLACK, linewidth=0.8)
-    axis.set_xticks([score.layer for score in ranking.layers])
-    axis.set(xlabel="layer swapped alone, after transfer", ylabel="rise in loss, nats per token")
-    legend = "\nfilled: chosen" if chosen else ""
-    axis.set_title(f"{ranking.rule}; original: {ranking.loss:.3f} nats per token{legend}", fontsize=10)
-    axis.grid(False, axis="x")
     return save_figure(figure, path, dpi=150)

@@ -14,7 +14,7 @@ from deltazoo._report import ModelReport, RuleDescription, report
 from deltazoo.compat.transformers.arrangements import LAYER_ARRANGEMENTS, LayerArrangement, arrangement_of
 from deltazoo.compat.transformers.layer import AcceleratedLayer, accelerated_class, rule_of
 from deltazoo.compat.transformers.packing import describe_documents, layers_over_neighbours
-from deltazoo.generation.captured_generation import CapturedGeneration
+from deltazoo.generation.hf_generate import CapturedGeneration
 from deltazoo.models.captured_training import capture_library_blocks, release_library_blocks
 from deltazoo.models.forward_arguments import remove_pre_hook, tell_of_row_head, tells_of_row_head
 from deltazoo.ops import resolve_backend

@@ -17,7 +17,7 @@ from transformers.utils import output_capturing
 
 from deltazoo._report import report
 from deltazoo.generation.capture import graphs_run_on
-from deltazoo.generation.capture_conditions import IMPLEMENTATIONS
+from deltazoo.generation.conditions import IMPLEMENTATIONS
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.ops.autograd_modes import transforming
 

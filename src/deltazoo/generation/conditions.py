@@ -1,0 +1,193 @@
+"""When a model can be decoded: reasons against a captured step in `generate`, and how many positions a model has.
+
+A graph repeats what the device was told while it was captured. Whatever else Python does happens once, at the capture:
+hooks, counts on the host, choices made from attributes. Where that would matter, the ordinary loop runs.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    StaticCache,
+)
+from transformers.generation import GenerationConfig
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import is_fsdp_managed_module
+
+from deltazoo.generation.cache import DeltaRuleCacheLayer, is_used
+from deltazoo.generation.capture import graphs_run_on
+from deltazoo.generation.static_cache import check_fixed, describe_layer, fixed_cache
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "check_positions",
+    "learned_positions",
+    "max_positions",
+    "why_not_these_arguments",
+    "why_not_this_call",
+    "why_not_this_model",
+]
+
+IMPLEMENTATIONS = ("sdpa", "eager")
+"""Of softmax attention; others read masks that grow, or that are no tensors."""
+_LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
+"""Names under which models of transformers hold a table of learned positions."""
+_ONE_TOKEN_AT_A_TIME = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+)
+
+
+def why_not_this_model(model: Any) -> str | None:
+    """Why the steps of a model should run one by one as the model is now; None if they may be captured."""
+    device = model.device
+    if not graphs_run_on(device):
+        return f"the model is on {device}, where there are no CUDA graphs"
+    if model.training:
+        return "the model is in training mode"
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on, and keeps copies of weights"
+    if torch.compiler.is_compiling():
+        return "it is being compiled"
+    if getattr(model, "hf_quantizer", None) is not None:
+        return "the model is quantised"
+    if (getattr(model, "_tp_size", None) or 1) > 1 or is_fsdp_managed_module(model):
+        return "the model is divided among processes"
+    return _unusual_tensor(model, device) or _unusual_module(model) or _unusual_cache(model)
+
+
+def _unusual_tensor(model: nn.Module, device: torch.device) -> str | None:
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.device != device:
+            return f"{name} is on {x.device} and the model on {device}"
+        if type(x) not in (nn.Parameter, Tensor) or hasattr(x, "ds_id"):
+            return f"{name} is no plain tensor but a {type(x).__name__}"
+    return None
+
+
+def _unusual_module(model: nn.Module) -> str | None:
+    everywhere = torch.nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        return "there are forward hooks for all modules"
+    for name, module in model.named_modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if any(not _is_of("deltazoo.", hook) for hook in hooks):
+            return f"{name or 'the model'} has a forward hook"
+        replaced = vars(module).get("forward")
+        of_a_step = _is_of("deltazoo.generation.", replaced)  # for a while, in another thread
+        if (replaced is not None and not of_a_step) or module._compiled_call_impl is not None:
+            return f"the forward pass of {name or 'the model'} has been replaced"
+    if "prepare_inputs_for_generation" in vars(model):
+        return "prepare_inputs_for_generation has been replaced"
+    config: Any = model.config
+    softmax = [m for m in model.modules() if getattr(m, "is_causal", False)]
+    if softmax and config._attn_implementation not in IMPLEMENTATIONS:
+        return f"softmax attention runs {config._attn_implementation!r}, not one of {', '.join(IMPLEMENTATIONS)}"
+    return None
+
+
+def _unusual_cache(model: nn.Module) -> str | None:
+    try:
+        fixed_cache(model, max_length=1)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _is_of(package: str, hook: Any) -> bool:
+    """Whether a hook or forward pass is of this package. All that our hooks do for one token happens on the device."""
+    function = getattr(hook, "func", hook)  # the function of a partial
+    return getattr(function, "__module__", "").startswith(package)
+
+
+def why_not_these_arguments(kwargs: Mapping[str, Any]) -> str | None:
+    """Why a call of `generate` with these keyword arguments should run its steps one by one; None if it need not."""
+    if kwargs.get("custom_generate") is not None:
+        return "custom_generate brings a loop of its own"
+    if kwargs.get("synced_gpus"):
+        return "synced_gpus keeps several processes in step"
+    return None
+
+
+def why_not_this_call(
+    config: GenerationConfig, cache: Cache | None, is_the_callers: bool, mode: GenerationMode, required: bool
+) -> str | None:
+    """Why a call of `generate` should run its steps one by one, once its arguments are known; None if it need not.
+
+    Args:
+        config: of the call.
+        cache: that the call uses.
+        is_the_callers: the caller of `generate` handed the cache in.
+        mode: way of decoding.
+        required: the user asked for captured steps; a cache of the user's is then allowed.
+    """
+    if mode not in _ONE_TOKEN_AT_A_TIME:
+        return f"{mode.value} is no plain sampling or beam search"
+    if cache is None:
+        return "use_cache=False keeps no state"
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(config, name):
+            return f"{name}=True asks a step for more than its logits"
+    if config.compile_config is not None:
+        return "compile_config asks for transformers' own compilation"
+    if required:
+        return _why_not_this_cache(cache)
+    if config.cache_implementation is not None:
+        return f"cache_implementation={config.cache_implementation!r} was asked for"
+    if is_the_callers:
+        return "a cache was given"
+    if config.return_dict_in_generate:
+        return "return_dict_in_generate=True hands out the cache"
+    return _why_not_this_cache(cache)
+
+
+def _why_not_this_cache(cache: Any) -> str | None:
+    if type(cache) is StaticCache:
+        try:
+            check_fixed(cache)
+        except ValueError as error:
+            return str(error)
+        return None
+    if type(cache) is not DynamicCache:
+        return f"the cache is a {type(cache).__name__}"
+    if cache.offloading:
+        return "the cache is offloaded"
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DeltaRuleCacheLayer, LinearAttentionLayer):
+            return f"the cache has a {describe_layer(layer)}"
+        if is_used(layer):
+            return "the cache has been used"
+    return None
+
+
+def max_positions(model: Any) -> int | None:
+    """The `max_position_embeddings` of a model's configuration, None without one.
+
+    Rotary embeddings can be computed beyond it, learned positions end there.
+    """
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def learned_positions(model: Any) -> int | None:
+    """The number of learned positions, as GPT-2 has them; None for models without, which take longer rows."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _LEARNED_POSITIONS:
+            return min(module.num_embeddings, max_positions(model) or module.num_embeddings)
+    return None
+
+
+def check_positions(model: Any, num_tokens: int, what: str) -> None:
+    """ValueError if a row of so many tokens exceeds a model's learned positions; the message begins with `what`."""
+    limit = learned_positions(model)
+    if limit is not None and num_tokens > limit:
+        raise ValueError(f"{what} exceed the {limit} learned positions of {type(model).__name__}")

@@ -1,0 +1,320 @@
+"""Models whose weights decoding has merged in memory save, load, cast, copy, train and take adapters as before."""
+
+import copy
+
+import pytest
+import safetensors.torch
+import torch
+from tiny_models import FEW, tiny_config, tiny_model, tokens
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import deltazoo
+from deltazoo.generation import Decoder
+from deltazoo.generation.merged import merged_products
+from deltazoo.generation.step import StepModules
+from deltazoo.models import DeltaRuleForCausalLM
+
+SOME = [*FEW, "kda", "grouped_values", "micro_steps", "tied", "hybrid_kda", "softmax_only"]
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "bmm")
+        return func(*args, **(kwargs or {}))
+
+
+def step_of(model):
+    return StepModules(merged_products(model))
+
+
+def generated(model, ids):
+    return deltazoo.generate(model, ids, max_new_tokens=6)
+
+
+def expected(model, ids):
+    return model.generate(ids, max_new_tokens=6, do_sample=False)
+
+
+def used(case, **overrides):
+    """A model that has just generated, and a prompt."""
+    model, ids = tiny_model(case, **overrides), tokens(2, 5)
+    generated(model, ids)
+    return model, ids
+
+
+def joints(model):
+    """Pairs of parameters of which one begins where the other ends."""
+    ends = {p.data_ptr() + p.nbytes for p in model.parameters()}
+    return sum(p.data_ptr() in ends for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("case", "in_layers"),
+    [
+        ("delta_net", [4, 4]),  # maps of the mixer's input, o, gate and up, down
+        ("gated_deltanet", [4, 4]),
+        ("kda", [6, 6]),  # and the second halves of the low-rank f and g
+        ("hybrid", [4, 6]),  # two batched products of the softmax itself
+        ("hybrid_kda", [6, 6]),
+    ],
+)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_products_per_token(case, in_layers, batch_size):
+    model = tiny_model(case)
+    model.set_attn_implementation("eager")
+    steps = Decoder(model, batch_size, max_length=20).stream(tokens(batch_size, 5), max_new_tokens=4)
+    next(steps)
+    with Products() as products:
+        next(steps)
+    assert products.count == sum(in_layers) + 1
+
+
+@pytest.mark.parametrize("case", SOME)
+def test_same_logits_up_to_rounding(case):
+    model, ids = tiny_model(case).double(), tokens(2, 1)
+    with torch.no_grad():
+        plain = model(ids).logits
+        with step_of(model).replaced():
+            merged = model(ids).logits
+    torch.testing.assert_close(merged, plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", SOME)
+def test_state_dict_and_checkpoints(case, tmp_path):
+    fresh, (model, ids) = tiny_model(case), used(case)
+    assert joints(model) >= len(fresh.model.layers)
+    assert list(model.state_dict()) == list(fresh.state_dict())
+    model.save_pretrained(tmp_path)
+    loaded = DeltaRuleForCausalLM.from_pretrained(tmp_path).eval()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    safetensors.torch.save_model(model, tmp_path / "weights.safetensors")
+    others = [loaded.state_dict(), torch.load(tmp_path / "weights.pt")]
+    for weights in (model.state_dict(), *others):
+        assert all(torch.equal(weights[name], x) for name, x in fresh.state_dict().items())
+    read = safetensors.torch.load_file(tmp_path / "weights.safetensors")
+    assert all(torch.equal(x, fresh.state_dict()[name]) for name, x in read.items())
+    size = sum(x.nbytes for x in {x.data_ptr(): x for x in fresh.state_dict().values()}.values())
+    assert (tmp_path / "model.safetensors").stat().st_size < 1.2 * size + 10_000
+    assert torch.equal(generated(loaded, ids), expected(fresh, ids))
+
+
+def train(model, ids):
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for _ in range(2):
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+@pytest.mark.parametrize("case", FEW)
+def test_training_after_generation(case, inference_mode):
+    fresh, ids = tiny_model(case), tokens(2, 5)
+    model = tiny_model(case)
+    decoder = Decoder(model, 2, max_length=20)
+    with torch.inference_mode(inference_mode):
+        before = generated(model, ids)
+    list(decoder.stream(ids, max_new_tokens=6))
+    train(fresh, ids), train(model, ids)
+    for (name, x), y in zip(model.named_parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(x, y), name
+    after = expected(fresh, ids)
+    assert not torch.equal(after, before)
+    assert torch.equal(generated(model, ids), after)
+    assert torch.equal(torch.stack(list(decoder.stream(ids, max_new_tokens=6)), 1), after[:, 5:])
+
+
+@pytest.mark.parametrize(
+    ("device", "assign"),
+    [("cpu", False), ("cpu", True), pytest.param("cuda", False, marks=pytest.mark.gpu)],
+)
+@pytest.mark.parametrize("case", FEW)
+def test_loaded_weights_are_seen(case, device, assign):
+    model, ids = tiny_model(case).to(device), tokens(2, 5).to(device)
+    decoder = Decoder(model, 2, max_length=20)
+    list(decoder.stream(ids, max_new_tokens=6))
+    other = train(tiny_model(case).to(device), ids)
+    model.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+    after = expected(other, ids)
+    assert torch.equal(torch.stack(list(decoder.stream(ids, max_new_tokens=6)), 1), after[:, 5:].cpu())
+    assert torch.equal(generated(model, ids), after)
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_casts_and_copies_have_weights_of_their_own(case):
+    model, ids = used(case)
+    twin = copy.deepcopy(model)
+    train(twin, ids)
+    assert torch.equal(generated(model, ids), expected(tiny_model(case), ids))
+    model.to(torch.float64)
+    assert torch.equal(generated(model, ids), expected(tiny_model(case).to(torch.float64), ids))
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_adapted_maps_run_as_they_are(case):
+    peft = pytest.importorskip("peft")
+    model, ids = used(case)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "up_proj"], r=2, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).base_model.model.eval()
+    after = expected(adapted, ids)
+    assert not torch.equal(after, expected(tiny_model(case), ids))
+    assert torch.equal(generated(adapted, ids), after)
+
+
+def test_a_second_decoder_finds_the_weights_where_they_are():
+    model = tiny_model("gated_deltanet")
+    first = step_of(model)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    with first.replaced():
+        pass
+    merged_products(model)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def test_memory_is_let_go_with_the_last_parameter_in_it():
+    model = tiny_model("gated_deltanet")
+    layer = model.model.layers[0].mlp
+    (product,) = (p for p in merged_products(model) if p.linears[0] is layer.gate_proj)
+    storage = product.weight.untyped_storage()
+    up = layer.up_proj.weight.clone()
+    del product
+    layer.gate_proj.double()
+    assert torch.equal(layer.up_proj.weight, up)
+    assert torch._C._storage_Use_Count(storage._cdata) > 1
+    layer.up_proj.double()
+    assert torch._C._storage_Use_Count(storage._cdata) == 1  # the one counted from here
+
+
+class Wrapped(nn.Linear):
+    """A subclass of the linear map, which is not merged."""
+
+
+def with_a_subclass(attention):
+    attention.q_proj.__class__ = Wrapped
+
+
+def with_a_hook(attention):
+    attention.q_proj.register_forward_pre_hook(lambda module, args: None)
+
+
+def with_another_dtype(attention):
+    attention.q_proj.double()
+
+
+def with_a_forward_of_its_own(attention):
+    attention.q_proj.forward = lambda x: x
+
+
+def with_a_parametrization(attention):
+    torch.nn.utils.parametrizations.weight_norm(attention.q_proj)
+
+
+def with_a_flat_buffer(attention):
+    flat = torch.zeros(5000)
+    attention.q_proj.weight.data = flat[:512].view_as(attention.q_proj.weight)
+
+
+def with_a_shared_parameter(attention):
+    attention.k_proj.weight = attention.q_proj.weight
+
+
+def with_shared_memory(attention):
+    attention.q_proj.weight.data.share_memory_()
+
+
+def on_no_device(attention):
+    attention.q_proj.to("meta")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_a_subclass, with_a_hook, with_another_dtype, with_a_forward_of_its_own, with_a_parametrization,
+        with_a_flat_buffer, with_a_shared_parameter, with_shared_memory, on_no_device,
+    ],
+    ids=lambda change: change.__name__,
+)  # fmt: skip
+def test_what_is_left_alone(change):
+    model = tiny_model("gated_deltanet")
+    attention = model.model.layers[0].attn
+    change(attention)
+    addresses = [p.data_ptr() for p in attention.q_proj.parameters()]
+    modules = step_of(model)
+    assert [p.data_ptr() for p in attention.q_proj.parameters()] == addresses
+    before = vars(attention.q_proj).get("forward")
+    with modules.replaced():
+        assert vars(attention.q_proj).get("forward") is before
+        assert "forward" in vars(model.model.layers[1].attn.q_proj)
+    assert "forward" not in vars(model.model.layers[1].attn.q_proj)
+
+
+def test_a_forward_pass_replaced_after_the_merging_stays():
+    model = tiny_model("gated_deltanet")
+    modules = step_of(model)
+    attention = model.model.layers[0].attn
+    with_a_forward_of_its_own(attention)
+    replaced = attention.q_proj.forward
+    with modules.replaced():
+        assert attention.q_proj.forward is replaced and "forward" not in vars(attention.k_proj)
+    assert attention.q_proj.forward is replaced
+
+
+class TestPieces:
+    """A merged map gives the same result as alone, whatever its input."""
+
+    @pytest.fixture
+    def attention(self):
+        torch.manual_seed(0)
+        model = DeltaRuleForCausalLM(tiny_config("gated_deltanet")).double()
+        with step_of(model).replaced():
+            yield model.model.layers[0].attn
+
+    def check(self, linear, x):
+        torch.testing.assert_close(linear(x), nn.functional.linear(x, linear.weight), rtol=0, atol=1e-12)
+
+    @torch.no_grad()
+    def test_in_any_order_and_number(self, attention):
+        x, other = torch.randn(2, 1, 1, 32, dtype=torch.float64)
+        for name, given in (
+            ("k_proj", x), ("q_proj", x), ("b_proj", x), ("k_proj", other), ("b_proj", x), ("k_proj", x), ("k_proj", x),
+            ("q_proj", other), ("v_proj", x), ("v_proj", other), ("a_proj", other), ("g_proj", other),
+        ):  # fmt: skip
+            self.check(getattr(attention, name), given)
+
+    @torch.no_grad()
+    def test_the_same_tensor_with_other_values(self, attention):
+        x = torch.randn(1, 1, 32, dtype=torch.float64)
+        for _ in range(2):
+            for name in ("q_proj", "k_proj", "v_proj"):
+                self.check(getattr(attention, name), x)
+            x.normal_()
+
+    def test_gradients_are_recorded(self, attention):
+        x = torch.randn(1, 1, 32, dtype=torch.float64)
+        for linear in (attention.q_proj, attention.k_proj):
+            (gradient,) = torch.autograd.grad(linear(x).sum(), linear.weight)
+            assert torch.equal(gradient, x[0].expand_as(gradient))
+
+
+def test_forward_passes_are_given_back_after_an_error():
+    model = tiny_model("gated_deltanet")
+    with pytest.raises(KeyError), step_of(model).replaced():
+        raise KeyError("the caller's own")
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_submodules_of_that_name_in_other_libraries_are_left_alone():
+    other = nn.Module()
+    other.input_projections = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)])
+    model = nn.Sequential(other)
+    merged_products(model)
+    assert joints(model) == 0

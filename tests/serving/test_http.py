@@ -1,0 +1,608 @@
+"""The HTTP API before an engine without a model: shapes of responses, bad requests, hang-ups, keys, metrics.
+
+Everything is tried before an engine in the same process, and before one behind a pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from fake_engine import CONTEXT, FakeEngine, byte_tokenizer, expected_text
+
+REASON = "needs the extras serve and test: pip install 'deltazoo[test]'"
+for package in ("fastapi", "uvicorn", "prometheus_client"):
+    pytest.importorskip(package, reason=REASON)
+httpx = pytest.importorskip("httpx", reason=REASON)
+openai = pytest.importorskip("openai", reason=REASON)
+
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+
+from deltazoo.serving import EngineError, Piece, RequestError, background_server, create_app  # noqa: E402
+from deltazoo.serving import server as server_module  # noqa: E402
+from deltazoo.serving.api import Answer, CompletionBody  # noqa: E402
+from deltazoo.serving.pipe import EngineEnd, RemoteEngine  # noqa: E402
+from deltazoo.serving.server import _config, _Connection, _Server, bind, url_of  # noqa: E402
+from deltazoo.serving.text import TextLogprob  # noqa: E402
+
+TEMPLATE = (
+    "{% if loud %}loud {% endif %}{% for message in messages %}"
+    "{% if message.content == 'forbidden' %}{{ raise_exception('not that') }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module", params=["in_process", "behind_a_pipe"])
+def served(request: pytest.FixtureRequest) -> Any:
+    @contextmanager
+    def in_process(engine: FakeEngine, **options: Any) -> Iterator[str]:
+        with engine, background_server(create_app(engine, model="tiny", **options)) as url:
+            yield url
+
+    @contextmanager
+    def behind_a_pipe(engine: FakeEngine, **options: Any) -> Iterator[str]:
+        address = bind("127.0.0.1", 0)
+        ours, theirs = multiprocessing.Pipe()
+        ready, url = threading.Event(), url_of(address)
+
+        def serve() -> None:
+            assert theirs.recv() == "the first message"
+            remote = RemoteEngine(theirs, engine.tokenizer, engine.max_queue, engine.context_limit)
+            server = _Server(_config(create_app(remote, model="tiny", **options), 1))
+            server.engine = remote
+            server.run(sockets=[address])
+            theirs.close()
+
+        thread = threading.Thread(target=serve)
+        with engine:
+            thread.start()
+            end = EngineEnd(engine, ours, "the first message", on_ready=ready.set, on_end=lambda: None)
+            assert ready.wait(10)
+            yield url
+            end.close()
+            thread.join()
+
+    return {"in_process": in_process, "behind_a_pipe": behind_a_pipe}[request.param]
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngine:
+    return FakeEngine(byte_tokenizer(TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def url(engine: FakeEngine, served: Any) -> Iterator[str]:
+    with served(engine) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Any:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.005)
+
+
+def test_a_completion(client: Any, engine: FakeEngine) -> None:
+    answer = client.completions.create(model="tiny", prompt="Hello", max_tokens=8, seed=5, top_p=0.9, temperature=0.5)
+    asked = engine.requests[-1]
+    assert asked.prompt == tuple(byte_tokenizer()("Hello")["input_ids"])
+    assert (asked.max_tokens, asked.seed, asked.top_p, asked.temperature, asked.top_k) == (8, 5, 0.9, 0.5, None)
+    assert answer.choices[0].text == expected_text(asked, 5)
+    assert answer.choices[0].finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (6, 8, 14)
+    assert answer.usage.prompt_tokens_details is not None
+    assert (answer.model, answer.object) == ("tiny", "text_completion")
+
+
+def test_a_completion_in_pieces_is_the_same_text(client: Any) -> None:
+    options = dict(model="tiny", prompt="Hello", max_tokens=40, seed=6)
+    chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert (
+        "".join(chunk.choices[0].text for chunk in chunks[:-1]) == client.completions.create(**options).choices[0].text
+    )
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 40
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_the_stream_is_server_sent_events(url: str) -> None:
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 3, "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in answer.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    assert all(line.startswith("data: {") and "usage" not in json.loads(line[6:]) for line in lines[:-1])
+
+
+def test_defaults_are_those_of_the_api(client: Any, engine: FakeEngine) -> None:
+    client.completions.create(model="tiny", prompt="x")
+    asked = engine.requests[-1]
+    assert (asked.max_tokens, asked.temperature, asked.top_p, asked.logprobs) == (16, 1.0, 1.0, None)
+    client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], stop="a")
+    assert engine.requests[-1].max_tokens is None
+
+
+def test_several_prompts_and_choices(client: Any, engine: FakeEngine) -> None:
+    seen = len(engine.requests)
+    answer = client.completions.create(model="tiny", prompt=["a", "bc"], n=2, max_tokens=5, seed=1, echo=True)
+    asked = engine.requests[seen:]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    prompts, seeds = ["a", "a", "bc", "bc"], [1, 2, 1, 2]
+    expected = [
+        prompt + expected_text(request, seed) for prompt, request, seed in zip(prompts, asked, seeds, strict=True)
+    ]
+    assert [choice.text for choice in answer.choices] == expected
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 20)
+
+    texts = ["", "", "", ""]
+    for chunk in client.completions.create(
+        model="tiny", prompt=["a", "bc"], n=2, max_tokens=5, seed=1, echo=True, stream=True
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == expected
+
+
+def test_prompts_of_token_ids(client: Any, engine: FakeEngine) -> None:
+    ids = byte_tokenizer()("word", add_special_tokens=False)["input_ids"]
+    answer = client.completions.create(model="tiny", prompt=ids, max_tokens=2, echo=True)
+    assert engine.requests[-1].prompt == tuple(ids)
+    assert answer.choices[0].text.startswith("word")
+    client.completions.create(model="tiny", prompt=[ids, ids[:1]], max_tokens=2)
+    assert [request.prompt for request in engine.requests[-2:]] == [tuple(ids), tuple(ids[:1])]
+
+
+def test_stop_strings_end_the_text_and_the_extensions_reach_the_engine(client: Any, engine: FakeEngine) -> None:
+    options = {"top_k": 7, "ignore_eos": True}
+    text = client.completions.create(model="tiny", prompt="s", max_tokens=60, seed=0).choices[0].text
+    answer = client.completions.create(
+        model="tiny", prompt="s", max_tokens=60, seed=0, stop=["!", text[30:33]], extra_body=options
+    )
+    asked = engine.requests[-1]
+    assert (asked.top_k, asked.ignore_eos) == (7, True)
+    assert answer.choices[0].text == text[: text.index(text[30:33])]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_filters_do_not_matter_without_draws(client: Any, engine: FakeEngine) -> None:
+    client.completions.create(model="tiny", prompt="s", max_tokens=1, temperature=0, top_p=0.5, extra_body={"top_k": 3})
+    asked = engine.requests[-1]
+    assert (asked.temperature, asked.top_p, asked.top_k) == (0, 1.0, None)
+
+
+def test_a_seed_that_was_drawn_is_reported(url: str) -> None:
+    body = {"prompt": "x", "max_tokens": 9}
+    first = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]
+    again = httpx.post(f"{url}/v1/completions", json={**body, "seed": first["seed"]}).json()["choices"][0]
+    assert again["text"] == first["text"]
+    streamed = httpx.post(f"{url}/v1/completions", json={**body, "seed": 3, "stream": True}).text
+    assert json.loads(streamed.split("\n\n")[-3][6:])["choices"][0]["seed"] == 3
+
+
+def test_log_probabilities(client: Any) -> None:
+    choice = client.completions.create(model="tiny", prompt="x", max_tokens=4, seed=0, logprobs=2).choices[0]
+    assert choice.logprobs.tokens == list(choice.text)
+    assert choice.logprobs.token_logprobs == [-0.5] * 4
+    assert choice.logprobs.text_offset == [0, 1, 2, 3]
+    assert [max(top, key=top.__getitem__) for top in choice.logprobs.top_logprobs] == list(choice.text)
+    assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * 4
+
+    messages = [{"role": "user", "content": "x"}]
+    options = dict(model="tiny", messages=messages, seed=0, logprobs=True, top_logprobs=3, max_completion_tokens=4)
+    choice = client.chat.completions.create(**options).choices[0]
+    assert [entry.token for entry in choice.logprobs.content] == list(choice.message.content)
+    assert [entry.bytes for entry in choice.logprobs.content] == [[ord(c)] for c in choice.message.content]
+    assert all(len(entry.top_logprobs) == 3 for entry in choice.logprobs.content)
+    streamed = [
+        entry
+        for chunk in client.chat.completions.create(**options, stream=True)
+        for entry in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else [])
+    ]
+    assert [entry.token for entry in streamed] == list(choice.message.content)
+
+
+def logprobs_of(logprob: float, top: Any) -> Any:
+    tokenizer = byte_tokenizer()
+    body = CompletionBody(prompt="x")
+    entry = TextLogprob(token_id=99, logprob=logprob, top=top, content=b"b", offset=0)
+    answer = Answer(body, "tiny", tokenizer, [type("S", (), dict.fromkeys(("seed", "prompt_tokens"), 0))], None)
+    return json.loads(answer.chunk(0, Piece(text="b", token_ids=(99,), logprobs=(entry,))))["choices"][0]["logprobs"]
+
+
+def test_the_chosen_token_is_among_the_likeliest_and_numbers_are_finite() -> None:
+    likeliest = byte_tokenizer()("a", add_special_tokens=False)["input_ids"][0]
+    found = logprobs_of(float("-inf"), ((likeliest, -0.1),))
+    assert found["top_logprobs"] == [{"a": -0.1, "b": -9999.0}] and found["token_logprobs"] == [-9999.0]
+
+
+def test_of_equal_texts_the_likeliest_is_told() -> None:
+    """Numbers beyond the vocabulary have the same text: none."""
+    found = logprobs_of(-5.0, ((300, -1.0), (301, -2.0), (302, -3.0)))
+    assert found["top_logprobs"] == [{"": -1.0, "b": -5.0}]
+
+
+@pytest.mark.parametrize(("logprob", "other"), [(float("nan"), -1.0), (-1.0, float("nan"))])
+def test_nan_is_an_error(logprob: float, other: float) -> None:
+    with pytest.raises(EngineError, match="NaN"):
+        logprobs_of(logprob, ((98, other),))
+
+
+def test_a_chat(client: Any, engine: FakeEngine) -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
+    ]
+    answer = client.chat.completions.create(model="tiny", messages=messages, seed=4, max_completion_tokens=6)
+    asked = engine.requests[-1]
+    prompt = byte_tokenizer().decode(asked.prompt, skip_special_tokens=True)
+    assert prompt == "system: be brief\nuser: Hello\nassistant:"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == expected_text(asked, 4)
+    assert answer.usage.completion_tokens == 6
+
+    # The answer, as the client holds it, goes back into the conversation.
+    messages = [*messages, answer.choices[0].message, {"role": "user", "content": "more"}]
+    chunks = list(client.chat.completions.create(model="tiny", messages=messages, seed=4, max_tokens=6, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected_text(engine.requests[-1], 4)
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_variables_reach_the_chat_template(client: Any, engine: FakeEngine) -> None:
+    for loud in (True, False):
+        options = {"chat_template_kwargs": {"loud": loud}}
+        client.chat.completions.create(model="tiny", messages=SAY, max_tokens=1, extra_body=options)
+        prompt = byte_tokenizer().decode(engine.requests[-1].prompt, skip_special_tokens=True)
+        assert prompt.startswith("loud user" if loud else "user")
+
+
+def test_a_chat_needs_a_template(served: Any) -> None:
+    with served(FakeEngine(byte_tokenizer())) as url:
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert "no chat template" in answer.json()["error"]["message"]
+
+
+SAY = [{"role": "user", "content": "x"}]
+BAD: list[tuple[str, Any, int, str | None, str]] = [
+    ("completions", {}, 400, "prompt", "prompt is missing"),
+    ("completions", [], 400, None, "must be a JSON object"),
+    ("completions", {"prompt": []}, 400, "prompt", "must be a text"),
+    ("completions", {"prompt": [[1], "x"]}, 400, "prompt", "must be a text"),
+    ("completions", {"prompt": [[]]}, 400, "prompt", "none of them empty"),
+    ("completions", {"prompt": "x" * CONTEXT}, 400, None, f"the context limit is {CONTEXT}"),
+    ("completions", {"prompt": ["x"] * 65, "n": 2}, 400, "prompt", "65 prompts times n=2"),
+    ("completions", {"prompt": "x \ud800"}, 400, "prompt", "surrogates not allowed"),
+    ("completions", {"prompt": [2**70], "echo": True}, 400, "prompt", "does not know"),
+    ("completions", {"prompt": "x", "top_k": 2**70}, 400, "top_k", "less than 2147483648"),
+    ("completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1, got 0"),
+    ("completions", {"prompt": "x", "max_tokens": 1.5}, 400, "max_tokens", "got 1.5"),
+    ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature", "got -1"),
+    ("completions", {"prompt": "x", "temperature": "1"}, 400, "temperature", "valid number, got '1'"),
+    ("completions", {"prompt": "x", "top_p": 0}, 400, "top_p", "greater than 0"),
+    ("completions", {"prompt": "x", "n": 0}, 400, "n", "got 0"),
+    ("completions", {"prompt": "x", "best_of": 3}, 400, "best_of", "must equal n=1"),
+    ("completions", {"prompt": "x", "stop": [""]}, 400, "stop", "none of them empty"),
+    ("completions", {"prompt": "x", "stop": list("abcde")}, 400, "stop", "up to four"),
+    ("completions", {"prompt": "x", "logprobs": 21}, 400, "logprobs", "got 21"),
+    ("completions", {"prompt": "x", "logprobs": 1, "echo": True}, 400, "echo", "logprobs of the prompt"),
+    ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix", "not computed"),
+    ("completions", {"prompt": "x", "logit_bias": {"5": 1}}, 400, "logit_bias", "not computed"),
+    ("completions", {"prompt": "x", "max_new_tokens": 5}, 400, "max_new_tokens", "there is no such field"),
+    ("completions", {"prompt": "x", "stream_options": {}}, 400, "stream_options", "stream=true"),
+    ("completions", {"prompt": "x", "stream": True, "stream_options": {"a": 1}}, 400, "stream_options.a", "no such"),
+    ("completions", {"prompt": "x", "model": "gpt"}, 404, "model", "only 'tiny'"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "\udfff"}]}, 400, "messages", "surrogates"),
+    ("chat/completions", {"messages": [{**SAY[0], "name": "\ud800"}]}, 400, "messages", "surrogates"),
+    ("chat/completions", {"messages": []}, 400, "messages", "at least 1"),
+    ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0]", "makes no tool calls"),
+    (
+        "chat/completions",
+        {"messages": [*SAY, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        400,
+        "messages[1]",
+        "makes no tool calls",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages[0].content",
+        "parts of the type text",
+    ),
+    ("chat/completions", {"messages": SAY, "chat_template_kwargs": {"a": 1}}, 400, "chat_template_kwargs", "read 'a'"),
+    (
+        "chat/completions",
+        {"messages": SAY, "chat_template_kwargs": {"tokenize": 1}},
+        400,
+        "chat_template_kwargs",
+        "'to",
+    ),
+    ("chat/completions", {"messages": [1] * 100_000}, 400, "messages[0]", "valid dictionary"),
+    ("completions", {str(i): 1 for i in range(50_000)}, 400, "0", "no such field"),
+    ("completions", {"prompt": "x" * 40_000}, 400, "prompt", f"more than {CONTEXT} tokens, the context limit"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content", "missing"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "forbidden"}]}, 400, "messages", "not that"),
+    ("chat/completions", {"messages": SAY, "tools": [{"type": "function"}]}, 400, "tools", "not computed"),
+    ("chat/completions", {"messages": SAY, "response_format": {"type": "json_object"}}, 400, "response_format", "not"),
+    ("chat/completions", {"messages": SAY, "reasoning_effort": "low"}, 400, "reasoning_effort", "not computed"),
+    ("chat/completions", {"messages": SAY, "top_logprobs": 1}, 400, "top_logprobs", "logprobs=true"),
+    ("chat/completions", {"messages": SAY, "max_tokens": 1, "max_completion_tokens": 2}, 400, "max_tokens", "older"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param", "says"), BAD)
+def test_a_bad_request_is_told_what_is_wrong(
+    url: str, path: str, body: Any, status: int, param: str | None, says: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{url}/v1/{path}", content=json.dumps(body), headers=headers)  # surrogates as escapes
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
+    assert says in error["message"]
+
+
+def test_the_engine_names_the_field_that_it_refuses(served: Any) -> None:
+    class Refusing(FakeEngine):
+        def enter(self, requests: Any, deliver: Any) -> None:
+            raise RequestError("the prompt has token 99999", param="prompt")
+
+    with served(Refusing(byte_tokenizer())) as url:
+        error = httpx.post(f"{url}/v1/completions", json={"prompt": [99999]}).json()["error"]
+    assert (error["param"], error["message"]) == ("prompt", "the prompt has token 99999")
+
+
+def test_errors_outside_the_body(url: str, client: Any) -> None:
+    broken = httpx.post(f"{url}/v1/completions", content=b"{", headers={"content-type": "application/json"})
+    assert broken.status_code == 400 and "not valid JSON" in broken.json()["error"]["message"]
+    assert httpx.get(f"{url}/v1/nothing").json()["error"]["message"] == "GET /v1/nothing: Not Found"
+    assert httpx.get(f"{url}/v1/completions").status_code == 405
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
+        client.models.retrieve("other/model")
+    with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
+        client.completions.create(model="tiny", prompt="x", frequency_penalty=0.5)
+
+
+def test_values_that_ask_for_nothing_are_accepted(client: Any) -> None:
+    client.completions.create(
+        model="tiny",
+        prompt="x",
+        logit_bias={},
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        best_of=1,
+        user="me",
+        stop=[],
+    )
+    client.chat.completions.create(
+        model="tiny",
+        messages=SAY,
+        max_tokens=1,
+        tools=[],
+        tool_choice="auto",
+        response_format={"type": "text"},
+        metadata={"a": "b"},
+        store=False,
+        prompt_cache_key="k",
+        extra_body={"temperature": None, "function_call": "none"},
+    )
+
+
+def test_models_health_and_metrics(client: Any, url: str) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "deltazoo"
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    client.completions.create(model="tiny", prompt=[1, 2, 3], max_tokens=2)
+    answer = httpx.get(f"{url}/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    finished = {sample.labels["reason"]: sample.value for sample in families["deltazoo_finished"].samples}
+    assert finished["length"] > 0 and set(finished) == {"stop", "length", "cancelled", "error"}
+    assert families["deltazoo_time_to_first_token_seconds"].type == "histogram"
+    assert all(sample.labels["model"] == "tiny" for family in families.values() for sample in family.samples)
+
+
+def test_a_key_is_required_of_all_but_health(served: Any) -> None:
+    with served(FakeEngine(byte_tokenizer()), api_key="secret") as url:
+        for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
+            for answer in (
+                httpx.get(f"{url}/v1/models", headers=headers),
+                httpx.get(f"{url}/metrics", headers=headers),
+                httpx.post(f"{url}/v1/completions", json={}, headers=headers),
+            ):
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert httpx.get(f"{url}/health").status_code == 200
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret")
+        assert client.completions.create(model="tiny", prompt="x").choices[0].text
+
+
+def test_a_failure_of_the_model_reaches_the_client(url: str, client: Any) -> None:
+    with pytest.raises(openai.InternalServerError, match="a matrix is not what it should be"):
+        client.completions.create(model="tiny", prompt=[2], max_tokens=9)
+    with pytest.raises(openai.APIError, match="a matrix is not what it should be"):
+        list(client.completions.create(model="tiny", prompt=[2], max_tokens=9, stream=True))
+    with pytest.raises(openai.APIError, match="a matrix is not what it should be"):
+        list(client.completions.create(model="tiny", prompt=[[2], [3]], max_tokens=9, stream=True))
+    assert client.completions.create(model="tiny", prompt=[3], max_tokens=9).choices[0].text
+
+
+def test_a_full_queue_says_when_to_come_back(served: Any) -> None:
+    engine = FakeEngine(byte_tokenizer(), places=1, max_queue=3)
+    engine.steps = threading.Semaphore(0)
+    with served(engine) as url:
+        body = {"prompt": ["a", "b"], "max_tokens": 2}
+        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as first:
+            assert first.status_code == 200
+            refused = httpx.post(f"{url}/v1/completions", json=body)  # one of the two would have found a place
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "3")
+            assert refused.json()["error"]["code"] == "queue_full"
+            engine.steps.release(100)
+            assert first.read().endswith(b"data: [DONE]\n\n")
+        wait_until(lambda: sum(engine.finished.values()) == 2)
+        assert engine.finished["length"] == 2
+        never = httpx.post(f"{url}/v1/completions", json={**body, "n": 2})
+        assert never.status_code == 400
+        assert "makes 4 choices, and at most 3 can wait" in never.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("waits", [False, True], ids=["running", "waiting"])
+def test_a_client_that_hangs_up_frees_its_place(stream: bool, waits: bool, served: Any) -> None:
+    engine = FakeEngine(byte_tokenizer(), places=1)
+    engine.steps = threading.Semaphore(0)
+    with served(engine) as url, httpx.Client(base_url=url) as other:
+        body = {"prompt": "x", "max_tokens": 1000}
+        if waits:
+            blocker = threading.Thread(target=lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=60))
+            blocker.start()
+            wait_until(lambda: len(engine.requests) == 1)
+        with pytest.raises(httpx.ReadTimeout):
+            other.post("/v1/completions", json={**body, "stream": stream}, timeout=0.2)
+        other.close()
+        asked = 2 if waits else 1
+        assert len(engine.requests) == asked
+
+        def cancelled() -> bool:
+            engine.steps.release(1)
+            return engine.finished["cancelled"] == 1
+
+        wait_until(cancelled)
+        if waits:
+            engine.steps.release(2000)
+            blocker.join()
+            assert engine.finished["length"] == 1
+
+
+def test_a_stopping_engine_is_said_to_be_one(served: Any) -> None:
+    engine = FakeEngine(byte_tokenizer())
+    engine.steps = threading.Semaphore(0)
+    with served(engine) as url, httpx.Client(base_url=url) as client:
+        answers: list[Any] = []
+        threads = [
+            threading.Thread(
+                target=lambda stream=stream: answers.append(
+                    httpx.post(f"{url}/v1/completions", json={"prompt": "x", "stream": stream})
+                )
+            )
+            for stream in (False, True)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(engine.requests) == 2)
+        engine.stop(timeout=0)
+        for thread in threads:
+            thread.join()
+        whole, streamed = sorted(answers, key=lambda answer: answer.status_code, reverse=True)
+        assert (whole.status_code, streamed.status_code) == (503, 200)
+        for text in (whole.text, streamed.text):
+            assert "stopped before the request was finished" in text
+        refused = client.post("/v1/completions", json={"prompt": "x"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["message"] == "the server takes no new requests: it has been stopped"
+        assert client.get("/health").status_code == 503
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "\n", "schlüssel", "\x00", "a\x7f", "日本"])
+def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="the API key is sent in a header"):
+        create_app(FakeEngine(byte_tokenizer()), model="tiny", api_key=key)
+
+
+def test_a_tokenizer_of_another_library_is_refused() -> None:
+    with pytest.raises(ValueError, match="tokenizers library .* object is not of it"):
+        create_app(FakeEngine(object()), model="tiny")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_beyond_the_limit_is_not_read(served: Any, chunked: bool) -> None:
+    engine = FakeEngine(byte_tokenizer())
+    with served(engine, max_body=1000) as url:
+        content = json.dumps({"prompt": "x" * 900, "max_tokens": 1}).encode()
+        headers = {"Content-Type": "application/json"}
+        assert httpx.post(f"{url}/v1/completions", content=content, headers=headers).status_code == 200
+        long = content.replace(b"x", b"x" * 50)
+        sent = (long[i : i + 1000] for i in range(0, len(long), 1000)) if chunked else long
+        answer = httpx.post(f"{url}/v1/completions", content=sent, headers=headers)
+        assert (answer.status_code, answer.headers["content-type"]) == (413, "application/json")
+        assert "at most 1000 bytes are read, see --max-body" in answer.json()["error"]["message"]
+        assert len(engine.requests) == 1
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: x\r\nAccept: ", "body"])
+def test_a_request_that_does_not_come_whole_ends_its_connection(
+    served: Any, sent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_RECEIVE_TIME", 0.3)
+    if sent == "body":
+        sent = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        )
+    with served(FakeEngine(byte_tokenizer(), seconds=0.05)) as url, httpx.Client(base_url=url) as client:
+        assert client.get("/health").status_code == 200
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5) as half_open:
+            half_open.sendall(sent)
+            began = time.monotonic()
+            with suppress(ConnectionResetError):
+                assert half_open.recv(100) == b""
+            assert 0.2 < time.monotonic() - began < 2
+        # An answer may take longer, and so may the next request on a connection that is kept.
+        assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+        time.sleep(0.4)
+        assert client.get("/health").status_code == 200
+
+
+def test_idle_connections_give_way(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Connection, "most", 5)
+    engine = FakeEngine(byte_tokenizer())
+    engine.steps = threading.Semaphore(0)
+    with served(engine) as url, ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(httpx.post, f"{url}/v1/completions", json={"prompt": "x"}) for _ in range(2)]
+        wait_until(lambda: len(engine.requests) == 2)
+        port = int(url.rpartition(":")[2])
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(40)]
+        assert httpx.get(f"{url}/health").status_code == 200
+        engine.steps.release(100)
+        assert [answer.result().status_code for answer in running] == [200, 200]
+        for connection in idle:
+            connection.close()
+
+
+def test_a_client_that_hangs_up_while_its_prompt_waits_is_forgotten(served: Any) -> None:
+    """A long text is being read; of two more that wait, one is let go of."""
+    engine, go_on, read = FakeEngine(byte_tokenizer()), threading.Event(), []
+
+    def slow(tokenizer: Any, text: str) -> Any:
+        read.append(len(text))
+        go_on.wait(20)
+        return {"input_ids": [5, 6]}
+
+    kind = type(engine.tokenizer)
+    engine.tokenizer.__class__ = type("Slow", (kind,), {"__call__": slow})
+    with served(engine) as url, ThreadPoolExecutor(3) as pool:
+        body = {"prompt": "x" * 30_000, "max_tokens": 1}
+        first = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=30)
+        wait_until(lambda: len(read) == 1)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 30_001, "max_tokens": 1}, timeout=0.3)
+        third = pool.submit(httpx.post, f"{url}/v1/completions", json={**body, "prompt": "x" * 30_002}, timeout=30)
+        assert httpx.get(f"{url}/health").status_code == 200
+        time.sleep(0.3)
+        go_on.set()
+        assert [answer.result().status_code for answer in (first, third)] == [200, 200]
+    assert read == [30_000, 30_002]
