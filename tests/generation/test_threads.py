@@ -53,7 +53,7 @@ class Held:
         self.thread = None
         self.reached, self.may_end = threading.Event(), threading.Event()
         self.seconds = WAIT
-        take = Decoder._take
+        take = Decoder._draw
 
         def held_take(decoder, logits):
             if threading.get_ident() == self.thread and self.is_replaced() and not self.reached.is_set():
@@ -61,7 +61,7 @@ class Held:
                 self.may_end.wait(self.seconds)
             return take(decoder, logits)
 
-        monkeypatch.setattr(Decoder, "_take", held_take)
+        monkeypatch.setattr(Decoder, "_draw", held_take)
 
     def is_replaced(self):
         return "forward" in vars(self.linear)
