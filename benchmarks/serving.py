@@ -183,8 +183,8 @@ def save_models(folder: Path, size: str, device: str) -> None:
     import torch
 
     from benchmarks.models import SIZES, candidates
-    from deltazoo.training.text import Document
-    from deltazoo.training.tokenizer import train_bpe
+    from deltazoo.training.data import Document
+    from deltazoo.training.tokens import train_bpe
 
     tokenizer = train_bpe([Document("library", library_text(12_000_000), "library")], SIZES[size].vocab_size)
     for candidate in candidates(SIZES[size], ["gated_deltanet"], ["qwen3-next"]):

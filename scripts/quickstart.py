@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.syntax import Syntax
 
-from deltazoo.training.run_folder import has_saved
+from deltazoo.training.folder import has_saved
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["transformers", "deltazoo.training.training_run"])  # imported once for all
+_CONTEXT.set_forkserver_preload(["transformers", "deltazoo.training.run"])  # imported once for all
 
 
 def run_in_processes(count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240) -> list[Any]:

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.training.config import TokenizerConfig
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.tokens import build_tokenizer
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from deltazoo.training.text import is_held_out, standard_library
+from deltazoo.training.data import is_held_out, standard_library
 from experiments.tasks.task import Batch, Task
 
 _HELD_OUT = 0.05

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from deltazoo.training.text import Document
-from deltazoo.training.tokenizer import begin_id, encode_documents, train_bpe
+from deltazoo.training.data import Document
+from deltazoo.training.tokens import begin_id, encode_documents, train_bpe
 
 DEFAULT_PATH = Path.home() / ".cache" / "deltazoo" / "python_text.npz.xz"
 """Where the corpus is built and looked for unless told otherwise."""

@@ -20,15 +20,16 @@ from few_rules import FEW_RULES
 from helpers import run_python
 from safetensors.torch import load_file, save_file
 from tiny_runs import run_config, write_text_folder
+from transformers import AutoConfig
 
 import deltazoo
 from deltazoo.cli import main
 from deltazoo.cli.training import configuration
 from deltazoo.training import load_config, save_config
-from deltazoo.training.interruption import TrainingInterrupted
-from deltazoo.training.presets import find_config, presets
+from deltazoo.training.locate import find_config, presets
+from deltazoo.training.trainer import TrainingInterrupted
 
-COMMANDS = ["list", "show", "check", "train", "swap", "generate", "serve", "eval", "diagnose", "lm-eval"]
+COMMANDS = ["list", "show", "check", "train", "swap", "distill", "generate", "serve", "eval", "diagnose", "lm-eval"]
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +69,39 @@ def test_list_names_every_rule_and_its_paper_in_whole(capsys: pytest.CaptureFixt
         assert any(line.split()[:1] == [rule] and number in line for line in shown.splitlines()), rule
 
 
+def test_in_a_pipe_no_line_of_the_list_is_broken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert call("list") == 0
+    shown = capsys.readouterr().out
+    for rule in deltazoo.list_rules():
+        assert any(
+            line.split()[:1] == [rule] and deltazoo.get_rule(rule).summary in line for line in shown.splitlines()
+        )
+
+
 @pytest.mark.parametrize("rule", FEW_RULES)
-def test_show_describes_a_rule(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_describes_a_rule(rule: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
     assert call("show", rule) == 0
-    shown = "".join(capsys.readouterr().out.split())
-    spec = deltazoo.get_rule(rule)
-    assert "".join(spec.equation.split()) in shown
-    assert f"deltazootrainpaper_340m--rule{rule}" in shown
+    shown = capsys.readouterr().out.splitlines()
+    assert any(line.endswith(f" {deltazoo.get_rule(rule).equation}") for line in shown), "no line is broken"
+    assert any(line.endswith(f" deltazoo train paper_340m --rule {rule}") for line in shown)
+
+
+@pytest.mark.parametrize("rule", deltazoo.list_rules())
+def test_show_says_which_heads_a_layer_and_a_model_have(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("show", rule) == 0
+    shown = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    spec, per_head = deltazoo.get_rule(rule), "hidden_size / num_heads"
+    assert shown["layer"] == f"head_dim is {per_head} unless given, {spec.expand_v:g} * head_dim for values"
+    with torch.device("meta"):
+        assert deltazoo.layers.make_layer(rule, 96, 3).head_k_dim == 32
+    mixer = {} if spec.hub_model_type else {"mixer": rule}
+    config = AutoConfig.for_model(spec.hub_model_type or "delta_rule", hidden_size=96, num_heads=3, **mixer)
+    said = shown["model_type"].partition("; head_dim is ")[2].removesuffix(" unless given")
+    assert config.head_dim == {per_head: 32, f"{per_head} / 2": 16}.get(said) or int(said)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +163,7 @@ def test_eval_scores_another_text(run: Path, tmp_path: Path, capsys: pytest.Capt
         call("eval", str(run / "model"), "--text", str(tmp_path / "texts"), "--max-bytes", "9", "--json", str(score))
         == 0
     )
-    assert json.loads(score.read_text())["score"]["bytes"] == 320
+    assert json.loads(score.read_text())["score"]["bytes"] == 9, "cut inside a file"
 
 
 def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -434,6 +461,9 @@ QUICK = [
     "swap --help",
     "swap ./nowhere --rule kdaa",
     "swap ./nowhere --rule kda --output x --train swap_cpu --set align.stepps=1",
+    "distill --help",
+    "distill ./nowhere --original ./nowhere --recipe swap_cpu --set align.stepps=1",
+    "distill ./nowhere --original ./nowhere --recipe swap_cpu",
     "swap ./nowhere --rule kda --dry-run",
 ]
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from deltazoo.cli.options import load_rule_file
 from deltazoo.training import save_config
 from deltazoo.training.config import TokenizerConfig
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.tokens import build_tokenizer
 
 RULE = str(RULES / "trapezoid.py")
 
@@ -53,7 +53,9 @@ def test_a_rule_is_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("list", "--load", RULE) == 0
     assert "trapezoidal" in capsys.readouterr().out
     assert call("show", "trapezoid", "--load", RULE) == 0
-    assert "Crank and Nicolson" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Crank and Nicolson" in shown
+    assert f"deltazoo train paper_340m --rule trapezoid --load {RULE}\n" in shown, "as it can be copied"
     assert call("show", "trapezoid") == 1
 
 

@@ -20,7 +20,7 @@ from deltazoo.cli import main
 from deltazoo.swap import swapped_layers
 from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.distill import DistillationTrainer
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.tokens import build_tokenizer
 
 STAGE = {"steps": 2, "row_length": 32, "rows_per_batch": 2, "learning_rate": 1e-3, "log_every": 1}
 STAGE |= {"evaluate_every": 2, "evaluation_rows": 2, "save_every": 2, "precision": "fp32"}

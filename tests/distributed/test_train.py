@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.training import RunConfig, load_config, save_config
-from deltazoo.training.checkpoint_files import checkpoints
+from deltazoo.training.folder import checkpoints
 
 pytestmark = pytest.mark.processes
 

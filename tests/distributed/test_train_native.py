@@ -61,8 +61,8 @@ def gates_in_forward(architecture: str) -> set[torch.dtype]:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from deltazoo.distributed import fully_shard_model
-    from deltazoo.training.model import build_model
-    from deltazoo.training.tokenizer import build_tokenizer
+    from deltazoo.training.run import build_model
+    from deltazoo.training.tokens import build_tokenizer
 
     PartialState()
     section = {"architecture": architecture, **SECTIONS[architecture]}

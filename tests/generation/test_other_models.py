@@ -1,16 +1,15 @@
-"""Captured steps and `deltazoo.generate` give the tokens of the ordinary `generate`, swapped or accelerated."""
+"""Captured steps of swapped and accelerated models give the tokens of the ordinary `generate`."""
 
 import re
 from contextlib import contextmanager
-from functools import partial
 
 import foreign_models
 import pytest
 import tiny_families
 import torch
-from foreign_models import SPARSE_SOFTMAX, foreign_model
+from decoding_loops import ACCELERATED, PADDED, model_of
+from foreign_models import SPARSE_SOFTMAX
 from peft import LoraConfig, get_peft_model
-from tiny_families import tiny_original
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.generation import GenerationMixin
 
@@ -19,34 +18,6 @@ from deltazoo.generation import Decoder
 from deltazoo.generation.library_modules import joint_maps
 from deltazoo.generation.merged import merged_products
 from deltazoo.generation.static_cache import FixedTensors, fixed_cache, move_cache
-
-PADDED = torch.tensor([[1] * 7, [0] * 4 + [1] * 3])
-SWAPPED = [
-    ("llama", "1:1"),
-    ("llama", "all"),
-    ("mistral", "1:1"),
-    ("gemma3_text", "1:1"),
-    ("gemma3_text", "all"),
-    ("gpt2", "1:1"),
-    ("gpt_neox", "all"),
-    ("mixtral", "1:1"),
-]
-"""With all layers swapped, nothing is left of softmax attention but the model's masks; windows are 5 tokens long."""
-ACCELERATED = [family for family in foreign_models.FUSED if family not in SPARSE_SOFTMAX]
-
-
-def swapped(family, layers):
-    model = tiny_original(family)
-    if family == "mixtral":
-        model.set_experts_implementation("batched_mm")  # as generate does on a GPU
-    deltazoo.swap_attention(model, "gated_deltanet", layers)
-    return model
-
-
-def accelerated(family):
-    model = foreign_model(family)
-    deltazoo.accelerate(model)
-    return model
 
 
 def ordinary(model, ids, mask=None, **options):
@@ -57,13 +28,9 @@ def ordinary(model, ids, mask=None, **options):
     return model.generate(ids, attention_mask=mask, **off, **options)
 
 
-def own_loop(model, ids, mask=None, **options):
-    return deltazoo.generate(model, ids, mask, max_new_tokens=12, eos_token_id=[], pad_token_id=0, **options)
-
-
 @pytest.mark.parametrize("family", foreign_models.FUSED)
 def test_maps_of_an_accelerated_layers_input_are_merged(family):
-    model = accelerated(family)
+    model = model_of(family)
     mixer = foreign_models.mixer_of(model)
     merged = [list(product.linears) for product in merged_products(model)]
     mlps = [[x.gate_proj, x.up_proj] for x in model.modules() if joint_maps(type(x))]
@@ -74,38 +41,12 @@ def test_maps_of_an_accelerated_layers_input_are_merged(family):
     assert bool(mlps) == (family != "glm5_next")
 
 
-def check_own_loop(model, ids, captures):
-    for mask in (None, PADDED):
-        expected = ordinary(model, ids, mask)
-        assert torch.equal(own_loop(model, ids, mask), expected)
-        assert torch.equal(own_loop(model, ids, mask, prefill_chunk=3), expected)
-    assert len(captures) == 4
-
-
-@pytest.mark.parametrize(("family", "layers"), SWAPPED)
-def test_own_loop_of_swapped_models(family, layers, captures):
-    check_own_loop(swapped(family, layers), tiny_families.tokens(2, 7), captures)
-
-
-@pytest.mark.parametrize("family", ACCELERATED)
-def test_own_loop_of_accelerated_models(family, captures):
-    check_own_loop(accelerated(family), foreign_models.tokens(2, 7), captures)
-
-
-@pytest.mark.parametrize("model", [lambda: swapped("llama", "1:1"), lambda: accelerated("qwen3_next")])
-def test_sampling_of_the_own_loop(model):
-    model, ids = model(), tiny_families.tokens(2, 7)
-    first, again, other = (own_loop(model, ids, temperature=1.0, top_k=30, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first, again) and not torch.equal(first, other)
-    assert torch.equal(own_loop(model, ids, temperature=1e-6), ordinary(model, ids))
-
-
 @pytest.mark.parametrize("family", [family for family in SPARSE_SOFTMAX if family in foreign_models.FUSED])
 def test_sparse_softmax_layers_keep_the_ordinary_loop(family, captures):
-    model, ids = accelerated(family), foreign_models.tokens(1, 4)
+    model, ids = model_of(family), foreign_models.tokens(1, 4)
     reason = "cannot work on a cache with a StaticIndexedLayer (sparse softmax attention counts on the host"
     with pytest.raises(ValueError, match=re.escape(reason)):
-        own_loop(model, ids)
+        deltazoo.generate(model, ids)
     ordinary(model, ids)
     assert reason in deltazoo.report(model).decoding
     with pytest.raises(ValueError, match="capture_step=True cannot act: the cache has a DynamicIndexedLayer"):
@@ -113,33 +54,19 @@ def test_sparse_softmax_layers_keep_the_ordinary_loop(family, captures):
     assert not captures
 
 
-def test_models_without_our_layers_are_refused():
-    with pytest.raises(ValueError, match=r"deltazoo\.accelerate makes them of transformers' own\), got Qwen3Next"):
-        Decoder(foreign_model("qwen3_next"), max_length=10)
-    with pytest.raises(ValueError, match="got LlamaForCausalLM: use its generate"):
-        Decoder(tiny_original("llama"), max_length=10)
-    with pytest.raises(ValueError, match="max_length is needed"):
-        Decoder(swapped("llama", "all"))
-
-
 WAYS = [{"attention_mask": PADDED}, {}, {"do_sample": True}, {"num_beams": 2}, {"prefill_chunk_size": 3}]
 
 
 @pytest.mark.parametrize(
-    ("make", "options"),
+    ("kind", "options"),
     [
-        pytest.param(make, options, id=f"{name}-{'-'.join(options) or 'greedy'}")
-        for name, make, ways in [
-            ("swapped-llama", partial(swapped, "llama", "1:1"), WAYS),
-            ("swapped-gemma3", partial(swapped, "gemma3_text", "1:1"), WAYS[:1]),
-            ("swapped-gpt_neox", partial(swapped, "gpt_neox", "all"), WAYS[:1]),
-            *((family, partial(accelerated, family), WAYS[: 1 if i else 5]) for i, family in enumerate(ACCELERATED)),
-        ]
-        for options in ways
+        *((kind, options) for kind in ("llama 1:1", ACCELERATED[0]) for options in WAYS),
+        *((kind, WAYS[0]) for kind in ("gemma3_text 1:1", "gpt_neox all", *ACCELERATED[1:])),
     ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x) or "greedy",
 )
-def test_generate_captures_its_step(make, options, captures):
-    model, ids, options = make(), tiny_families.tokens(2, 7), dict(options)
+def test_generate_captures_its_step(kind, options, captures):
+    model, ids, options = model_of(kind), tiny_families.tokens(2, 7), dict(options)
     mask = options.pop("attention_mask", torch.ones_like(ids))
     expected = ordinary(model, ids, mask, **options)
     for _ in range(2):
@@ -156,7 +83,7 @@ def test_generate_captures_its_step(make, options, captures):
 @pytest.mark.parametrize("family", ACCELERATED)
 def test_caches_that_the_caller_hands_in(family, captures):
     """A growing cache keeps the ordinary loop; a static one is captured on demand, and holds the states afterwards."""
-    model, ids, more = accelerated(family), foreign_models.tokens(2, 7), foreign_models.tokens(2, 3, seed=1)
+    model, ids, more = model_of(family), foreign_models.tokens(2, 7), foreign_models.tokens(2, 3, seed=1)
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
 
     def generate(ids, **more_options):
@@ -180,7 +107,7 @@ def test_caches_that_the_caller_hands_in(family, captures):
 @pytest.mark.parametrize("family", ACCELERATED)
 def test_states_of_accelerated_layers_stay_at_their_addresses(family):
     """Through steps, and when the next call's prompt moves in."""
-    model, ids = accelerated(family), foreign_models.tokens(2, 7)
+    model, ids = model_of(family), foreign_models.tokens(2, 7)
     cache, growing = fixed_cache(model, 20), DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, :3], past_key_values=cache)
@@ -197,7 +124,7 @@ def test_states_of_accelerated_layers_stay_at_their_addresses(family):
 
 @pytest.mark.parametrize("family", ACCELERATED[:2])
 def test_prompts_as_embeddings(family, captures):
-    model, ids = accelerated(family), foreign_models.tokens(2, 7)
+    model, ids = model_of(family), foreign_models.tokens(2, 7)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
     made = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **options)
     assert torch.equal(made, ordinary(model, ids, **options)[:, 7:])
@@ -225,7 +152,7 @@ def test_prompts_with_pictures(family, captures):
 
 
 def test_adapters_on_an_accelerated_model_act_in_captured_steps(captures):
-    model, ids = accelerated("qwen3_next"), foreign_models.tokens(2, 7)
+    model, ids = model_of("qwen3_next"), foreign_models.tokens(2, 7)
     plain = ordinary(model, ids)
     adapted = get_peft_model(model, LoraConfig(target_modules=["in_proj_qkvz", "o_proj"], init_lora_weights=False))
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
@@ -239,10 +166,9 @@ def test_adapters_on_an_accelerated_model_act_in_captured_steps(captures):
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ACCELERATED)
 def test_accelerated_models_on_a_gpu(family):
-    model, ids = accelerated(family).cuda(), foreign_models.tokens(2, 7).cuda()
+    model, ids = model_of(family).cuda(), foreign_models.tokens(2, 7).cuda()
     for mask in (torch.ones_like(ids), PADDED.cuda()):
         expected = ordinary(model, ids, mask)
-        assert torch.equal(own_loop(model, ids, mask), expected)
         for _ in range(2):
             made = model.generate(
                 ids, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0
@@ -251,10 +177,10 @@ def test_accelerated_models_on_a_gpu(family):
         assert "(the last call: captured)" in deltazoo.report(model).decoding
 
 
-@pytest.mark.parametrize("make", [partial(swapped, "mixtral", "1:1"), partial(accelerated, "qwen3_5_moe")])
-def test_experts_with_another_implementation_in_decoding_keep_their_step(make, captures, monkeypatch):
+@pytest.mark.parametrize("kind", ["mixtral 1:1", "qwen3_5_moe"])
+def test_experts_with_another_implementation_in_decoding_keep_their_step(kind, captures, monkeypatch):
     """As transformers switches it on a GPU."""
-    model, ids = make(), tiny_families.tokens(2, 7)
+    model, ids = model_of(kind), tiny_families.tokens(2, 7)
     model.set_experts_implementation("grouped_mm")
 
     @contextmanager
@@ -276,7 +202,7 @@ def test_experts_with_another_implementation_in_decoding_keep_their_step(make, c
 
 
 def test_experts_that_are_chosen_on_the_host_keep_the_ordinary_loop(captures):
-    model, ids = swapped("mixtral", "1:1"), tiny_families.tokens(2, 7)
+    model, ids = model_of("mixtral 1:1"), tiny_families.tokens(2, 7)
     model.set_experts_implementation("eager")
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     expected = ordinary(model, ids)
@@ -286,7 +212,7 @@ def test_experts_that_are_chosen_on_the_host_keep_the_ordinary_loop(captures):
 
 
 def test_a_loaded_swapped_model_captures_too(tmp_path, captures):
-    model, ids = swapped("llama", "1:1"), tiny_families.tokens(2, 7)
+    model, ids = model_of("llama 1:1"), tiny_families.tokens(2, 7)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}

@@ -2,7 +2,9 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -458,9 +460,24 @@ def test_options_that_cannot_act_are_refused(options: dict, message: str) -> Non
         DeltaRuleAttention(**arguments)
 
 
-def test_unknown_options_are_refused() -> None:
-    with pytest.raises(TypeError, match="expand_k"):
-        layers.DeltaNet(HIDDEN, HEADS, HEAD_DIM, expand_k=2)  # type: ignore[call-arg]
+class _OwnOption(DeltaRuleAttention, stands_for=DeltaRuleAttention):
+    def __init__(self, *args: Any, temperature: float = 1.0, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("make_one", "option", "message"),
+    [
+        (layers.DeltaNet, "expand_k", r"DeltaNet: unknown option 'expand_k'; did you mean 'expand_v'\? known: hidden"),
+        (partial(DeltaRuleAttention, "kda"), "conv_sise", "DeltaRuleAttention: unknown .*; did you mean 'conv_size'"),
+        (partial(layers.make_layer, "comba"), "layer_id", "Comba: unknown option 'layer_id'; did you mean 'layer_idx'"),
+        (partial(_OwnOption, "kda"), "temprature", "_OwnOption: unknown .*; did you mean 'temperature'"),
+        (layers.GatedDeltaNet, "variant", "GatedDeltaNet: unknown option 'variant'; known: hidden_size, num_heads, "),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(make_one: Callable[..., Any], option: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make_one(HIDDEN, HEADS, HEAD_DIM, **{option: 2})
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from deltazoo.swap import swapped_layers
 from deltazoo.training.config import TokenizerConfig, from_mapping
 from deltazoo.training.conversion_config import ConversionConfig
 from deltazoo.training.distill import distill
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.tokens import build_tokenizer
 
 pytestmark = pytest.mark.usefixtures("trapezoid")
 

@@ -29,7 +29,7 @@ from deltazoo.training import distill as module
 from deltazoo.training import pictures
 from deltazoo.training.config import TokenizerConfig, from_mapping
 from deltazoo.training.conversion_config import STAGES, ConversionConfig
-from deltazoo.training.corpus import read_corpus
+from deltazoo.training.data import open_text, read_corpus
 from deltazoo.training.distill import (
     Distillation,
     DistillationTrainer,
@@ -38,10 +38,8 @@ from deltazoo.training.distill import (
     divergence,
     teacher_forced,
 )
-from deltazoo.training.packed_rows import PackedRows, collate_side_by_side, pack_in_order
 from deltazoo.training.pictures import draw_conversion
-from deltazoo.training.text import open_text
-from deltazoo.training.tokenizer import build_tokenizer, encode_documents
+from deltazoo.training.tokens import PackedRows, build_tokenizer, collate_side_by_side, encode_documents, pack_in_order
 from deltazoo.training.trainer import training_arguments
 
 STAGE = {"row_length": 48, "rows_per_batch": 4, "log_every": 2, "evaluate_every": 8, "evaluation_rows": 4}

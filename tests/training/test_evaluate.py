@@ -29,10 +29,9 @@ import deltazoo.models  # noqa: F401
 from deltazoo.cli.swapping import ranking_table
 from deltazoo.swap import swap_attention
 from deltazoo.training.config import TokenizerConfig
+from deltazoo.training.data import Document
 from deltazoo.training.evaluate import Ranking, baselines, packs_documents, rank_layers, score_documents, score_rows
-from deltazoo.training.packed_rows import collate_side_by_side, pack_in_order
-from deltazoo.training.text import Document
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.tokens import build_tokenizer, collate_side_by_side, pack_in_order
 
 TEXTS = ["a", "def f(x):\n    return x\n", "ünïcödé 語 🙂 " * 9, "x" * 150, "the end"]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 16, "initializer_range": 0.3}

@@ -25,7 +25,7 @@ from deltazoo.cli import main
 from deltazoo.cli.options import load_rule_file
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.training.config import TokenizerConfig
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.tokens import build_tokenizer
 
 pytestmark = pytest.mark.harness
 

@@ -22,15 +22,14 @@ import deltazoo
 from deltazoo.layers import parameters_without_decay
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.training import RunConfig, TokenizerConfig, TrainingResult, native_model, train
-from deltazoo.training.checkpoint_files import checkpoints
 from deltazoo.training.config import as_mapping
+from deltazoo.training.data import Document
 from deltazoo.training.evaluate import packs_documents, score_documents
+from deltazoo.training.folder import checkpoints
 from deltazoo.training.loading import load_checkpoint
-from deltazoo.training.model import build_model
 from deltazoo.training.native_model import architectures, refuse_unrunnable
-from deltazoo.training.packed_rows import collate_side_by_side
-from deltazoo.training.text import Document
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.run import build_model
+from deltazoo.training.tokens import build_tokenizer, collate_side_by_side
 from deltazoo.training.trainer import PackedTrainer
 
 TRAINED = [name for name in INSTALLED if name != "qwen3_5_moe_text"]

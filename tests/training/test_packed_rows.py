@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import deltazoo.models  # noqa: F401
-from deltazoo.training.packed_rows import IGNORED, PackedRows, RowPacker, collate, pack_in_order, spread
+from deltazoo.training.tokens import IGNORED, PackedRows, RowPacker, collate, pack_in_order, spread
 
 VOCAB = 50
 

@@ -16,9 +16,9 @@ import deltazoo
 from deltazoo.cli.options import load_rule_file
 from deltazoo.training import RunConfig, TokenizerConfig, load_config
 from deltazoo.training.conversion_config import STAGES, load_conversion
-from deltazoo.training.model import build_model
-from deltazoo.training.presets import is_for_gpus, presets, rule_overrides
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.locate import is_for_gpus, presets, rule_overrides
+from deltazoo.training.run import build_model
+from deltazoo.training.tokens import build_tokenizer
 
 PRESETS, CONVERSIONS = presets(), presets(conversions=True)  # tests/training/test_conversion_config.py has the latter
 AT_PAPER_SIZE = {"paper_340m": (340e6, 400e6), "paper_1.3b": (1.3e9, 1.4e9), "hybrid_340m": (340e6, 400e6)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from deltazoo.training.config import DataConfig, TokenizerConfig
-from deltazoo.training.streamed_rows import StreamedRows
-from deltazoo.training.text import Records, is_held_out, open_text
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.data import Records, is_held_out, open_text
+from deltazoo.training.tokens import StreamedRows, build_tokenizer
 
 TEXTS = [f"text {i} " + "ab" * (5 * i % 40) for i in range(25)]
 ROW = 32
@@ -35,7 +33,11 @@ def data(tmp_path: Path) -> DataConfig:
 def stream(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> StreamedRows:
     source = open_text(data)
     assert isinstance(source, Records)
-    return StreamedRows(source, data, tokenizer, ROW, remembered=20)
+    return StreamedRows(source, data, tokenizer, ROW, num_rows=10**6, remembered=20)
+
+
+def first(rows: StreamedRows, count: int) -> list[dict[str, np.ndarray]]:
+    return [rows[index] for index in range(count)]
 
 
 def as_lists(rows: list[dict[str, np.ndarray]]) -> list[tuple[Any, Any]]:
@@ -48,7 +50,7 @@ def test_rows_hold_the_training_documents_in_order_and_begin_again(
     training = [text for text in TEXTS if not is_held_out(text, data.validation_fraction)]
     assert 0 < len(training) < len(TEXTS)
     expected = "".join(training).encode() * 3
-    rows = itertools.islice(stream(data, tokenizer), len(expected) // ROW)
+    rows = first(stream(data, tokenizer), len(expected) // ROW)
     ids = np.concatenate([row["input_ids"] for row in rows])
     text_ids = ids[(ids != tokenizer.bos_token_id) & (ids != tokenizer.eos_token_id)]
     assert expected.decode().startswith(tokenizer.decode(text_ids.tolist()))
@@ -60,19 +62,28 @@ def test_a_saved_position_continues_with_the_same_rows(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, done: int
 ) -> None:
     unbroken = stream(data, tokenizer)
-    rows = list(itertools.islice(unbroken, done + 12))
+    rows = first(unbroken, done + 12)
     position = json.loads(json.dumps(unbroken.position_after(done)))
     resumed = stream(data, tokenizer)
     resumed.go_to(position)
-    assert as_lists(list(itertools.islice(resumed, 12))) == as_lists(rows[done:])
+    assert as_lists(first(resumed, 12)) == as_lists(rows[done:])
     assert json.loads(json.dumps(resumed.position_after(done + 12))) == json.loads(
         json.dumps(unbroken.position_after(done + 12))
     )
 
 
+def test_rows_of_other_processes_are_skipped(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = first(stream(data, tokenizer), 12)
+    every_third = stream(data, tokenizer)
+    assert as_lists([every_third[index] for index in range(1, 12, 3)]) == as_lists(rows[1::3])
+    assert every_third.position_after(14)["num_rows"] == 14, "beyond the last row of its own"
+    with pytest.raises(IndexError, match="row 3 of a stream was read before"):
+        every_third[3]
+
+
 def test_only_the_latest_positions_are_kept(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = stream(data, tokenizer)
-    list(itertools.islice(rows, 40))
+    first(rows, 40)
     with pytest.raises(KeyError):
         rows.position_after(19)
     assert rows.position_after(21)["num_rows"] == 21

@@ -5,6 +5,7 @@ What imports torch stands inside the commands, after the checks of their argumen
 
 import importlib.util
 import ipaddress
+import os
 import re
 import sys
 import time
@@ -28,24 +29,28 @@ from deltazoo.cli.options import (
     LoadOption,
     TextFieldOption,
     check_output_file,
-    facts_table,
     figures_table,
     load_rule_file,
+    print_facts,
     refuse,
+    with_loads,
 )
 from deltazoo.cli.swapping import distill, swap
 from deltazoo.cli.training import train
 from deltazoo.names import unknown
-from deltazoo.training.checkpoint_files import as_json
-from deltazoo.training.checkpoint_path import resolve_checkpoint
 from deltazoo.training.config import DataConfig
 from deltazoo.training.console import console as errors
 from deltazoo.training.console import say
-from deltazoo.training.documents import choose_documents
-from deltazoo.training.presets import paper_shape
+from deltazoo.training.folder import as_json
+from deltazoo.training.loading import choose_documents
+from deltazoo.training.locate import paper_shape, resolve_checkpoint
 
 __all__ = ["app", "main"]
 
+_HEAD_DIM = "hidden_size / num_heads"
+_HEAD_DIM_OF_TYPES = {"delta_rule": _HEAD_DIM, "delta_net": _HEAD_DIM, "efla": _HEAD_DIM, "gla": f"{_HEAD_DIM} / 2"}
+"""Model types whose heads divide `hidden_size`. Files on the Hub of other types leave out a `head_dim` that is that of
+the paper, so there it is the default."""
 _BAD_INPUT = (ValueError, KeyError, OSError, NotImplementedError, ArithmeticError, ImportError)
 _DTYPES = ("float32", "bfloat16", "float16")
 _DRAWN_OTHERWISE = {"min_p": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
@@ -97,6 +102,9 @@ def _common(
 @app.command("list", epilog="Example: [bold]deltazoo list[/]")
 def list_rules(load: LoadOption = None) -> None:
     """List the rules with their step size and decay."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 200  # in a file or a pipe no sentence is broken
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("rule", "decay", "step size", "what is special", "arXiv"):
         table.add_column(column, no_wrap=column != "what is special", overflow="fold")
@@ -105,7 +113,7 @@ def list_rules(load: LoadOption = None) -> None:
         if rule.num_micro_steps > 1:
             step = f"{rule.num_micro_steps} x {step}"
         table.add_row(rule.name, rule.decay, step, rule.summary, rule.paper.partition("arXiv:")[2] or "-")
-    Console().print(table)
+    console.print(table)
 
 
 @app.command(epilog="Example: [bold]deltazoo show gated_deltanet[/]")
@@ -122,6 +130,9 @@ def show(
     else:  # a user's own function is bounded to the larger interval
         eigenvalue = "[-1, 1]" if found.allow_neg_eigval or callable(found.step_size) else "[0, 1]"
     no_gate = found.output_gate == "none"
+    model_type = found.hub_model_type or "delta_rule"
+    of_models = _HEAD_DIM_OF_TYPES.get(model_type, found.head_dim)
+    mixer = "" if found.hub_model_type else f" with mixer: {found.name}"
     facts = {
         "rule": found.name,
         "in one sentence": found.summary,
@@ -135,12 +146,12 @@ def show(
         "normalised": ", ".join(n for n, on in (("q", found.normalize_q), ("k", found.normalize_k)) if on) or "nothing",
         "eigenvalue of a step": eigenvalue,
         "output gate": "none" if no_gate else f"{found.output_gate}, {spec.choice_name(found.gate_activation)}",
-        "head size": f"{found.head_dim} for keys, {found.expand_v:g} times that for values",
-        "model_type": found.hub_model_type or f"delta_rule with mixer: {found.name}",
+        "layer": f"head_dim is {_HEAD_DIM} unless given, {found.expand_v:g} * head_dim for values",
+        "model_type": f"{model_type}{mixer}; head_dim is {of_models} unless given",
         "at paper size": ", ".join(f"{key}: {value}" for key, value in paper_shape(found).items()),
-        "trained by": f"deltazoo train paper_340m --rule {found.name}",
+        "trained by": with_loads(["deltazoo", "train", "paper_340m", "--rule", found.name], load),
     }
-    Console().print(facts_table(facts))
+    print_facts(facts)
 
 
 @app.command(
@@ -457,7 +468,7 @@ def evaluate(
         "perplexity": f"{score.perplexity:.2f} per token of this tokenizer ({len(tokenizer)} entries)",
         "speed": f"{score.tokens_per_second:,.0f} tokens/s",
     }
-    console.print(facts_table(facts))
+    print_facts(facts)
     if json_file:
         figures = {
             "model": path,
@@ -515,7 +526,7 @@ def diagnose(
     from deltazoo.diagnosis import diagnose as measure_layers
     from deltazoo.generation.conditions import check_positions, learned_positions
     from deltazoo.training.loading import load_checkpoint
-    from deltazoo.training.text_batch import text_batch
+    from deltazoo.training.tokens import text_batch
 
     model, tokenizer = load_checkpoint(path, device)
     if length is None:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from deltazoo import spec
-from deltazoo.training.device import check_device
+from deltazoo.training.loading import check_device
 
 
 def load_rule_file(path: str | Path) -> list[str]:
@@ -100,14 +101,12 @@ def with_loads(command: list[str], load: list[Path] | None) -> str:
     return shlex.join([*command, *(part for path in load or [] for part in ("--load", str(path)))])
 
 
-def facts_table(facts: dict[str, str]) -> Table:
-    """Names and values in two columns."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+def print_facts(facts: dict[str, str]) -> None:
+    """Print names and values in two columns; no line is broken, so that commands and paths can be copied."""
+    width = max(map(len, facts)) + 2
     for name, value in facts.items():
-        table.add_row(name, Text(value))  # brackets are no markup
-    return table
+        line = Text.assemble((name.ljust(width), "bold"), value)  # brackets are no markup
+        Console().print(line, soft_wrap=True, highlight=False)
 
 
 def figures_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

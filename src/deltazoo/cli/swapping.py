@@ -16,20 +16,19 @@ from deltazoo.cli.options import (
     LoadOption,
     OverrideOption,
     TextFieldOption,
-    facts_table,
     figures_table,
+    print_facts,
     refuse,
     where_drawn,
     with_loads,
 )
 from deltazoo.spec import get_rule
-from deltazoo.training.checkpoint_path import resolve_checkpoint
 from deltazoo.training.config import DataConfig
 from deltazoo.training.console import say
 from deltazoo.training.conversion_config import STAGES, ConversionConfig, load_conversion
-from deltazoo.training.presets import find_config
-from deltazoo.training.run_folder import LOSS_PICTURE, check_run, has_saved
-from deltazoo.training.text import open_text
+from deltazoo.training.data import open_text
+from deltazoo.training.folder import LOSS_PICTURE, check_run, has_saved
+from deltazoo.training.locate import find_config, resolve_checkpoint
 
 if TYPE_CHECKING:  # these import torch, which waits until the arguments are checked
     from deltazoo.training.distill import Distillation
@@ -93,8 +92,8 @@ def swap(
     from deltazoo.swap import swap_attention
     from deltazoo.swap.families import decoder_layers_of, family_of
     from deltazoo.swap.plan import parse_layers
-    from deltazoo.training.checkpoint_files import whole_or_not_at_all
     from deltazoo.training.evaluate import rank_layers, ranking_rows
+    from deltazoo.training.folder import whole_or_not_at_all
     from deltazoo.training.loading import load_checkpoint, load_model
 
     if best is None:
@@ -128,7 +127,7 @@ def swap(
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
     distilling = ["deltazoo", "distill", str(folder), "--original", path, "--output", f"{folder}_distilled"]
-    console.print(facts_table({"model": str(folder / "model"), "next": with_loads(distilling, load)}))
+    print_facts({"model": str(folder / "model"), "next": with_loads(distilling, load)})
 
 
 def distill(
@@ -197,7 +196,7 @@ def distill(
     console.print(_scores_table(result, config))
     picture = where_drawn(lambda: draw_conversion(folder / LOSS_PICTURE, result.histories, result.scores, path))
     evaluating = with_loads(["deltazoo", "eval", str(folder)], load)
-    console.print(facts_table({"model": str(result.model_path), "loss curves": picture, "next": evaluating}))
+    print_facts({"model": str(result.model_path), "loss curves": picture, "next": evaluating})
 
 
 def ranking_table(ranking: "Ranking") -> Table:

@@ -2,25 +2,26 @@
 
 import json
 import os
-import shlex
-import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from deltazoo.cli.options import LoadOption, OverrideOption, facts_table, where_drawn
-from deltazoo.training.checkpoint_files import checkpoints
+from deltazoo.cli.options import LoadOption, OverrideOption, print_facts, where_drawn, with_loads
 from deltazoo.training.config import DataConfig, RunConfig, load_config
 from deltazoo.training.console import say
-from deltazoo.training.presets import find_config, is_for_gpus, rule_overrides
-from deltazoo.training.run_folder import LOSS_PICTURE, check_run
-from deltazoo.training.text import open_text
+from deltazoo.training.data import open_text
+from deltazoo.training.folder import LOSS_PICTURE, best_checkpoint, check_run, checkpoints
+from deltazoo.training.locate import find_config, is_for_gpus, rule_overrides
+
+if TYPE_CHECKING:  # imports torch, which waits until the arguments are checked
+    from deltazoo.training.run import TrainingResult
+
+_FEW_PASSES = 3.0  # over the text, after which a model begins to learn it by heart
+_RISE = 0.01  # nats per token by which a held-out loss must rise to be worth a word
 
 
 def train(
-    context: typer.Context,
     config: Annotated[
         str | None,
         typer.Argument(
@@ -48,71 +49,42 @@ def train(
     output: Annotated[str | None, typer.Option(help="Folder of the run, instead of the configuration's.")] = None,
     override: OverrideOption = None,
     load: LoadOption = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=1, help="Processes to start, one per GPU; the rows of a step are divided among them."),
-    ] = None,
-    context_parallel: Annotated[
-        int | None,
-        typer.Option(min=1, help="How many GPUs share each sequence (training.context_parallel)."),
-    ] = None,
 ) -> None:
     """Train a model, save it with its tokenizer, and draw its loss curve.
 
-    Ctrl-C saves a checkpoint before it stops.
+    Ctrl-C saves a checkpoint before it stops. On several GPUs: torchrun --nproc-per-node 8 -m deltazoo train ...
     """
-    overrides = list(override or [])
-    if context_parallel is not None:
-        overrides.append(f"training.context_parallel={context_parallel}")
-    run = configuration(config, rule, text, output, overrides)
-    check_run(run, Path(run.output), resume)
+    run = configuration(config, rule, text, output, list(override or []))
+    folder = Path(run.output)
+    check_run(run, folder, resume)
     started = os.environ.get("WORLD_SIZE")  # set by torchrun and accelerate launch
-    processes = int(started) if started else gpus or 1
-    if gpus not in (None, processes):
-        raise ValueError(f"--gpus {gpus}: the command runs in {started} processes already; leave --gpus out")
-    run.training.divided(processes)
+    run.training.divided(int(started or 1))
     if started is None and config is not None and is_for_gpus(config):
         import torch
 
         if not torch.cuda.is_available():
             say(f"{config} is a preset for GPUs, and there is none here: it may take very long, or run out of memory")
-    if started is None and processes > 1:
-        _run_in_processes(processes, context.obj)
 
     from accelerate import PartialState
     from torch import distributed
 
     from deltazoo.training import train as train_run
-    from deltazoo.training.pictures import draw_loss_curve
 
     try:
         result = train_run(run, resume=resume)
     except KeyboardInterrupt as stop:
         if PartialState().is_main_process:
-            in_processes = "" if processes == 1 else f" --gpus {processes}"
-            go_on = f"deltazoo train {shlex.quote(run.output)} --resume{in_processes}"
-            saved = checkpoints(Path(run.output))
+            go_on = with_loads(["deltazoo", "train", run.output, "--resume"], load)
+            if started is not None:
+                go_on = f"torchrun --nproc-per-node {started} -m {go_on}"
+            saved = checkpoints(folder)
             say(f"stopped; saved in {saved[-1]}. To go on: {go_on}" if saved else "stopped before anything was saved")
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from stop
     is_main_process = PartialState().is_main_process
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()  # its threads can abort the process at exit
     if is_main_process:
-        title = f"{run.model_name}, {result.num_parameters / 1e6:.1f} M parameters, {result.corpus.description}"
-        picture = Path(run.output) / LOSS_PICTURE
-        drawn = where_drawn(lambda: draw_loss_curve(result.log_history, picture, title, result.tokens_per_step))
-        last = [entry for entry in result.log_history if "eval_loss" in entry][-1]
-        facts = {
-            "model": str(result.model_path),
-            "parameters": f"{result.num_parameters:,}",
-            "device": f"{result.device}, {result.precision}",
-            "training": f"{result.seconds:,.0f} s, {result.tokens_per_second:,.0f} tokens/s",
-            "held-out loss": f"{last['eval_loss']:.3f} nats per token, {last['eval_bits_per_byte']:.3f} bits per byte",
-            "loss curve": drawn,
-            "next": f"deltazoo eval {run.output}",
-            "": f'deltazoo generate {run.output} --prompt "def "',
-        }
-        Console().print(facts_table(facts))
+        _report(run, result, load)
 
 
 def configuration(
@@ -153,23 +125,62 @@ def configuration(
     return run
 
 
-def _run_in_processes(processes: int, arguments: list[str]) -> NoReturn:
-    """Replace this process by torchrun, which runs ``deltazoo`` with the same arguments in every process.
+def _report(run: RunConfig, result: "TrainingResult", load: list[Path] | None) -> None:
+    """Print what a finished run came to, and how to go on."""
+    from deltazoo.training.pictures import draw_loss_curve
 
-    Without a GPU the processes compute on the CPU. Signals and the exit status are torchrun's.
+    folder = Path(run.output)
+    if result.finished_before:
+        more = with_loads(["deltazoo", "train", run.output, "--resume"], load)
+        say(
+            f"{folder} is finished already, with {run.training.steps:,} steps, and nothing was trained. "
+            f"To go on: {more} --set training.steps={2 * run.training.steps}"
+        )
+    title = f"{run.model_name}, {result.num_parameters / 1e6:.1f} M parameters, {result.corpus.description}"
+    drawn = where_drawn(
+        lambda: draw_loss_curve(result.log_history, folder / LOSS_PICTURE, title, result.tokens_per_step)
+    )
+    last = [entry for entry in result.log_history if "eval_loss" in entry][-1]
+    read = "as a stream" if result.passes is None else f"read {result.passes:.2g} times"
+    print_facts(
+        {
+            "model": str(result.model_path),
+            "parameters": f"{result.num_parameters:,}",
+            "text": f"{result.corpus.description}, {read}",
+            "device": f"{result.device}, {result.precision}",
+            "training": f"{result.seconds:,.0f} s, {result.tokens_per_second:,.0f} tokens/s",
+            "held-out loss": f"{last['eval_loss']:.3f} nats per token, {last['eval_bits_per_byte']:.3f} bits per byte",
+            "loss curve": drawn,
+            "next": with_loads(["deltazoo", "eval", run.output], load),
+            "": with_loads(["deltazoo", "generate", run.output, "--prompt", _prompt(result)], load),
+        }
+    )
+    if remark := _remark(result, folder):
+        say(remark)
 
-    Raises:
-        ValueError: the machine has GPUs, and fewer than that.
-    """
-    import torch
 
-    gpus = torch.cuda.device_count()
-    if 0 < gpus < processes:
-        raise ValueError(f"--gpus {processes}: this machine has {gpus} {'GPU' if gpus == 1 else 'GPUs'}")
-    if gpus == 0:
-        say(f"no GPU: {processes} processes on the CPU")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, [*torchrun, "-m", "deltazoo", *arguments])
+def _prompt(result: "TrainingResult") -> str:
+    """The beginning of a line of the held-out text, which a shell takes as it is once it is quoted."""
+    lines = (line.strip() for document in result.corpus.validation for line in document.text.splitlines())
+    line = next(filter(str.isprintable, filter(None, lines)), "The")
+    return line if len(line) <= 24 else line[:24].rpartition(" ")[0] or line[:24]
+
+
+def _remark(result: "TrainingResult", folder: Path) -> str | None:
+    """A sentence about a model that has begun to learn its text by heart; None about any other."""
+    losses = {entry["step"]: entry["eval_loss"] for entry in result.log_history if "eval_loss" in entry}
+    best, last = min(losses, key=lambda step: losses[step]), max(losses)
+    found = []
+    steps = last
+    if losses[last] > losses[best] + _RISE:
+        steps = best
+        found.append(f"the held-out loss has risen since step {best} (from {losses[best]:.3f} to {losses[last]:.3f})")
+    if result.passes is not None and result.passes > _FEW_PASSES:
+        steps = min(steps, round(last * _FEW_PASSES / result.passes)) if steps == last else steps
+        found.append(f"the training text was read {result.passes:.1f} times")
+    if not found:
+        return None
+    kept = best_checkpoint(folder, result.log_history)
+    where = f"; the best model that was kept is {kept}" if steps == best and kept is not None else ""
+    sentence = f"{' and '.join(found)}: more text, or about {max(1, steps):,} steps (training.steps), would do{where}"
+    return sentence[0].upper() + sentence[1:]

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal
 from deltazoo.layers.layer_input import LayerInput
-from deltazoo.layers.layer_options import LayerOptions, check_decay, check_sizes, check_steps
+from deltazoo.layers.layer_options import (
+    LayerOptions,
+    check_decay,
+    check_sizes,
+    check_steps,
+    refuse_unknown_options,
+)
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize, l2_normalize_both
 from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
@@ -71,6 +77,7 @@ class DeltaRuleAttention(Float32Parameters):
         options: further ones, by keyword: the fields of `LayerOptions`.
 
     Raises:
+        TypeError: an unknown option; the message names the nearest.
         ValueError: options of the wrong type or that are not finite, sizes that do not fit together, options the
             rule cannot act on, an unknown rule, or one whose registered layer is another class.
     """
@@ -109,6 +116,7 @@ class DeltaRuleAttention(Float32Parameters):
         head_dim: int | None = None,
         **options: Any,
     ) -> None:
+        refuse_unknown_options(type(self), options)
         given = LayerOptions(hidden_size, num_heads, head_dim, **options)
         super().__init__()
         self.spec = get_rule(rule) if isinstance(rule, str) else rule

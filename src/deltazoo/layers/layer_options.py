@@ -1,6 +1,8 @@
 """Sizes and options of a layer: their types, defaults, meaning and checks."""
 
+import inspect
 import math
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields
 from types import NoneType
 from typing import Any, get_args
@@ -10,7 +12,7 @@ from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.runtime import BACKENDS
 from deltazoo.spec import RuleSpec, choice_name
 
-__all__ = ["LayerOptions", "check_decay", "check_sizes", "check_steps"]
+__all__ = ["LayerOptions", "check_decay", "check_sizes", "check_steps", "option_names", "refuse_unknown_options"]
 
 _EXPECTED = {int: "a whole number", float: "a number", bool: "True or False"}
 
@@ -105,7 +107,20 @@ class LayerOptions:
         return getattr(spec, name) if value is None else value
 
 
-LayerOptions.__init__.__qualname__ = "DeltaRuleAttention.__init__"  # in Python's message about an unknown argument
+def option_names(layer: type) -> list[str]:
+    """Names of the arguments behind the rule of a layer class, its own and those of the classes that it extends."""
+    constructors = [vars(kind)["__init__"] for kind in layer.__mro__[:-1] if "__init__" in vars(kind)]
+    own = [name for made in constructors for name in inspect.signature(made).parameters]
+    fields_of_all = [field.name for field in fields(LayerOptions)]
+    return [*fields_of_all, *sorted({*own} - {*fields_of_all, "self", "rule", "args", "kwargs", "options"})]
+
+
+def refuse_unknown_options(layer: type, options: Iterable[str]) -> None:
+    """Raise TypeError for an option that no class of a layer takes; the message names the nearest."""
+    known = {field.name for field in fields(LayerOptions)}
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{layer.__name__}: {unknown('option', name, option_names(layer))}")
 
 
 def check_sizes(layer: Any) -> None:

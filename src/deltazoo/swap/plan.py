@@ -1,16 +1,16 @@
 """The plan of a swap: which layers of a model become what, decided and checked before anything is changed."""
 
-import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from deltazoo.layers import LayerOptions, layer_class
+from deltazoo.layers import layer_class
+from deltazoo.layers.layer_options import option_names
 from deltazoo.names import unknown
 from deltazoo.spec import get_rule
 from deltazoo.swap.families import ModelFamily, decoder_layers_of, family_of
@@ -30,7 +30,7 @@ __all__ = [
 
 LayerChoice = str | Sequence[int] | Callable[[int], bool]
 """`"all"`, a ratio `"3:1"`, numbers (a sequence, or written `"0,2,5"`), or a predicate of the number."""
-_DECIDED = frozenset({"self", "rule", "hidden_size", "layer_idx", "initializer_range", "beta_bias"})
+_DECIDED = frozenset({"hidden_size", "layer_idx", "initializer_range", "beta_bias"})
 """Options of layers that follow from the layer's index, the original weights or arguments of `swap_attention`."""
 _SIZES = ("num_heads", "head_dim", "num_v_heads", "expand_v", "num_micro_steps", "conv_initializer_range")
 """Options that copied weights decide; convolutions start as the identity then."""
@@ -158,10 +158,7 @@ def check_layer_options(options: Mapping[str, Any], init: str, rule: str, argume
         TypeError: an unknown option.
         ValueError: a size, with `init="transfer"`.
     """
-    constructors = (vars(kind).get("__init__") for kind in layer_class(rule).__mro__ if kind is not object)
-    known = {name for made in constructors if made is not None for name in inspect.signature(made).parameters}
-    known |= {field.name for field in fields(LayerOptions)}
-    known -= {*_DECIDED, "args", "kwargs", "options"}
+    known = {*option_names(layer_class(rule))} - _DECIDED
     for name in options:
         if name not in known:
             raise TypeError(f"swap_attention: {unknown('option', name, [*arguments, *sorted(known)])}")

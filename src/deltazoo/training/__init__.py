@@ -17,8 +17,8 @@ from deltazoo.training.config import (
 
 if TYPE_CHECKING:
     from deltazoo.training.evaluate import Score, score_documents
-    from deltazoo.training.monitor import TrainingDiverged
-    from deltazoo.training.training_run import TrainingResult, train
+    from deltazoo.training.run import TrainingResult, train
+    from deltazoo.training.trainer import TrainingDiverged
 
 __all__ = [
     "DataConfig",
@@ -38,7 +38,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "evaluate": ("Score", "score_documents"),
-        "monitor": ("TrainingDiverged",),
-        "training_run": ("TrainingResult", "train"),
+        "trainer": ("TrainingDiverged",),
+        "run": ("TrainingResult", "train"),
     },
 )

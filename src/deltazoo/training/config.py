@@ -173,8 +173,8 @@ class OptimizationConfig:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warm-up."""
-        return round(self.warmup * self.steps)
+        """Steps of the warm-up: all but the last at most."""
+        return min(round(self.warmup * self.steps), self.steps - 1)
 
     def divided(self, processes: int) -> tuple[int, int]:
         """Rows of one forward pass, and forward passes per optimizer step, with the same rows in every step.

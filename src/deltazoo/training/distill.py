@@ -17,23 +17,27 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from deltazoo.generation.conditions import check_positions
 from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.layer import swapped_layers
-from deltazoo.training.checkpoint_files import as_json, checkpoints, whole_or_not_at_all, write_whole
 from deltazoo.training.config import MODEL_CONFIG, RunConfig, save_config
 from deltazoo.training.console import console, no_transformers_bars
 from deltazoo.training.conversion_config import STAGES, ConversionConfig, StageConfig, load_conversion
-from deltazoo.training.corpus import DEFAULT_TOKENIZER_SAMPLE, read_corpus
+from deltazoo.training.data import open_text, read_corpus
 from deltazoo.training.evaluate import score_rows
-from deltazoo.training.packed_rows import IGNORED, collate_side_by_side, pack_in_order, spread
-from deltazoo.training.run_folder import RESULT, SCORES, SWAP, begin_run, check_run, refuse_other_text
-from deltazoo.training.text import open_text
-from deltazoo.training.tokenizer import encode_documents
-from deltazoo.training.trainer import PackedTrainer, training_arguments
-from deltazoo.training.training_run import (
-    device_name,
-    enable_gradient_checkpointing,
-    encode_training,
-    training_rows,
+from deltazoo.training.folder import (
+    RESULT,
+    SCORES,
+    SWAP,
+    as_json,
+    begin_run,
+    check_run,
+    checkpoints,
+    held,
+    refuse_other_text,
+    whole_or_not_at_all,
+    write_whole,
 )
+from deltazoo.training.run import device_name, enable_gradient_checkpointing, encode_training, training_rows
+from deltazoo.training.tokens import IGNORED, collate_side_by_side, encode_documents, pack_in_order, spread
+from deltazoo.training.trainer import PackedTrainer, training_arguments
 
 __all__ = [
     "Distillation",
@@ -107,9 +111,22 @@ def distill(
     if arguments.world_size > 1:
         raise ValueError(f"a distillation runs in one process, and this is one of {arguments.world_size}")
     check_run(config, folder, resume, load=load_conversion, stages=STAGES)
+    with held(folder):
+        return _distill(model, original, tokenizer, config, resume, rule, arguments.device)
 
+
+def _distill(
+    model: PreTrainedModel,
+    original: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: ConversionConfig,
+    resume: bool,
+    rule: str,
+    device: Any,
+) -> Distillation:
+    folder = Path(config.output)
     source = open_text(config.data)
-    corpus = read_corpus(source, config.data, train_sample_bytes=DEFAULT_TOKENIZER_SAMPLE)
+    corpus = read_corpus(source, config.data)
     encoded = cache(lambda: None if config.data.streaming else encode_training(tokenizer, corpus))
     validation = encode_documents(tokenizer, corpus.validation, "tokenizing the held-out text")
     bytes_per_token = corpus.validation_bytes / sum(len(ids) - 1 for ids in validation)
@@ -137,7 +154,6 @@ def distill(
         _write(folder / SCORES, scores)
         console.print(f"[bold]{name}[/]: {scores[name]:.3f} held-out bits per byte", highlight=False)
 
-    device: Any = arguments.device
     original = original.requires_grad_(False).eval().to(device)
     score("original", original)
     score("transfer", model.to(device))

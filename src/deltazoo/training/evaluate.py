@@ -25,12 +25,10 @@ from deltazoo.models import DeltaRuleConfig
 from deltazoo.models.delta_layers import evaluation_mode
 from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.surgery import swap_attention, unswap_attention
-from deltazoo.training.checkpoint_files import as_json
 from deltazoo.training.console import console, track
-from deltazoo.training.corpus import first_documents, num_bytes
-from deltazoo.training.packed_rows import IGNORED, collate, collate_side_by_side, pack_in_order
-from deltazoo.training.text import Document, Records, TextFiles
-from deltazoo.training.tokenizer import encode_documents
+from deltazoo.training.data import Document, Records, TextFiles, first_documents
+from deltazoo.training.folder import as_json
+from deltazoo.training.tokens import IGNORED, collate, collate_side_by_side, encode_documents, pack_in_order
 
 __all__ = [
     "Baseline",
@@ -186,7 +184,7 @@ def score_documents(
                 )
             nats += found
     seconds = time.perf_counter() - began
-    tokens, size = sum(len(ids) - 1 for ids in encoded), sum(map(num_bytes, documents))
+    tokens, size = sum(len(ids) - 1 for ids in encoded), sum(document.num_bytes for document in documents)
     return Score(nats, tokens, size, len(documents), seconds)
 
 
@@ -322,7 +320,7 @@ def rank_layers(
     Args:
         model: not swapped; unchanged afterwards.
         rule: of the new layers.
-        rows: packed rows of text, as ``deltazoo.training.packed_rows.pack_in_order`` makes them.
+        rows: packed rows of text, as ``deltazoo.training.tokens.pack_in_order`` makes them.
         rows_at_once: rows in one forward pass.
         options: further options of ``swap_attention``, such as ``init``.
 

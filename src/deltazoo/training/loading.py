@@ -1,18 +1,85 @@
-"""Load a model and its tokenizer from disk or the Hub, and check that they fit."""
+"""A model and its tokenizer loaded from disk or the Hub, and the text that it is scored on."""
 
-from typing import Any
+from __future__ import annotations
 
-import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import deltazoo.models  # noqa: F401  (registers our model types with the Auto classes)
-from deltazoo.compat.fla.checkpoints import refuse_missing_weights
-from deltazoo.compat.transformers import accelerate, has_known_layers
-from deltazoo.training.checkpoint_path import resolve_checkpoint
+from deltazoo.training.config import DataConfig
 from deltazoo.training.console import say
-from deltazoo.training.device import check_device
-from deltazoo.training.evaluate import check_vocabulary
+from deltazoo.training.data import Document, first_documents, open_text, read_corpus
+from deltazoo.training.locate import resolve_checkpoint, training_config_of
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class EvaluationDocuments(NamedTuple):
+    """The text that a model is scored on.
+
+    Attributes:
+        train: training documents, for the baselines that need them; empty if unknown.
+        held_out: documents to score.
+        description: where the held-out documents come from.
+    """
+
+    train: Sequence[Document]
+    held_out: Sequence[Document]
+    description: str
+
+
+def choose_documents(path: str, text: DataConfig | None = None, max_bytes: int | None = None) -> EvaluationDocuments:
+    """The held-out part of the text that a model was trained on, or a text of the caller's. Imports no torch.
+
+    Args:
+        path: of the model, see `resolve_checkpoint`.
+        text: all of this text instead; nothing of it is held out.
+        max_bytes: of ``text``, from its beginning.
+
+    Raises:
+        ValueError: no ``text`` for a model that does not say what it was trained on, or there is no text.
+    """
+    config = training_config_of(path)
+    source = None if text is None else open_text(text)
+    if text is None and config is None:
+        where = path if Path(path).expanduser().is_dir() else f"{path}, which is no folder here,"
+        raise ValueError(f"{where} does not say what text it was trained on: name a text with --text")
+    try:
+        corpus = read_corpus(open_text(config.data), config.data) if config else None
+    except ValueError as error:  # the model may have been trained on another machine
+        if text is None:
+            raise
+        say(f"the baselines do without the training text: {error}")
+        corpus = None
+    if source is None:
+        assert corpus is not None
+        return EvaluationDocuments(corpus.train, corpus.validation, f"held-out part of {corpus.description}")
+    held_out = first_documents(source, max_bytes)
+    return EvaluationDocuments(corpus.train if corpus else [], held_out, source.description)
+
+
+def check_device(name: str) -> None:
+    """Raise ValueError unless torch can compute on the device `name` on this machine.
+
+    torch is imported only if the name has the right form and is not ``cpu``.
+    """
+    if not re.fullmatch(r"cpu|(cuda|mps|xpu)(:\d+)?", name):
+        raise ValueError(f"there is no device {name!r}: give cpu, cuda (the first GPU), or cuda:1 and so on")
+    kind, _, index = name.partition(":")
+    if kind == "cpu":
+        return
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != kind:
+        wanted = "NVIDIA GPU" if kind == "cuda" else f"{kind} device"
+        raise ValueError(f"device {name!r} was asked for, and torch sees no {wanted} here")
+    count = torch.accelerator.device_count()
+    if index and int(index) >= count:
+        raise ValueError(f"device {name!r} was asked for, and torch sees {count} here, numbered from 0")
 
 
 def load_checkpoint(
@@ -29,6 +96,10 @@ def load_checkpoint(
         ValueError: no checkpoint or tokenizer, damaged files, missing weights, no such device, a tokenizer of another
             model.
     """
+    from transformers import AutoTokenizer
+
+    from deltazoo.training.evaluate import check_vocabulary
+
     model = load_model(path, device, dtype)
     path = resolve_checkpoint(path)
     try:
@@ -42,6 +113,15 @@ def load_checkpoint(
 def load_model(path: str, device: str | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Load the model alone; arguments and errors as for `load_checkpoint`."""
     path = resolve_checkpoint(path)
+
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    import deltazoo.models  # noqa: F401  (registers our model types with the Auto classes)
+    from deltazoo.compat.fla.checkpoints import refuse_missing_weights
+    from deltazoo.compat.transformers import accelerate, has_known_layers
+
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     try:

@@ -26,7 +26,7 @@ from deltazoo.compat.transformers.packing import layers_over_neighbours
 from deltazoo.names import unknown
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.training.config import BY_TOKENIZER
-from deltazoo.training.tokenizer import begin_id
+from deltazoo.training.tokens import begin_id
 
 _WITHOUT_EFFECT = ("use_cache", "pretraining_tp", "mtp_loss_scaling_factor")
 """Fields of configurations that training in transformers' classes does not read."""

@@ -1,47 +1,69 @@
-"""The HF Trainer for packed rows: our optimizer groups, an exact validation loss, atomic checkpoints, several GPUs."""
+"""The HF Trainer for packed rows: our parameter groups, an exact validation loss, whole checkpoints, a stop on signals.
+
+``compute_loss`` makes the loss of a training step, ``_save_checkpoint`` writes what a resumed run needs.
+"""
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import PartialState
-from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset, IterableDataset
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
+from torch import distributed, nn
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from deltazoo.compat.transformers import has_known_layers
 from deltazoo.diagnosis import DiagnoseCallback
-from deltazoo.distributed import ContextParallelTrainer, fully_shard_model
+from deltazoo.distributed.trainer import ShardedTrainer
 from deltazoo.layers import parameter_groups
-from deltazoo.training.checkpoint_files import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
-from deltazoo.training.config import RunConfig
-from deltazoo.training.console import say
+from deltazoo.training.config import OptimizationConfig, RunConfig
+from deltazoo.training.console import console, progress_bar, say
 from deltazoo.training.evaluate import score_rows
-from deltazoo.training.interruption import StopOnSignal, TrainingInterrupted
-from deltazoo.training.monitor import Monitor
+from deltazoo.training.folder import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
 from deltazoo.training.native_model import write_served_names
-from deltazoo.training.packed_rows import collate
-from deltazoo.training.schedule import learning_rate_factor
-from deltazoo.training.sharded_state import is_sharded, load_optimizer, save_optimizer, whole_model
-from deltazoo.training.streamed_rows import StreamedRows
+from deltazoo.training.tokens import PackedRows, Row, StreamedRows, collate
 
 _STREAM_POSITION = "stream_position.json"
+_PASSED_ON = 2.0  # seconds within which torchrun repeats a signal that the terminal has already sent to its processes
+_MUST_BE_FINITE = {"loss": "training loss", "grad_norm": "norm of the gradients", "eval_loss": "held-out loss"}
+"""Entries of Trainer's log. A step whose gradients are NaN leaves NaN in the weights, which the next loss shows."""
 
 
-class PackedTrainer(ContextParallelTrainer):
-    """Trains on packed rows. What is not overridden here is the unmodified Trainer."""
+class TrainingDiverged(FloatingPointError):
+    """The training loss, the norm of its gradients or the held-out loss is NaN or infinite."""
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """A signal ended the training.
+
+    Attributes:
+        signal: its number.
+        checkpoint: the one that was saved; None after a second signal, which ends the training at once.
+    """
+
+    def __init__(self, number: int, checkpoint: Path | None = None) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.signal, self.checkpoint = number, checkpoint
+
+
+class PackedTrainer(ShardedTrainer):
+    """Trains on packed rows. Methods that are not overridden here are Trainer's own."""
 
     def __init__(
         self,
@@ -49,18 +71,17 @@ class PackedTrainer(ContextParallelTrainer):
         tokenizer: PreTrainedTokenizerBase,
         config: RunConfig,
         arguments: TrainingArguments,
-        train_rows: Dataset | IterableDataset,
-        validation_rows: Sequence[dict[str, np.ndarray]],
+        train_rows: PackedRows | StreamedRows,
+        validation_rows: Sequence[Row],
         bytes_per_token: float,
-        collate_rows: Callable[..., dict[str, Any]] = collate,
+        collate_rows: Callable[[Sequence[Row]], dict[str, Any]] = collate,
     ) -> None:
         """``bytes_per_token`` of the held-out text converts the validation loss to bits per byte."""
-        self._rows_per_step = config.training.rows_of_a_step
-        self._rows, self._accumulation = config.training.divided(arguments.world_size)
-        self._shards = config.training.fully_shard and arguments.world_size > 1
-        if config.training.fully_shard and not self._shards:  # a divided run may go on in one process
+        settings = config.training
+        self._rows, self._accumulation = settings.divided(arguments.world_size)
+        if settings.fully_shard and arguments.world_size == 1:  # a divided run may go on in one process
             say("training.fully_shard divides nothing in one process: torchrun starts several")
-        self.monitor = Monitor(tokens_per_step=self._rows_per_step * config.training.row_length)
+        self.monitor = Monitor(tokens_per_step=settings.rows_of_a_step * settings.row_length)
         self._stop = StopOnSignal()
         super().__init__(
             model=model,
@@ -70,23 +91,19 @@ class PackedTrainer(ContextParallelTrainer):
             data_collator=collate_rows,
             processing_class=tokenizer,
             callbacks=[self.monitor, self._stop],
-            context_parallel=config.training.context_parallel,
+            context_parallel=settings.context_parallel,
+            fully_shard=settings.fully_shard,
         )
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
-        self._settings, self._bytes_per_token = config.training, bytes_per_token
+        self._settings, self._bytes_per_token = settings, bytes_per_token
         self._model, self._validation_rows = model, validation_rows
-        self._output, self._saving_below = config.output, Path(config.output)
-        if self._settings.diagnose_every is not None:
-            batch = collate_rows(validation_rows[: config.training.rows_per_batch])
-            self.add_callback(_PausedDiagnosis(self, batch, self._settings.diagnose_every))
+        self._folder, self._saving_below = Path(config.output), Path(config.output)
+        if settings.diagnose_every is not None:
+            batch = collate_rows(validation_rows[: settings.rows_per_batch])
+            self.add_callback(_PausedDiagnosis(self, batch, settings.diagnose_every))
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters of the model, tied ones counted once."""
-        return sum(parameter.numel() for parameter in self._model.parameters())
-
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW over the two parameter groups."""
         if self.optimizer is None:
             groups = parameter_groups(model or self._model, self._settings.weight_decay)
@@ -94,32 +111,6 @@ class PackedTrainer(ContextParallelTrainer):
                 groups, lr=self._settings.learning_rate, betas=self._settings.betas, fused=True
             )
         return self.optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
-        """The schedule of the configuration, whose steps equal ``num_training_steps``."""
-        if self.lr_scheduler is None:
-            factor = partial(learning_rate_factor, settings=self._settings)
-            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)  # type: ignore[arg-type]
-            self._created_lr_scheduler = True
-        return self.lr_scheduler
-
-    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Shard the model, if the configuration says so, instead of leaving it to accelerate."""
-        if not self._shards:
-            return super()._wrap_model(model, *args, **kwargs)
-        if isinstance(model, _Sharded):
-            return model
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if self.args.bf16 else None, reduce_dtype=torch.float32
-        )
-        fully_shard_model(self._model, mp_policy=policy)
-        self.optimizer = None  # the one that Trainer has made holds the whole parameters
-        self.create_optimizer()
-        return _Sharded(self._model)
-
-    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        norm = super()._clip_grad_norm(model)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train from the beginning or from a checkpoint; after the last step only load the checkpoint.
@@ -144,24 +135,13 @@ class PackedTrainer(ContextParallelTrainer):
         finally:
             self.monitor.stop()
         if self._stop.signal is not None and self.state.global_step < self.state.max_steps:
-            saved = Path(self._output) / f"checkpoint-{self.state.global_step}"
-            raise TrainingInterrupted(self._stop.signal, saved)
+            raise TrainingInterrupted(self._stop.signal, self._folder / f"checkpoint-{self.state.global_step}")
         return output
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As Trainer, which expects files with the names of the parameters; transformers' models save others."""
-        if has_known_layers(self._model):
-            self._load_whole(Path(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_whole(self, checkpoint: Path) -> None:
-        self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Trainer's loss, with the load balancing loss of experts as a mean over the forward passes of a step.
+        """The model's own loss of a batch, as Trainer asks for it, and the experts' load balancing loss as a mean.
 
         Cross-entropies are sums over all tokens of a step, divided by their number. A model that adds its load
         balancing loss to each would have it as often as there are forward passes.
@@ -185,74 +165,187 @@ class PackedTrainer(ContextParallelTrainer):
             share = self._validation_rows[self.args.process_index // size :: groups]
             # All processes of a sharded model run as many passes as the one with the largest share.
             passes = math.ceil(math.ceil(len(self._validation_rows) / groups) / self._rows)
-            found = score_rows(
-                self._model,
-                share,
-                self._rows,
-                self.data_collator,
-                empty_passes=[self._validation_rows[0]] * passes if self._shards else (),
-            )
+            empty_passes = [self._validation_rows[0]] * passes if self._shards else ()
+            found = score_rows(self._model, share, self._rows, self.data_collator, empty_passes=empty_passes)
             sums = torch.tensor(found, dtype=torch.float32)
             sums = self.accelerator.reduce(sums.to(self.args.device), reduction="sum").cpu()
         loss = float(sums[0] / sums[1])
-        metrics = {
-            f"{metric_key_prefix}_loss": loss,
-            f"{metric_key_prefix}_bits_per_byte": loss / math.log(2) / self._bytes_per_token,
-        }
+        bits = loss / math.log(2) / self._bytes_per_token
+        metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_bits_per_byte": bits}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Write the Trainer's checkpoint to a temporary folder and rename it when it is complete."""
-        target = Path(self._output) / f"checkpoint-{self.state.global_step}"
-        first = self.args.should_save
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write Trainer's checkpoint, and the position of a stream, whole or not at all.
+
+        It holds model, tokenizer, optimizer, learning rate schedule, random states and the log: all that a resumed run
+        needs to go on bit for bit.
+        """
+        target, first = self._folder / f"checkpoint-{self.state.global_step}", self.args.should_save
         with self.monitor.pause():
             with whole_or_not_at_all(target) if first else nullcontext(unfinished(target)) as staging:
                 self.accelerator.wait_for_everyone()
                 self._saving_below = staging.parent
                 super()._save_checkpoint(model, trial)
                 if first and isinstance(self.train_dataset, StreamedRows):
-                    position = self.train_dataset.position_after(self.state.global_step * self._rows_per_step)
+                    position = self.train_dataset.position_after(self.state.global_step * self._settings.rows_of_a_step)
                     (staging / _STREAM_POSITION).write_text(json.dumps(position), encoding="utf-8")
                 self.accelerator.wait_for_everyone()
             if first:
-                remove_oldest(target.parent, self._settings.keep_checkpoints)
+                remove_oldest(self._folder, self._settings.keep_checkpoints, self.state.log_history)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._saving_below)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model, as safetensors; every process must call this."""
         self._model.config.use_cache = True  # Trainer has turned it off, for training
         try:
-            if self._shards:
-                state = whole_model(self._model)
-                if self.args.should_save:
-                    self._save(output_dir, state_dict=state)
-            else:
-                super().save_model(output_dir, _internal_call)
+            super().save_model(output_dir, _internal_call)
         finally:
             self._model.config.use_cache = self.args.use_cache
         if self.args.should_save and has_known_layers(self._model):
-            write_served_names(self._model, Path(output_dir or self._output))
+            write_served_names(self._model, Path(output_dir or self._folder))
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._shards:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        assert isinstance(self.optimizer, AcceleratedOptimizer) and self.lr_scheduler is not None
-        save_optimizer(self._model, self.optimizer.optimizer, Path(output_dir))
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As Trainer, which expects files with the names of the parameters; transformers' models save others."""
+        if has_known_layers(self._model):
+            self._load_whole(Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (self._shards or is_sharded(Path(checkpoint))):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        assert isinstance(self.optimizer, AcceleratedOptimizer) and self.lr_scheduler is not None
-        load_optimizer(self._model, self.optimizer.optimizer, Path(checkpoint))
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+    def _load_whole(self, checkpoint: Path) -> None:
+        self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
 
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._saving_below)
+
+class Monitor(TrainerCallback):
+    """Show a progress bar on a terminal and a line per validation; stop a run that computes NaN or infinity.
+
+    ``seconds`` and ``steps`` count training only: validation and saving run inside ``pause()``.
+    """
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self.seconds, self.steps, self.tokens_per_step = 0.0, 0, tokens_per_step
+        self._began = 0.0
+        self._bar = progress_bar("loss {task.fields[loss]}  held-out {task.fields[validation]}  {task.fields[speed]}")
+        self._task = self._bar.add_task("training", loss="-", validation="-", speed="")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Training tokens per second of wall-clock time, up to now."""
+        return self.steps * self.tokens_per_step / self.seconds if self.seconds else 0.0
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Do not count the time spent inside."""
+        self.seconds += time.perf_counter() - self._began
+        yield
+        self._began = time.perf_counter()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the meter and the bar."""
+        state.compute_steps(args, state.max_steps)  # a loaded checkpoint carries the intervals of the earlier run
+        self._began = time.perf_counter()
+        self._bar.update(self._task, total=state.max_steps, completed=state.global_step)
+        if state.is_world_process_zero:
+            self._bar.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Advance the bar; always log and validate the last step."""
+        self.steps += 1
+        if state.global_step == state.max_steps:
+            control.should_log = control.should_evaluate = True
+        self._bar.update(self._task, completed=state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Show the latest losses.
+
+        Raises:
+            TrainingDiverged: a loss or the norm of the gradients is NaN or infinite.
+        """
+        logs = logs or {}
+        for name, what in _MUST_BE_FINITE.items():
+            if not math.isfinite(logs.get(name, 0)):
+                raise TrainingDiverged(
+                    f"the {what} is {logs[name]} at step {state.global_step}: lower training.learning_rate; "
+                    "the checkpoints saved before are intact"
+                )
+        shown, speed = self._bar.tasks[0].fields, f"{self.tokens_per_second:,.0f} tokens/s"
+        loss = f"{logs['loss']:.3f}" if "loss" in logs else shown["loss"]
+        bits = f"{logs['eval_bits_per_byte']:.3f} bits/byte" if "eval_loss" in logs else shown["validation"]
+        self._bar.update(self._task, loss=loss, validation=bits, speed=speed)
+        if "eval_loss" in logs and state.is_world_process_zero:
+            console.print(
+                f"step {state.global_step:>6}/{state.max_steps}  loss {loss}  "
+                f"held-out {logs['eval_loss']:.3f} ({bits})  {speed}",
+                highlight=False,
+            )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop the meter."""
+        self.seconds += time.perf_counter() - self._began
+
+    def stop(self) -> None:
+        """Remove the bar and show the terminal's cursor again."""
+        self._bar.stop()
+
+
+class StopOnSignal(TrainerCallback):
+    """Ends the training after the current step, with a checkpoint, on SIGINT or SIGTERM.
+
+    Several processes agree on it at logging steps, which synchronise them anyway.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._came = 0.0
+        self._several = False
+
+    @contextmanager
+    def listening(self, *, several_processes: bool) -> Iterator[None]:
+        """Inside, the first signal is recorded and the second raises; outside Python's main thread nothing happens."""
+        self._several = several_processes
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if in_main_thread}
+        # An ignored signal (nohup) stays ignored. A handler that was not set from Python could not be restored.
+        handled = {number: kept for number, kept in before.items() if kept not in (signal.SIG_IGN, None)}
+        for number in handled:
+            signal.signal(number, self._receive)
+        try:
+            yield
+        finally:
+            for number, kept in handled.items():
+                signal.signal(number, kept)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        if self.signal is None:
+            self.signal, self._came = number, time.monotonic()
+            say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint; once more: at once")
+        elif not self._several or time.monotonic() - self._came > _PASSED_ON:
+            raise TrainingInterrupted(number)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After a signal, ask for a log entry, a checkpoint and the end, unless this was the last step."""
+        if self._several:
+            if not control.should_log:
+                return
+            found = torch.tensor(self.signal or 0, device=args.device)
+            distributed.all_reduce(found, distributed.ReduceOp.MAX)
+            self.signal = int(found) or None
+        if self.signal is not None and state.global_step < state.max_steps:
+            control.should_log = control.should_save = control.should_training_stop = True
 
 
 class _PausedDiagnosis(DiagnoseCallback):
@@ -264,18 +357,6 @@ class _PausedDiagnosis(DiagnoseCallback):
             super().measure(model, control)
 
 
-class _Sharded(nn.Module):
-    """A model that FSDP2 has sharded. Trainer leaves alone what it does not recognise as its own model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.module = model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's."""
-        return self.module(*args, **kwargs)
-
-
 def training_arguments(config: RunConfig) -> TrainingArguments:
     """The Trainer's arguments, without those that the overrides above make redundant; joins the other processes."""
     settings = config.training
@@ -283,12 +364,13 @@ def training_arguments(config: RunConfig) -> TrainingArguments:
         output_dir=config.output,
         max_steps=settings.steps,
         learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
         max_grad_norm=settings.max_grad_norm,
         bf16=use_bf16(settings.precision),
         use_cpu=not torch.accelerator.is_available(),  # otherwise bf16 without an accelerator is refused
         torch_compile=settings.compile,
         logging_steps=settings.log_every,
-        logging_nan_inf_filter=False,
+        logging_nan_inf_filter=False,  # it would wait for the device in every step
         eval_strategy="steps",
         eval_steps=settings.evaluate_every,
         save_strategy="steps",
@@ -303,6 +385,7 @@ def training_arguments(config: RunConfig) -> TrainingArguments:
         accelerator_config={"dispatch_batches": False, "split_batches": False},
         # A stream restores its position; skipping batches would tokenize all earlier text again.
         ignore_data_skip=config.data.streaming,
+        **_schedule(settings),
     )
     rows, accumulation = settings.divided(PartialState().num_processes)
     arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = rows, accumulation
@@ -310,6 +393,17 @@ def training_arguments(config: RunConfig) -> TrainingArguments:
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
     return arguments
+
+
+def _schedule(settings: OptimizationConfig) -> dict[str, Any]:
+    """The learning rate schedule among those of transformers."""
+    lowest = settings.min_learning_rate_ratio
+    if settings.schedule == "cosine":
+        return {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": lowest}}
+    if settings.schedule == "linear":
+        line = {"lr_end": lowest * settings.learning_rate, "power": 1.0}
+        return {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": line}
+    return {"lr_scheduler_type": "constant_with_warmup"}
 
 
 def use_bf16(precision: str) -> bool:

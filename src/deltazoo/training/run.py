@@ -1,33 +1,57 @@
-"""A training run, from a configuration to a model on disk."""
+"""A training run, from a configuration to a model on disk: text, tokenizer, rows, model, training, result."""
 
 import json
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import PartialState
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
-
-from deltazoo.training.checkpoint_files import as_json, whole_or_not_at_all, write_whole
-from deltazoo.training.config import (
-    MODEL_CONFIG,
-    RunConfig,
-    TokenizerConfig,
-    save_config,
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+    set_seed,
 )
+
+from deltazoo.models import DeltaRuleConfig  # registers our model types with the Auto classes, too
+from deltazoo.runtime import RuntimeOptions
+from deltazoo.spec import get_rule
+from deltazoo.training.config import MODEL_CONFIG, RunConfig, save_config
 from deltazoo.training.console import no_transformers_bars, say
-from deltazoo.training.corpus import DEFAULT_TOKENIZER_SAMPLE, Corpus, read_corpus
-from deltazoo.training.model import build_model
-from deltazoo.training.native_model import refuse_replaced_tokenizer, refuse_unrunnable
-from deltazoo.training.packed_rows import PackedRows, collate, collate_side_by_side, pack_in_order, spread
-from deltazoo.training.run_folder import RESULT, begin_run, check_run, latest_checkpoint, refuse_other_text
-from deltazoo.training.streamed_rows import StreamedRows
-from deltazoo.training.text import Records, TextFiles, open_text
-from deltazoo.training.tokenizer import build_tokenizer, encode_documents
+from deltazoo.training.data import DEFAULT_TOKENIZER_SAMPLE, Corpus, Records, TextFiles, open_text, read_corpus
+from deltazoo.training.folder import (
+    RESULT,
+    as_json,
+    begin_run,
+    check_run,
+    held,
+    latest_checkpoint,
+    refuse_other_text,
+    whole_or_not_at_all,
+    write_whole,
+)
+from deltazoo.training.native_model import build_native_model, refuse_replaced_tokenizer, refuse_unrunnable
+from deltazoo.training.tokens import (
+    PackedRows,
+    StreamedRows,
+    begin_id,
+    build_tokenizer,
+    byte_tokenizer,
+    collate,
+    collate_side_by_side,
+    encode_documents,
+    pack_in_order,
+    spread,
+)
 from deltazoo.training.trainer import PackedTrainer, training_arguments
 
 _STORED = ("log_history", "num_parameters", "tokens_per_step", "seconds", "tokens_per_second", "device", "precision")
@@ -47,6 +71,8 @@ class TrainingResult:
         device: name of the device.
         precision: ``bf16`` or ``fp32``.
         corpus: the text.
+        passes: how often the training text was read; None for a stream.
+        finished_before: whether the run was finished already, and nothing was trained.
     """
 
     model_path: Path
@@ -58,6 +84,8 @@ class TrainingResult:
     device: str
     precision: str
     corpus: Corpus
+    passes: float | None = None
+    finished_before: bool = field(default=False, compare=False)
 
 
 def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
@@ -72,31 +100,35 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
         resume: continue the run in ``config.output``.
 
     Raises:
-        ValueError: the folder holds a run and ``resume`` is false, or no checkpoint and it is true; configuration or
-            text differ from those that the run began with; the text cannot be read or the model cannot be built; a
-            checkpoint or the stored result is damaged.
+        ValueError: another process trains there; the folder holds a run and ``resume`` is false, or no checkpoint and
+            it is true; configuration or text differ from those that the run began with; the text cannot be read or the
+            model cannot be built; a checkpoint or the stored result is damaged.
         TrainingDiverged: the loss became NaN or infinite.
         TrainingInterrupted: SIGINT or SIGTERM stopped the run; a checkpoint was saved.
         SaveError: the disk is full; earlier saves are intact.
     """
     folder = Path(config.output)
     check_run(config, folder, resume)
+    with held(folder):
+        return _train(config, folder, resume)
+
+
+def _train(config: RunConfig, folder: Path, resume: bool) -> TrainingResult:
     with torch.device("meta"):
-        model = build_model(config.model, build_tokenizer(TokenizerConfig("byte"), []), config.runtime)
+        model = build_model(config.model, byte_tokenizer(), config.runtime)
         if config.architecture is not None:
             refuse_unrunnable(model)
     arguments = training_arguments(config)  # joins the other processes of a distributed run
-    processes = PartialState()
+    processes, steps = PartialState(), config.training.steps
     source = open_text(config.data)
-    sample = config.tokenizer.training_bytes or DEFAULT_TOKENIZER_SAMPLE
-    corpus = read_corpus(source, config.data, train_sample_bytes=sample)
+    corpus = read_corpus(source, config.data, config.tokenizer.training_bytes or DEFAULT_TOKENIZER_SAMPLE)
     if resume:
         refuse_other_text(corpus, folder, config.data)
     stored = _stored_result(folder, corpus) if resume else None
-    finished = stored is not None and stored.log_history[-1]["step"] == config.training.steps
+    finished = stored is not None and stored.log_history[-1]["step"] == steps
     if stored is not None and finished and stored.model_path.is_dir():
         return stored
-    latest = latest_checkpoint(folder, config.training.steps) if resume else None
+    latest = latest_checkpoint(folder, steps) if resume else None
     processes.wait_for_everyone()  # all have checked the folder before one writes into it
     with processes.main_process_first():
         tokenizer = _tokenizer(config, corpus, folder, resume or not processes.is_main_process)
@@ -106,30 +138,47 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
         say(f"the finished model is gone: made again from {latest}" if finished else f"going on from {latest}")
     with no_transformers_bars():
         trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
+    monitor, rows, trained = trainer.monitor, trainer.train_dataset, trainer.model
+    assert trained is not None
+    tokens = steps * monitor.tokens_per_step
     result = TrainingResult(
         model_path=folder / "model",
         log_history=trainer.state.log_history,
-        num_parameters=trainer.num_parameters,
-        tokens_per_step=trainer.monitor.tokens_per_step,
-        seconds=trainer.monitor.seconds,
-        tokens_per_second=trainer.monitor.tokens_per_second,
+        num_parameters=sum(parameter.numel() for parameter in trained.parameters()),
+        tokens_per_step=monitor.tokens_per_step,
+        seconds=monitor.seconds,
+        tokens_per_second=monitor.tokens_per_second,
         device=device_name(trainer.args.device),
         precision="bf16" if trainer.args.bf16 else "fp32",
         corpus=corpus,
+        passes=tokens / rows.tokens_per_epoch if isinstance(rows, PackedRows) else None,
     )
     if stored is not None and finished:
         result = stored
-    first = processes.is_main_process
-    model_path = result.model_path
+    first, model_path = processes.is_main_process, result.model_path
     with no_transformers_bars(), whole_or_not_at_all(model_path) if first else nullcontext(model_path) as staging:
         trainer.save_model(str(staging))
         if first:
             save_config(config, staging / MODEL_CONFIG)
     if first:
-        values = {name: getattr(result, name) for name in _STORED}
+        values = {name: getattr(result, name) for name in (*_STORED, "passes")}
         write_whole(folder / RESULT, as_json(values, indent=1))
     processes.wait_for_everyone()
     return result
+
+
+def _stored_result(folder: Path, corpus: Corpus) -> TrainingResult | None:
+    """The stored result of a finished run; None if the run is not finished."""
+    path = folder / RESULT
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return TrainingResult(model_path=folder / "model", corpus=corpus, finished_before=True, **values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged: {error}. Remove it, and the run goes on from its latest checkpoint"
+        ) from error
 
 
 def _with_saved_revision(config: RunConfig, checkpoint: Path) -> RunConfig:
@@ -199,11 +248,6 @@ def _trainer(
     )
 
 
-def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass. transformers renames the method; 5.14 has only the old name."""
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-
-
 def training_rows(
     config: RunConfig,
     source: TextFiles | Records,
@@ -211,18 +255,17 @@ def training_rows(
     tokenizer: PreTrainedTokenizerBase,
     encoded: Sequence[np.ndarray] | None = None,
 ) -> PackedRows | StreamedRows:
-    """The rows that a run reads, the same for any number of processes.
+    """The rows that a run reads, the same for any number of processes; a stream is tokenized while it is read.
 
-    ``encoded`` is the result of ``encode_training``, if it was called before. A stream is tokenized while it is read.
+    ``encoded`` is the result of `encode_training`, if it was called before.
     """
-    settings = config.training
-    rows = settings.steps * settings.rows_of_a_step
-    if config.data.streaming:
-        assert isinstance(source, Records)
+    settings, size = config.training, config.training.row_length
+    count = settings.steps * settings.rows_of_a_step
+    if isinstance(source, Records) and config.data.streaming:
         remembered = 4 * settings.rows_of_a_step
-        return StreamedRows(source, config.data, tokenizer, settings.row_length, remembered=remembered)
+        return StreamedRows(source, config.data, tokenizer, size, num_rows=count, remembered=remembered)
     encoded = encode_training(tokenizer, corpus) if encoded is None else encoded
-    return PackedRows(encoded, settings.row_length, num_rows=rows, seed=config.seed)
+    return PackedRows(encoded, size, num_rows=count, seed=config.seed)
 
 
 def encode_training(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> list[np.ndarray]:
@@ -230,15 +273,49 @@ def encode_training(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> list[
     return encode_documents(tokenizer, corpus.train, "tokenizing the training text", with_end=True)
 
 
-def _stored_result(folder: Path, corpus: Corpus) -> TrainingResult | None:
-    """The stored result of a finished run; None if the run is not finished."""
-    path = folder / RESULT
-    if not path.is_file():
-        return None
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass. transformers renames the method; 5.14 has only the old name."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
+def build_model(
+    section: dict[str, Any], tokenizer: PreTrainedTokenizerBase, runtime: RuntimeOptions | None = None
+) -> PreTrainedModel:
+    """A new model, its weights drawn from torch's global generator.
+
+    Args:
+        section: ``mixer`` and keys of ``DeltaRuleConfig``. A rule with a Hub type of its own gets it, any other
+            the model type ``delta_rule``. With ``architecture`` instead, see `build_native_model`.
+        tokenizer: gives the vocabulary size and the ids of the special tokens.
+        runtime: how the model runs; by default the model decides.
+
+    Raises:
+        ValueError: an unknown rule or key, a value of the wrong type, or sizes that do not fit together.
+    """
+    runtime = runtime or RuntimeOptions()
+    if "architecture" in section:
+        return build_native_model(section, tokenizer, runtime)
+    keys = dict(section)
+    # A preset's default ratio may stand beside a width that is set for one run.
+    usual = (None, DeltaRuleConfig.hidden_ratio)
+    if keys.get("intermediate_size") is not None and keys.get("hidden_ratio") not in usual:
+        raise ValueError("model.hidden_ratio has no effect beside model.intermediate_size: leave one of them out")
+    spec = get_rule(keys.pop("mixer"))
+    if spec.hub_model_type is None:
+        keys["mixer"] = spec.name
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return TrainingResult(model_path=folder / "model", corpus=corpus, **values)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{path} is damaged: {error}. Remove it, and the run goes on from its latest checkpoint"
-        ) from error
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*keys that do not act on this model")
+            config = AutoConfig.for_model(
+                spec.hub_model_type or "delta_rule",
+                vocab_size=len(tokenizer),
+                bos_token_id=begin_id(tokenizer),
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+                **keys,
+            )
+    except UserWarning as idle:
+        raise ValueError(f"model: {idle}") from idle
+    except StrictDataclassError as error:  # a value of the wrong type
+        raise ValueError(f"model: {str(error).splitlines()[-1].strip()}") from error
+    return AutoModelForCausalLM.from_config(config, **runtime.given())

@@ -1,13 +1,13 @@
-"""The configurations that come with the project: the folder configs of a checkout, inside the package in a wheel."""
+"""What a name means: a configuration that comes with the project, a run, a model, here or on the Hub."""
 
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from deltazoo.names import nearest, unknown
 from deltazoo.spec import RuleSpec, get_rule, list_rules
-from deltazoo.training.config import RUN_CONFIG, load_config
+from deltazoo.training.config import MODEL_CONFIG, RUN_CONFIG, RunConfig, load_config
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parents[1] / "configs"
@@ -112,3 +112,59 @@ def paper_shape(spec: RuleSpec, hidden_size: int = 1024) -> dict[str, Any]:
     usual = {"head_dim": spec.head_dim, "expand_v": spec.expand_v, "num_heads": 1024 // spec.head_dim}
     shape = {**usual, "num_hidden_layers": 24, **spec.paper_shape}
     return {**shape, "num_heads": shape["num_heads"] * hidden_size // 1024}
+
+
+def resolve_checkpoint(path: str) -> str:
+    """The folder that holds the model: ``path`` itself, the ``model`` folder of a training run, or a Hub name.
+
+    Raises:
+        ValueError: a local folder without a model, or neither a folder nor a model on the Hub.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        for candidate in (folder, folder / "model"):
+            if (candidate / "config.json").is_file():
+                return str(candidate)
+        raise ValueError(f"{path} holds no model: neither it nor its folder 'model' has a config.json")
+    check_on_hub(path, "model")
+    return path
+
+
+def training_config_of(path: str) -> RunConfig | None:
+    """The configuration that a model was trained with by deltazoo; None for any other model."""
+    written = Path(resolve_checkpoint(path)) / MODEL_CONFIG
+    return load_config(written) if written.is_file() else None
+
+
+def check_on_hub(name: str, kind: Literal["model", "dataset"]) -> None:
+    """Return if ``name`` is on the Hub or in this machine's cache of it.
+
+    transformers and datasets ask the Hub for every file up to six times, so without this check a mistyped local path
+    takes half a minute per file until it is refused.
+
+    Raises:
+        ValueError: no such name on the Hub, or the Hub cannot be reached and nothing of that name is cached.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    caches = [Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"]
+    if kind == "dataset":
+        import datasets
+
+        caches.append(Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___"))
+    if any(folder.is_dir() for folder in caches):
+        return
+    missing = f"there is no {'folder' if kind == 'model' else 'file or folder'} {name!r}"
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=10)
+    except HFValidationError as error:
+        raise ValueError(f"{missing}, and it is no name of a {kind} on the Hub (owner/name)") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"{missing}, and the Hub has no {kind} of that name (or your token does not see it)"
+        ) from error
+    except HfHubHTTPError:
+        return  # an error of the Hub's server: loading will ask again
+    except Exception as error:  # types of the HTTP library, which differ between versions of huggingface_hub
+        raise ValueError(f"{missing}, and the Hub cannot be asked for it: {error}") from error

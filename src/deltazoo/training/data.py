@@ -1,0 +1,326 @@
+"""The text of a run, as documents: where they are read, and which of them are held out. Imports no torch."""
+
+import hashlib
+import mimetypes
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deltazoo.names import unknown
+from deltazoo.training.config import STDLIB, DataConfig
+from deltazoo.training.console import say, track
+from deltazoo.training.locate import check_on_hub
+
+RECORD_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+MAX_DOCUMENT = 2**20  # characters; a larger file comes as several documents, since each is tokenized as a whole
+DEFAULT_TOKENIZER_SAMPLE = 50_000_000  # bytes of a stream that a tokenizer is trained on unless told otherwise
+# Tests, third-party packages and build products are not the library's own prose and code.
+NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
+
+
+class Document(NamedTuple):
+    """One text, and the key that decides whether it is held out."""
+
+    name: str
+    text: str
+    split_key: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Length in UTF-8 bytes."""
+        return len(self.text.encode("utf-8"))
+
+
+class TextFiles:
+    """UTF-8 files, in the order of their paths relative to ``root``; split by relative path."""
+
+    def __init__(self, root: Path, paths: Sequence[Path], name: str) -> None:
+        self.root, self.paths, self._name = root, paths, name
+        self._left_out: list[str] = []
+
+    @property
+    def description(self) -> str:
+        """The place of the text, and how many of its files are read, once they are."""
+        count = len(self.paths) - len(self._left_out)
+        if self.paths == [Path(self._name).expanduser()]:
+            return self._name
+        return f"{count} {'file' if count == 1 else 'files'} of {self._name}"
+
+    def documents(self) -> Iterator[Document]:
+        """Read file after file. Files that are not UTF-8 text are left out and named in one message.
+
+        Raises:
+            ValueError: a file cannot be read, or none of them is text.
+        """
+        self._left_out = []
+        for path in self.paths:
+            name = path.relative_to(self.root).as_posix()
+            try:
+                text = path.read_bytes().decode("utf-8")
+            except OSError as error:
+                raise ValueError(f"cannot read {path}: {error.strerror}") from error
+            except UnicodeDecodeError:
+                text = "\0"
+            if "\0" in text:
+                self._left_out.append(name)
+                continue
+            begin = 0
+            while begin < len(text):
+                end = line_end(text, begin + MAX_DOCUMENT, begin) if len(text) - begin > MAX_DOCUMENT else len(text)
+                yield Document(name, text[begin:end], split_key=name)
+                begin = end
+        count = len(self._left_out)
+        if count == len(self.paths):
+            raise ValueError(f"there is no UTF-8 text in {self._name}")
+        if count:
+            more = f" and {count - 5} more" if count > 5 else ""
+            say(
+                f"left out {count} of {len(self.paths)} files of {self.root}, which are no UTF-8 text: "
+                f"{', '.join(self._left_out[:5])}{more}"
+            )
+
+
+class Records:
+    """One text column of a dataset read by ``datasets``; split by the text, so that duplicates stay together."""
+
+    def __init__(self, data: DataConfig, path: str, left_out: int = 0, **options: Any) -> None:
+        """``path`` and ``options`` as of ``datasets.load_dataset``; ``left_out`` other files are not read."""
+        self.description = f"column {data.text_field!r} of {data.text}"
+        self._data, self._path, self._options, self._left_out = data, path, options, left_out
+
+    def documents(self) -> Iterator[Document]:
+        """Record after record, empty ones left out."""
+        if self._left_out:
+            say(
+                f"{self.description}: {self._left_out} other files are not read; data.pattern would choose them instead"
+            )
+        return self.documents_of(self.open())
+
+    def open(self) -> Any:
+        """The ``datasets`` object behind the documents: ``Dataset``, or ``IterableDataset`` when streaming."""
+        import datasets
+
+        if "data_files" not in self._options and not Path(self._path).exists():
+            check_on_hub(self._path, "dataset")
+        try:
+            records = datasets.load_dataset(self._path, streaming=self._data.streaming, **self._options)
+        except OSError as error:
+            if error.errno is not None:  # of its cache, such as a full disk
+                raise
+            raise ValueError(f"cannot read {self.description}: {error}") from error
+        except Exception as error:  # datasets raises many unrelated types for a file or a name that it cannot read
+            cause = error.__cause__ or error
+            raise ValueError(f"cannot read {self.description}: {type(cause).__name__}: {cause}") from error
+        columns = records.column_names
+        if columns is not None and self._data.text_field not in columns:
+            raise ValueError(f"data.text_field: {unknown('column', self._data.text_field, sorted(columns))}")
+        return records
+
+    def documents_of(self, records: Any) -> Iterator[Document]:
+        """The documents of an already opened dataset (one whose position may have been restored)."""
+        for index, record in enumerate(records):
+            text = record.get(self._data.text_field)
+            if not isinstance(text, str):
+                raise ValueError(f"{self.description}: record {index} holds {type(text).__name__} instead of text")
+            if text:
+                yield Document(f"record {index}", text, split_key=text)
+
+
+def open_text(data: DataConfig) -> TextFiles | Records:
+    """The text that ``data.text`` names; nothing of it is read.
+
+    Raises:
+        ValueError: nothing readable there, or keys that do not act on this kind of text.
+    """
+    path, of_records = Path(data.text).expanduser(), ("subset", "split", "text_field", "streaming")
+    if data.text == STDLIB:
+        _refuse(data, "the standard library", "pattern", *of_records)
+        return standard_library()
+    if path.is_dir():
+        return _folder(data, path)
+    if path.suffix in RECORD_FORMATS and path.is_file():
+        return _record_files(data, [path])
+    if path.is_file():
+        _refuse(data, "a text file", "pattern", *of_records)
+        return TextFiles(path.parent, [path], data.text)
+    # A name that looks like a path is not a name on the Hub (owner/name).
+    file_name = path.suffix in RECORD_FORMATS or mimetypes.guess_type(path.name)[0] is not None
+    if path.is_absolute() or data.text.startswith((".", "~")) or file_name:
+        raise ValueError(f"there is no file or folder {data.text!r} (data.text)")
+    _refuse(data, "a Hub dataset", "pattern")
+    return Records(data, data.text, name=data.subset, split=data.split)
+
+
+def standard_library() -> TextFiles:
+    """The Python standard library's own source files, without tests and installed packages.
+
+    About 12 MB of English prose and code, which every machine with Python has.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not NOT_LIBRARY.intersection(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")
+    ]
+    if not paths:
+        raise ValueError(
+            f"this Python keeps no source files of its standard library under {root}: set data.text instead"
+        )
+    return TextFiles(root, paths, "the Python standard library")
+
+
+def _folder(data: DataConfig, path: Path) -> TextFiles | Records:
+    try:
+        found = sorted(path.glob(data.pattern))
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"data.pattern {data.pattern!r} is no glob below a folder: {error}") from error
+    visible = (file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    files = [file for file in visible if file.is_file()]
+    if not files:
+        raise ValueError(f"the folder {data.text!r} holds no file that matches data.pattern {data.pattern!r}")
+    # A .json among other files is usually a program's settings, not a data set.
+    records = [file for file in files if file.suffix in (".jsonl", ".parquet")]
+    if all(file.suffix == ".json" for file in files):
+        records = files
+    if records and data.pattern == DataConfig.pattern:
+        return _record_files(data, records, len(files) - len(records))
+    _refuse(data, "a folder of text files", "subset", "split", "text_field", "streaming")
+    return TextFiles(path, files, data.text)
+
+
+def _record_files(data: DataConfig, files: list[Path], left_out: int = 0) -> Records:
+    _refuse(data, "JSONL and Parquet files", "pattern", "subset", "split")
+    formats = {RECORD_FORMATS[file.suffix] for file in files}
+    if len(formats) > 1:
+        raise ValueError(
+            f"{data.text!r} holds both JSON and Parquet files: name one of them, or a folder with one kind"
+        )
+    return Records(data, formats.pop(), left_out, data_files=[str(file) for file in files], split="train")
+
+
+def _refuse(data: DataConfig, kind: str, *names: str) -> None:
+    """Raise if one of these keys is set, which have no effect on this kind of text."""
+    for name in names:
+        if getattr(data, name) != getattr(DataConfig, name):
+            raise ValueError(f"data.{name} does not act on {kind} (data.text: {data.text})")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents of both parts. Of a streamed text, ``train`` holds a sample from the beginning.
+
+    Attributes:
+        train: training documents.
+        validation: held-out documents.
+        description: where they come from.
+    """
+
+    train: list[Document]
+    validation: list[Document]
+    description: str
+
+    @property
+    def validation_bytes(self) -> int:
+        """Size of the held-out part in UTF-8 bytes."""
+        return sum(document.num_bytes for document in self.validation)
+
+    @property
+    def digest(self) -> str:
+        """Hash of all documents in their order."""
+        digest = hashlib.blake2b(digest_size=16)
+        for document in [*self.train, *self.validation]:
+            digest.update(document.text.encode("utf-8"))
+        return digest.hexdigest()
+
+
+def read_corpus(
+    source: TextFiles | Records, data: DataConfig, train_sample_bytes: int | None = DEFAULT_TOKENIZER_SAMPLE
+) -> Corpus:
+    """Read both parts into memory.
+
+    A hash of each document's key decides which part it belongs to. If that leaves one part empty (a single file, a few
+    files), the last ``validation_fraction`` of the text is held out.
+
+    Args:
+        source: the text.
+        data: split and limits.
+        train_sample_bytes: for a stream: stop once this much training text and all the held-out text is read.
+
+    Raises:
+        ValueError: there is no text, or too little to hold anything out.
+    """
+    limits = {True: data.max_validation_bytes, False: train_sample_bytes if data.streaming else data.max_train_bytes}
+    parts: dict[bool, list[Document]] = {True: [], False: []}
+    room = {part: float("inf") if limit is None else limit for part, limit in limits.items()}
+    for document in track(source.documents(), f"reading {source.description}"):
+        held_out = is_held_out(document.split_key, data.validation_fraction)
+        if room[held_out] > 0:
+            parts[held_out].append(document)
+            room[held_out] -= document.num_bytes
+        elif room[not held_out] <= 0:
+            break
+    documents = [*parts[False], *parts[True]]
+    if not documents:
+        raise ValueError(f"{source.description} holds no text")
+    if not data.streaming and not all(parts.values()):
+        parts = _hold_out_end(documents, data)
+    if not all(parts.values()):
+        size = sum(document.num_bytes for document in documents)
+        raise ValueError(
+            f"too little text to train on one part and hold another out: {source.description}, {size:,} bytes; give "
+            f"more text, or another data.validation_fraction than {data.validation_fraction:g}"
+        )
+    return Corpus(parts[False], parts[True], source.description)
+
+
+def is_held_out(split_key: str, fraction: float) -> bool:
+    """Whether a document is held out: a hash of its key decides, so other documents have no influence."""
+    digest = hashlib.blake2b(split_key.encode("utf-8"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def _hold_out_end(documents: list[Document], data: DataConfig) -> dict[bool, list[Document]]:
+    """Hold out the end of the text, cut at the end of a line; for a single file, or a few."""
+    total = sum(len(document.text) for document in documents)
+    wanted = round(total * data.validation_fraction)
+    if data.max_validation_bytes is not None:
+        wanted = min(wanted, data.max_validation_bytes * total // sum(document.num_bytes for document in documents))
+    train = list(documents)
+    validation: list[Document] = []
+    while train and wanted > 0:
+        last = train.pop()
+        cut = line_end(last.text, len(last.text) - wanted) if wanted < len(last.text) else 0
+        if cut:
+            train.append(last._replace(text=last.text[:cut]))
+        validation.insert(0, last._replace(text=last.text[cut:]))
+        wanted -= len(last.text) - cut
+    return {False: train, True: validation}
+
+
+def line_end(text: str, wanted: int, begin: int = 0) -> int:
+    """The end of the last line that ends in ``text[begin:wanted]``; ``wanted`` if none does."""
+    return text.rfind("\n", begin, wanted) + 1 or wanted
+
+
+def first_documents(source: TextFiles | Records, max_bytes: int | None = None) -> list[Document]:
+    """The first ``max_bytes`` of a text, cut inside a document and at the end of a character; all of it if None.
+
+    Raises:
+        ValueError: there is no text.
+    """
+    documents: list[Document] = []
+    room = max_bytes
+    for document in source.documents():
+        if room is not None:
+            text = document.text.encode("utf-8")[:room].decode("utf-8", errors="ignore")
+            room -= document.num_bytes
+            document = document._replace(text=text)
+        if document.text:
+            documents.append(document)
+        if room is not None and room <= 0:
+            break
+    if not documents:
+        raise ValueError(f"{source.description} holds no text{'' if max_bytes is None else ' in so few bytes'}")
+    return documents

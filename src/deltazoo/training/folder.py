@@ -1,0 +1,331 @@
+"""The folder of a run: held by one process, checked before it begins or resumes, its files written whole or not at all.
+
+Imports no torch, so that commands can check the folder at once.
+"""
+
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from deltazoo.training.config import RUN_CONFIG, DataConfig, as_mapping, load_config, save_config
+from deltazoo.training.data import Corpus
+from deltazoo.training.locate import nearest_run
+
+try:
+    import fcntl
+except ImportError:  # Windows, where two runs in one folder are not noticed
+    fcntl = None  # type: ignore[assignment]
+
+RESULT, SCORES, SWAP, LOSS_PICTURE = "result.json", "scores.json", "swap.json", "loss.png"
+_TEXT, _LOCK = "text.json", ".lock"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_UNFINISHED = ".unfinished-"
+# What a run writes before its first checkpoint, and the picture at its end.
+_OF_A_TRAINING = (RUN_CONFIG, _TEXT, "tokenizer", LOSS_PICTURE)
+_OF_A_CONVERSION = (RUN_CONFIG, _TEXT, SWAP, SCORES, LOSS_PICTURE)
+# Keys that a resumed run may change: they do not affect the losses of earlier steps.
+_FREE_TO_CHANGE = {"output", "training.steps", "training.save_every", "training.keep_checkpoints"}
+_FREE_TO_CHANGE |= {"training.evaluate_every", "training.evaluation_rows"}
+_FREE_TO_CHANGE |= {"training.rows_per_batch", "training.context_parallel", "training.fully_shard"}
+_DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# safetensors, tokenizers, torch and datasets raise errors of their own, with the system's words or these.
+_SAYS_FULL = re.compile("|".join([*map(os.strerror, _DISK_IS_FULL), "file write failed", "unexpected pos"]))
+
+
+class SaveError(OSError):
+    """The disk is full; earlier saves are intact."""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Make the folder of a run and hold it; the operating system lets go of it however the process ends.
+
+    Of several processes of a run the first one holds it. A folder in which nothing was written is removed again. A full
+    disk is one sentence, whatever library noticed it.
+
+    Raises:
+        ValueError: another process holds it, or nothing can be written there.
+        SaveError: the disk became full inside; the message names the latest intact save.
+    """
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder, os.O_CREAT)
+    except OSError as error:
+        raise ValueError(f"cannot write into {folder}: {error.strerror}") from error
+    try:
+        yield
+    except BaseException as error:  # as that of torch's sharded checkpoints is
+        said = _full_disk(error)
+        if said is None:
+            raise
+        raise SaveError(f"could not save into {folder}: {said}. {_what_is_left(folder)}") from error
+    finally:
+        if lock is not None:
+            (folder / _LOCK).unlink(missing_ok=True)
+            os.close(lock)
+        for path in new:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _lock(folder: Path, flags: int = 0) -> int | None:
+    """A file descriptor that holds the folder; None where nothing is to be held.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    if fcntl is None or os.environ.get("RANK", "0") != "0" or not (flags or (folder / _LOCK).is_file()):
+        return None
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | flags)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ValueError(f"another process trains in {folder}: wait for its end, or choose another output") from error
+    return descriptor
+
+
+def _full_disk(error: BaseException | None) -> str | None:
+    """The words in which an error, or what caused it, says that the disk took no more; None: it is something else."""
+    while error is not None:
+        if isinstance(error, SaveError):
+            return None
+        if found := _SAYS_FULL.search(str(error)):
+            return found[0] if found[0][0].isupper() else os.strerror(errno.ENOSPC)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _what_is_left(folder: Path) -> str:
+    saved = [path for part in (folder, *folder.glob("[!.]*/")) for path in checkpoints(part)]
+    before = [*sorted(saved, key=lambda path: path.stat().st_mtime), *folder.glob("model/")]
+    if not before:
+        return "Nothing had been saved before"
+    return f"{before[-1]} is whole: free some disk space and run the same command again with --resume"
+
+
+def check_run(
+    config: Any,
+    folder: Path,
+    resume: bool,
+    load: Callable[[Path], Any] = load_config,
+    stages: Sequence[str] = (),
+) -> None:
+    """Check that the folder is free for a new run, or holds this run to resume; writes nothing.
+
+    A folder is free if no checkpoint and no result was saved in it, and nothing that the run would replace is there but
+    what a run began with.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        resume: whether the folder must hold the run already.
+        load: reads a configuration of this kind.
+        stages: subfolders with checkpoints and results of their own.
+
+    Raises:
+        ValueError: another process trains there; the folder holds a run, or a file that the run would replace, and
+            ``resume`` is false; it holds no run, or none whose configuration is known, and ``resume`` is true; the run
+            in it has another configuration.
+    """
+    lock = _lock(folder)
+    if lock is not None:  # left by a run that was killed
+        os.close(lock)
+    written, saved = folder / RUN_CONFIG, has_saved(folder, stages)
+    if not resume:
+        if saved:
+            raise ValueError(f"{folder} already holds a run: go on with --resume, or choose another output")
+        began = written.is_file() and (folder / _TEXT).is_file()
+        for name in () if began else _OF_A_CONVERSION if stages else _OF_A_TRAINING:
+            if (folder / name).exists():
+                raise ValueError(
+                    f"{folder / name} is there already and of no run that began: remove it or choose another output"
+                )
+        return
+    if saved and not written.is_file():
+        raise ValueError(
+            f"{folder} cannot be resumed: {written}, the configuration that its run began with, is missing"
+        )
+    if not saved:
+        hint = "" if folder.is_dir() else nearest_run(folder)
+        raise ValueError(
+            f"there is nothing to resume in {folder}: no checkpoint was saved there{hint or '. Leave out --resume'}"
+        )
+    before, now = _flat(as_mapping(load(written))), _flat(as_mapping(config))
+    changes = [
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and name not in _FREE_TO_CHANGE and not name.startswith("runtime.")
+    ]
+    if changes:
+        raise ValueError(f"the run in {folder} began with another configuration: {'; '.join(changes)}")
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def has_saved(folder: Path, stages: Sequence[str] = ()) -> bool:
+    """Whether a run saved a checkpoint or a result in the folder or in the subfolders of its ``stages``."""
+    return any(
+        checkpoints(saved) or (saved / RESULT).exists() or (saved / "model").exists()
+        for saved in [folder, *(folder / stage for stage in stages)]
+    )
+
+
+def begin_run(config: Any, folder: Path, corpus: Corpus) -> None:
+    """Write the run's configuration and a digest of its text into the folder."""
+    save_config(config, folder / RUN_CONFIG)
+    write_whole(folder / _TEXT, json.dumps({"text": corpus.description, "digest": corpus.digest}))
+
+
+def refuse_other_text(corpus: Corpus, folder: Path, data: DataConfig) -> None:
+    """Raise ValueError unless the text is the one that the run began with.
+
+    Another Python version, for example, has another standard library. Of a stream only the beginning is known, and the
+    Hub may change its order.
+    """
+    written = folder / _TEXT
+    if data.streaming or not written.is_file():
+        return
+    if json.loads(written.read_text(encoding="utf-8"))["digest"] != corpus.digest:
+        raise ValueError(f"{corpus.description} is no longer the text that the run in {folder} began with")
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first; an empty folder is none."""
+    found = {}
+    for path in folder.glob("checkpoint-*"):
+        match = _CHECKPOINT.fullmatch(path.name)
+        if match and path.is_dir() and any(path.iterdir()):
+            found[int(match[1])] = path
+    return [found[step] for step in sorted(found)]
+
+
+def latest_checkpoint(folder: Path, steps: int) -> Path:
+    """The checkpoint from which a run of ``steps`` steps resumes.
+
+    Raises:
+        ValueError: none is left, or it is further than that.
+    """
+    found = checkpoints(folder)
+    if not found:
+        raise ValueError(f"the run in {folder} is finished, and no checkpoint to go on from is left of it")
+    reached = int(found[-1].name.removeprefix("checkpoint-"))
+    if steps < reached:
+        raise ValueError(f"the run in {folder} has reached step {reached}, and training.steps is {steps}: give more")
+    return found[-1]
+
+
+def best_checkpoint(folder: Path, history: Sequence[Mapping[str, Any]]) -> Path | None:
+    """The checkpoint with the lowest held-out loss, among those whose step has one in the Trainer's log history."""
+    losses = {f"checkpoint-{entry['step']}": entry["eval_loss"] for entry in history if "eval_loss" in entry}
+    known = [path for path in checkpoints(folder) if path.name in losses]
+    return min(known, key=lambda path: losses[path.name], default=None)
+
+
+def remove_oldest(folder: Path, keep: int, history: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Remove all but the latest ``keep`` checkpoints and the best one, and remains of interrupted saves."""
+    best = best_checkpoint(folder, history)
+    for path in [*checkpoints(folder)[:-keep], *folder.glob(f"{_UNFINISHED}checkpoint-*")]:
+        if path != best:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def refuse_damaged(checkpoint: Path) -> None:
+    """Raise ValueError if a file of a checkpoint is missing or cut short; the message says what to do."""
+    damaged = _damage(checkpoint)
+    if damaged is None:
+        return
+    before = [path for path in checkpoints(checkpoint.parent) if path != checkpoint]
+    advice = f"go on from {before[-1].name}" if before else "start over"
+    raise ValueError(f"{damaged}: remove the folder {checkpoint} to {advice}")
+
+
+def _damage(checkpoint: Path) -> str | None:
+    for needed in ("trainer_state.json", "optimizer*", "scheduler.pt", "*.safetensors"):
+        if not any(checkpoint.glob(needed)):
+            return f"{checkpoint} holds no {needed}"
+    for path in sorted(checkpoint.iterdir()):
+        if path.suffix in (".pt", ".pth") and not zipfile.is_zipfile(path):  # what torch.save writes
+            return f"{path} is damaged or incomplete"
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="np"):
+                    pass  # opening it compares the header with the file's size
+            elif path.suffix == ".json":
+                json.loads(path.read_text(encoding="utf-8"))
+        except (SafetensorError, ValueError) as error:
+            return f"{path} is damaged or incomplete ({error})"
+    return None
+
+
+@contextmanager
+def whole_or_not_at_all(target: Path) -> Iterator[Path]:
+    """Yield a temporary path for the block to write a folder to; the folder replaces ``target`` when it is complete.
+
+    A process killed inside the block leaves only a folder named ``.unfinished-...``, which the next attempt removes.
+    An existing ``target`` stays until the new one is complete on disk.
+    """
+    staging = unfinished(target)
+    replaced = target.with_name(f"{_UNFINISHED}old-{target.name}")
+    if replaced.exists() and not target.exists():
+        replaced.rename(target)  # killed between the two renames below: the old folder is complete
+    shutil.rmtree(staging.parent, ignore_errors=True)
+    try:
+        staging.parent.mkdir(parents=True)
+        yield staging
+        for path in filter(Path.is_file, staging.rglob("*")):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # or a power cut might leave a renamed folder whose files have no contents
+    except BaseException:
+        shutil.rmtree(staging.parent, ignore_errors=True)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        target.rename(replaced)
+    staging.rename(target)
+    staging.parent.rmdir()
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def unfinished(target: Path) -> Path:
+    """The temporary path of the folder ``target`` while it is written."""
+    return target.with_name(_UNFINISHED + target.name) / target.name
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file whole or not at all: a killed process leaves no partial file that a resumed run would read."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+def as_json(content: Any, **options: Any) -> str:
+    """JSON text of dicts, lists and plain values; null for NaN and infinity, which JSON does not have.
+
+    ``options`` are those of `json.dumps`.
+    """
+    return json.dumps(_finite(content), allow_nan=False, **options)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -1,0 +1,388 @@
+"""Tokens of a text: the tokenizer, and documents cut into rows of equal length for the model to read.
+
+A row is ``row_length`` consecutive tokens of documents, one after another. Its ``starts`` are the offsets at which a
+document, or the rest of one, begins: recurrent state, convolutions and positions restart there.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from deltazoo.training.config import DataConfig, TokenizerConfig
+from deltazoo.training.console import console, say, track
+from deltazoo.training.data import Document, Records, is_held_out
+from deltazoo.training.locate import check_on_hub
+
+BOS, EOS = "<|bos|>", "<|eos|>"
+IGNORED = -100  # the label that the loss of transformers ignores
+_ENCODE_AT_ONCE = 256  # documents per call: enough for all cores, few enough for a smooth progress bar
+
+Row = dict[str, np.ndarray]
+"""``input_ids`` [at most row_length] int64 and ``starts``, 0 first."""
+
+
+def build_tokenizer(config: TokenizerConfig, documents: Sequence[Document]) -> PreTrainedTokenizerBase:
+    """The tokenizer that ``config`` asks for; ``documents`` are the training part.
+
+    Raises:
+        ValueError: there is no such pretrained tokenizer, or it has no token that can begin a document.
+    """
+    if config.kind == "byte":
+        return byte_tokenizer()
+    if config.kind == "bpe":
+        assert config.vocab_size is not None
+        return train_bpe(documents, config.vocab_size, config.training_bytes)
+    assert config.path is not None
+    if not Path(config.path).exists():
+        check_on_hub(config.path, "model")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tokenizer.path {config.path!r} holds no tokenizer: {error}") from error
+    begin_id(tokenizer)
+    return tokenizer
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of 258 entries: ``<|bos|>``, ``<|eos|>`` and a token per byte.
+
+    ``tokenizer(prompt)`` begins with ``<|bos|>``, as every training document does.
+    """
+    alphabet = [BOS, EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    special = {"bos_token": BOS, "eos_token": EOS, "pad_token": EOS}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **special, padding_side="left", clean_up_tokenization_spaces=False
+    )
+
+
+def train_bpe(documents: Sequence[Document], vocab_size: int, max_bytes: int | None = None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of ``vocab_size`` entries, ``<|bos|>`` and ``<|eos|>`` included.
+
+    A text without so many distinct pairs yields fewer, which one line of output says.
+
+    Args:
+        documents: the training part, never held-out text.
+        vocab_size: at least 259.
+        max_bytes: stop reading after this much text.
+    """
+
+    def texts() -> Iterator[str]:
+        seen = 0
+        for document in documents:
+            if max_bytes is not None and seen >= max_bytes:
+                return
+            yield document.text
+            seen += document.num_bytes
+
+    with console.status(f"training a tokenizer with {vocab_size} entries"):
+        tokenizer = byte_tokenizer().train_new_from_iterator(texts(), vocab_size, show_progress=False)
+    if len(tokenizer) < vocab_size:
+        say(f"the text yields a vocabulary of {len(tokenizer)}, not of {vocab_size}: that is taken")
+    return tokenizer
+
+
+def begin_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token before every document: the tokenizer's BOS, or its EOS if it has no BOS.
+
+    Raises:
+        ValueError: it has neither.
+    """
+    for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return token_id
+    raise ValueError("the tokenizer has neither a BOS nor an EOS token: nothing could stand before the first token")
+
+
+def encode_documents(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    description: str = "tokenizing",
+    *,
+    with_end: bool = False,
+) -> list[np.ndarray]:
+    """Token ids of each document, the beginning token in front; a special token spelled in a text stays text.
+
+    Args:
+        tokenizer: any tokenizer with a BOS or an EOS token.
+        documents: to encode.
+        description: shown next to the progress bar.
+        with_end: append the tokenizer's EOS token, if it has one, to each document, so that a model learns to stop.
+
+    Returns:
+        one array per document, uint16 where the vocabulary fits into it, else int32.
+    """
+    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.int32
+    first = [begin_id(tokenizer)]
+    last = [tokenizer.eos_token_id] if with_end and tokenizer.eos_token_id is not None else []
+    pieces = [documents[i : i + _ENCODE_AT_ONCE] for i in range(0, len(documents), _ENCODE_AT_ONCE)]
+    return [
+        np.array(first + ids + last, dtype=dtype)
+        for piece in (track(pieces, description) if len(pieces) > 1 else pieces)
+        for ids in _encode_texts(tokenizer, [document.text for document in piece])
+    ]
+
+
+def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        backend = tokenizer.backend_tokenizer
+        previous = backend.encode_special_tokens
+        # The spelling of a special token inside a document, as in this file, is ordinary text.
+        backend.encode_special_tokens = True
+        try:
+            return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        finally:
+            backend.encode_special_tokens = previous
+    return [tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] for text in texts]
+
+
+def text_batch(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], length: int, max_tokens: int
+) -> dict[str, Any]:
+    """The beginnings of documents as `input_ids` and `attention_mask` `[B, T]`, padded on the right.
+
+    Args:
+        tokenizer: of the model.
+        documents: one or more.
+        length: tokens of a document at most.
+        max_tokens: no document is added beyond this many tokens in all; the first one is always there.
+    """
+    rows: list[list[int]] = []
+    for document in documents:
+        (ids,) = encode_documents(tokenizer, [document])
+        if rows and sum(map(len, rows)) + min(len(ids), length) > max_tokens:
+            break
+        rows.append(ids[:length].tolist())
+    longest = max(map(len, rows))
+    padded = [row + [row[-1]] * (longest - len(row)) for row in rows]
+    mask = [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
+    return {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
+
+
+class PackedRows:
+    """The shuffled rows of an endless stream of documents, a map-style data set.
+
+    The documents come in a new order each epoch; row ``n`` of the stream is its tokens ``[n * row_length,
+    (n + 1) * row_length)``. Neighbouring rows often come from one document, and batches of them would be one-sided, so
+    the rows of each block, one epoch long, are shuffled as well. The row at index ``i`` is a pure function of
+    ``(seed, i)``, so a resumed run gets the rows that the uninterrupted run would have got. No token is dropped: a row
+    may hold the end of one epoch and the beginning of the next.
+    """
+
+    def __init__(self, documents: Sequence[np.ndarray], row_length: int, *, num_rows: int, seed: int) -> None:
+        if not documents:
+            raise ValueError("there is no document to pack")
+        self._tokens = np.concatenate(documents)
+        lengths = np.array([len(document) for document in documents], dtype=np.int64)
+        self._begins = np.concatenate([[0], np.cumsum(lengths)])
+        self._row_length, self._num_rows, self._seed = row_length, num_rows, seed
+        # Rows that are read at about the same time lie in neighbouring epochs and blocks.
+        self._epoch = lru_cache(maxsize=3)(self._make_epoch)
+        self._block = lru_cache(maxsize=3)(self._make_block)
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Tokens of all documents together."""
+        return len(self._tokens)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> Row:
+        """The row at an index, always of ``row_length`` tokens."""
+        block_length = max(1, self.tokens_per_epoch // self._row_length)
+        block, index_in_block = divmod(index, block_length)
+        position = (block * block_length + int(self._block(block, block_length)[index_in_block])) * self._row_length
+        needed = self._row_length
+        pieces: list[np.ndarray] = []
+        while needed:
+            epoch, offset = divmod(position, self.tokens_per_epoch)
+            order, ends = self._epoch(epoch)
+            slot = int(np.searchsorted(ends, offset, side="right"))
+            left = int(ends[slot]) - offset
+            begin = int(self._begins[order[slot] + 1]) - left
+            take = min(left, needed)
+            pieces.append(self._tokens[begin : begin + take])
+            position, needed = position + take, needed - take
+        return _row(pieces)
+
+    def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The order of the documents in an epoch, and the offset at which each ends."""
+        order = np.random.default_rng((self._seed, 0, epoch)).permutation(len(self._begins) - 1)
+        return order, np.cumsum(np.diff(self._begins)[order])
+
+    def _make_block(self, block: int, length: int) -> np.ndarray:
+        """The order of the rows of a block."""
+        return np.random.default_rng((self._seed, 1, block)).permutation(length)
+
+
+class StreamedRows:
+    """The first ``num_rows`` training rows of a stream, which begins again after its last record.
+
+    A map-style data set whose indices must be read in rising order. ``position_after(n)`` is what a resumed run needs
+    to go on after row ``n`` without reading earlier records again; index 0 is then the row after that.
+    """
+
+    def __init__(
+        self,
+        source: Records,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        row_length: int,
+        *,
+        num_rows: int,
+        remembered: int,
+    ) -> None:
+        """``remembered``: the number of latest rows whose position is kept; at least those read ahead."""
+        self._source, self._data, self._tokenizer, self._row_length = source, data, tokenizer, row_length
+        self._num_rows, self._remembered = num_rows, remembered
+        self._positions: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self.go_to({"num_rows": 0, "records": None, "pieces": []})
+
+    def position_after(self, num_rows: int) -> dict[str, Any]:
+        """The position of the stream after ``num_rows`` rows, as plain numbers, strings and lists.
+
+        Raises:
+            KeyError: that row is not among the latest.
+        """
+        while self._read < num_rows:  # by other processes only
+            self._advance()
+        return self._positions[num_rows]
+
+    def go_to(self, position: dict[str, Any]) -> None:
+        """Begin at a ``position`` that ``position_after`` returned."""
+        self._begin, self._read = position["num_rows"], position["num_rows"]
+        self._rows = self._rows_from(position)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> Row:
+        """The row at an index; rows before it, which other processes train on, are read as well."""
+        if self._begin + index < self._read:
+            raise IndexError(f"row {index} of a stream was read before")
+        while self._read < self._begin + index:
+            self._advance()
+        return self._advance()
+
+    def _advance(self) -> Row:
+        self._read += 1
+        return next(self._rows)
+
+    def _rows_from(self, position: dict[str, Any]) -> Iterator[Row]:
+        records = self._source.open()
+        if position["records"] is not None:
+            records.load_state_dict(copy.deepcopy(position["records"]))
+        packer, num_rows = RowPacker(self._row_length), position["num_rows"]
+        packer.pieces = [np.array(piece, dtype=np.int64) for piece in position["pieces"]]
+        while True:
+            for document in self._source.documents_of(records):
+                if not is_held_out(document.split_key, self._data.validation_fraction):
+                    packer.pieces.extend(encode_documents(self._tokenizer, [document], with_end=True))
+                while packer.full:
+                    row = packer.pop()
+                    num_rows += 1
+                    pieces = [piece.tolist() for piece in packer.pieces]
+                    found = {"num_rows": num_rows, "records": copy.deepcopy(records.state_dict()), "pieces": pieces}
+                    self._positions[num_rows] = found
+                    while len(self._positions) > self._remembered:
+                        self._positions.popitem(last=False)
+                    yield row
+            records = self._source.open()
+
+
+class RowPacker:
+    """Packs documents that come one by one into rows."""
+
+    def __init__(self, row_length: int, pieces: Sequence[np.ndarray] = ()) -> None:
+        self.row_length = row_length
+        self.pieces = list(pieces)  # documents, or rests of them, not yet packed
+
+    @property
+    def full(self) -> bool:
+        """Whether the pieces fill a whole row."""
+        return sum(len(piece) for piece in self.pieces) >= self.row_length
+
+    def pop(self) -> Row:
+        """The next row; a short one when fewer tokens are left."""
+        taken: list[np.ndarray] = []
+        missing = self.row_length
+        while missing and self.pieces:
+            piece = self.pieces.pop(0)
+            taken.append(piece[:missing])
+            if len(piece) > missing:
+                self.pieces.insert(0, piece[missing:])
+            missing -= len(taken[-1])
+        return _row(taken)
+
+
+def _row(pieces: Sequence[np.ndarray]) -> Row:
+    starts = np.cumsum([0, *(len(piece) for piece in pieces[:-1])])
+    return {"input_ids": np.concatenate(pieces).astype(np.int64), "starts": starts.astype(np.int64)}
+
+
+def pack_in_order(documents: Iterable[np.ndarray], row_length: int) -> list[Row]:
+    """All rows of the documents, in their order; the last may be short."""
+    packer = RowPacker(row_length)
+    rows: list[Row] = []
+    for document in documents:
+        packer.pieces.append(document)
+        while packer.full:
+            rows.append(packer.pop())
+    return [*rows, packer.pop()] if packer.pieces else rows
+
+
+def spread(rows: Sequence[Row], count: int) -> list[Row]:
+    """At most ``count`` of the rows, evenly spread over all of them."""
+    count = min(count, len(rows))
+    return [rows[index * len(rows) // count] for index in range(count)]
+
+
+def collate_side_by_side(rows: Sequence[Row]) -> dict[str, Any]:
+    """Rows as a batch `[B, T]`, for models whose softmax layers would attend across the rows of one packed sequence.
+
+    Returns:
+        ``input_ids``, ``labels`` and ``position_ids`` [B, T] int64. The positions restart where a document begins,
+        which is how transformers recognises packed documents; the first label of each is ignored. A row shorter than
+        the longest is padded with copies of its last token, whose labels are ignored.
+    """
+    length = max(len(row["input_ids"]) for row in rows)
+    ids = np.stack([np.pad(row["input_ids"], (0, length - len(row["input_ids"])), mode="edge") for row in rows])
+    labels, positions = ids.copy(), np.empty_like(ids)
+    for row, row_labels, row_positions in zip(rows, labels, positions, strict=True):
+        starts = row["starts"]
+        row_labels[starts] = IGNORED
+        row_labels[len(row["input_ids"]) :] = IGNORED
+        row_positions[:] = np.arange(length) - np.repeat(starts, np.diff(np.append(starts, length)))
+    batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+
+def collate(rows: Sequence[Row]) -> dict[str, Any]:
+    """Rows concatenated to one packed sequence.
+
+    Returns:
+        ``input_ids``, ``labels`` and ``position_ids`` [1, T] int64 and ``cu_seqlens`` [N + 1] int32, T the tokens of
+        all rows and N the documents or parts of documents in them. The first label of each is ignored: after the
+        model's shift by one, the last token of the previous document would predict it.
+    """
+    joined = _row([row["input_ids"] for row in rows])
+    ids, offsets = joined["input_ids"], joined["starts"]
+    starts = np.concatenate([row["starts"] + offset for row, offset in zip(rows, offsets, strict=True)])
+    cu_seqlens = np.append(starts, len(ids))
+    labels = ids.copy()
+    labels[starts] = IGNORED
+    positions = np.arange(len(ids)) - np.repeat(starts, np.diff(cu_seqlens))
+    batch = {"input_ids": ids[None], "labels": labels[None], "position_ids": positions[None]}
+    return {name: torch.from_numpy(x) for name, x in {**batch, "cu_seqlens": cu_seqlens.astype(np.int32)}.items()}
