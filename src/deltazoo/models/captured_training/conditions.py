@@ -25,8 +25,9 @@ __all__ = ["MOST_TOKENS", "Settings", "Weights", "checkpointing_of", "why_not_bl
 
 MOST_TOKENS = 32_768
 """Of a captured call. Larger ones keep a GPU busy anyway, and their memory counts."""
-_KNOWN_PACKAGES = ("deltazoo", "torch", "transformers", "peft")
-"""Packages whose modules do nothing in a training step but tell the device what to do."""
+_KNOWN_PACKAGES = ("deltazoo.", "torch.nn.", "transformers.", "peft.")
+"""Packages whose modules do nothing in a training step but tell the device what to do. Those of torch.distributed and
+of torch's compiler do more."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _COMPARED_OTHERWISE = {*vars(nn.Module())} - {"training"}
 
@@ -42,8 +43,10 @@ def why_not_now(x: Tensor) -> str | None:
         return f"the hidden states are a {type(x).__name__}"
     if x.shape[:-1].numel() > MOST_TOKENS:
         return f"more than {MOST_TOKENS:,} tokens keep the GPU busy anyway"
-    if transforming() or is_in_torch_dispatch_mode() or torch._C._len_torch_function_stack():
-        return "a function transform, dispatch mode or default device is active"
+    if x.is_cuda and (torch.cuda.is_current_stream_capturing() or _launches_are_watched()):
+        return "a graph of the whole step is being captured, or hooks watch launches of kernels"
+    if torch.jit.is_tracing() or transforming() or is_in_torch_dispatch_mode() or torch._C._len_torch_function_stack():
+        return "a function transform, a tracer, a dispatch mode or a default device is active"
     if torch.is_anomaly_enabled():
         return "anomaly detection is on"
     if torch.is_inference_mode_enabled():
@@ -55,6 +58,12 @@ def why_not_now(x: Tensor) -> str | None:
     if _has_any_global_hook():
         return "there are hooks for all modules"
     return None
+
+
+def _launches_are_watched() -> bool:
+    from deltazoo.ops.triton.launch import launches_are_watched
+
+    return launches_are_watched()
 
 
 def why_not_blocks(blocks: Sequence[nn.Module], device: torch.device) -> str | None:
@@ -73,7 +82,7 @@ def why_not_blocks(blocks: Sequence[nn.Module], device: torch.device) -> str | N
 
 def _why_not_module(module: Any, device: torch.device) -> str | None:
     kind: Any = type(module)
-    if kind.__module__.partition(".")[0] not in _KNOWN_PACKAGES and not isinstance(module, DeltaRuleAttention):
+    if not (kind.__module__.startswith(_KNOWN_PACKAGES) or isinstance(module, DeltaRuleAttention)):
         return f"it is a {kind.__module__}.{kind.__qualname__}, which may do more than a graph repeats"
     for hooks in _HOOKS:
         if any(not _may_sleep(hook) for hook in getattr(module, hooks).values()):
@@ -88,6 +97,8 @@ def _why_not_module(module: Any, device: torch.device) -> str | None:
             return f"{name} is on {x.device} and the hidden states on {device}"
         if type(x) not in (nn.Parameter, Tensor, nn.Buffer) or hasattr(x, "ds_id"):
             return f"{name} is no plain tensor but a {type(x).__name__}"
+        if x.requires_grad and not isinstance(x, nn.Parameter):
+            return f"{name} requires a gradient and is no parameter"
     return checkpointing_of(module)[1]
 
 

@@ -87,6 +87,9 @@ class CapturedStack:
         config: of the model.
         memory: that its graphs share with others of the model.
 
+    Attributes:
+        nbytes: what the graphs keep between forward and backward pass, gradients included.
+
     Raises:
         NotCapturedError: the blocks cannot be captured as they are.
         RuntimeError: the capture failed. Random numbers, buffers, modules and the current stream are as before.
@@ -102,7 +105,7 @@ class CapturedStack:
         self.x = x.detach().clone().requires_grad_(x.requires_grad)
         self.tensors = [tensor.clone() for tensor in call.tensors]
         self.trained: list[Tensor] = [p for p in self.weights.parameters if p.requires_grad]
-        self.draws = False
+        self.draws, self.nbytes = False, 0
         self._live: Tensor | None = None
         state = self.generator.get_state()
         try:
@@ -172,6 +175,7 @@ class CapturedStack:
             raise NotCapturedError(f"a block waits for the device: {waits[0]}")
         if self.draws and self._runs_twice():
             raise NotCapturedError("blocks that run again in the backward pass would draw other random numbers")
+        self.nbytes = kept
         if kept * _SPARE > (free := _free(self.x.device)):
             raise NotCapturedError(f"{kept * _SPARE / 2**30:.1f} GiB would be needed, and {free / 2**30:.1f} are free")
         used = gradients[1:] if self.x.requires_grad else gradients

@@ -103,6 +103,14 @@ class _KeptStacks:
             self.replayed += 1
             return out
         self.reasons[out] += 1
+        try:
+            return _run(calls, x)
+        except torch.OutOfMemoryError:
+            if not self.stacks:
+                raise
+        self.off = "memory ran out in an eager step, and the graphs were given up"
+        self.stacks.clear()
+        torch.cuda.empty_cache()
         return _run(calls, x)
 
     def _replay(self, config: Any, calls: _Calls, x: Tensor) -> Tensor | str:
@@ -112,10 +120,11 @@ class _KeptStacks:
             return reason
         try:
             call = StackCall(calls)
+            form = call.form, surroundings(x)
+            found = self.stacks.get(form)
         except UnknownArgument as error:
             return str(error)
-        form = call.form, surroundings(x)
-        stack = self.stacks.get(form) or self._capture(form, call, x, config)
+        stack = found or self._capture(form, call, x, config)
         if isinstance(stack, str):
             return stack
         if stack.memory.pending:
@@ -181,6 +190,7 @@ class _KeptStacks:
         eager = sum(self.reasons.values())
         lines = [f"training steps: {self.replayed:,} replayed from CUDA graphs, {eager:,} eager"]
         if shapes:
-            lines.append(f"  captured shapes: {', '.join(shapes)}")
+            most = max(stack.nbytes for stack in self.stacks.values()) / 2**30
+            lines.append(f"  captured shapes: {', '.join(shapes)}; they share {most:.1f} GiB")
         lines += [f"  {count:,} eager: {reason}" for reason, count in self.reasons.most_common()]
         return "\n".join(lines)
