@@ -111,7 +111,7 @@ class CapturedStack:
         try:
             with torch.cuda.device(x.device) if x.is_cuda else nullcontext(), _checkpoints_without_states(call.blocks):
                 self._capture(state)
-            if not (self.settings.same() and self.weights.same()):
+            if not self.is_up_to_date():
                 raise NotCapturedError("a block changes its own attributes while it runs")
         finally:
             self._live = None
@@ -197,12 +197,16 @@ class CapturedStack:
             self._live = None
         return [_borrowed(y.detach()) for y in results], graph.replay
 
+    def is_up_to_date(self) -> bool:
+        """Whether modules, settings and weights are those of the capture; whether in place, `weights` says."""
+        return self.weights.same() and self.settings.same()
+
     def run(self, call: StackCall, x: Tensor) -> Tensor | None:
         """Hidden states `[B, T, D]` by a replay; None if the settings have changed, and nothing else then."""
         state = self.generator.get_state() if self.draws else None
         # As `_Replay.apply`, without its looks at every argument: there are no function transforms here.
         out = super(torch.autograd.Function, _Replay).apply(self, call, state, x, *self.trained)
-        if not self.settings.same():  # the device computes meanwhile
+        if not self.is_up_to_date():  # the device computes meanwhile
             if state is not None:
                 self.generator.set_state(state)
             return None
@@ -230,7 +234,7 @@ class CapturedStack:
         self, x: Tensor, tensors: Sequence[Tensor], d_hidden: Tensor, state: Tensor | None
     ) -> list[Tensor | None]:
         """Gradients as of `replay_backward`, from an eager run; differentiable where autograd records."""
-        if not (self.settings.same() and self.weights.same()):
+        if not (self.weights.in_place() and self.is_up_to_date()):
             raise RuntimeError("the model has changed since the forward pass that is differentiated once more")
         create_graph = torch.is_grad_enabled()
         now = self.generator.get_state()
@@ -290,14 +294,14 @@ def _run_again(run: Callable[[], list[Tensor]], outputs: list[Tensor]) -> None:
 @contextmanager
 def _in_place_of_parameters(weights: Weights, others: dict[int, Any]) -> Iterator[None]:
     """Put other tensors in the places of parameters within this context, by the parameters' ids."""
-    places = [(by, name, x) for by, name, x in weights.places if id(x) in others]
-    for by, name, x in places:
-        by[name] = others[id(x)]
+    places = [(by, name, by[name], others[id(x)]) for by, name, x in weights.places if id(x) in others]
+    for by, name, _, other in places:
+        by[name] = other
     try:
         yield
     finally:
-        for by, name, x in places:
-            by[name] = x
+        for by, name, before, _ in places:
+            by[name] = before
 
 
 @contextmanager

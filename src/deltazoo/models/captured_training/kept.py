@@ -129,16 +129,13 @@ class _KeptStacks:
             return stack
         if stack.memory.pending:
             return "the backward pass of an earlier forward pass is still to come"
-        if not stack.weights.same():
-            return self._drop(form, "parameters or buffers have been moved, replaced, frozen or unfrozen")
-        if stack.stale and not stack.settings.same():
-            stack.stale += 1
-            changed = "modules, hooks or settings of the blocks have changed"
-            return self._drop(form, changed) if stack.stale > _PATIENCE else changed
-        out = stack.run(call, x)
+        if not stack.weights.in_place():
+            return self._drop(form, "parameters or buffers have been moved")
+        out = None if stack.stale and not stack.is_up_to_date() else stack.run(call, x)
         if out is None:
-            stack.stale = 1
-            return "modules, hooks or settings of the blocks have changed"
+            stack.stale += 1
+            reason = "modules, weights, hooks or settings of the blocks have changed"
+            return self._drop(form, reason) if stack.stale > _PATIENCE else reason
         stack.stale = 0
         return out
 
