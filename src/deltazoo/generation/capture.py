@@ -136,7 +136,7 @@ def capture(
 
 @contextmanager
 def beside_current(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Within this context a stream, if given, is the current one: it waits for the one before, which then waits for it."""
+    """Within this context a stream, if given, is the current one; it waits for the other, which then waits for it."""
     if stream is None:
         yield
         return
