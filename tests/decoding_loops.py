@@ -6,15 +6,43 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tiny_families import tokens
+from foreign_models import FUSED, SPARSE_SOFTMAX, foreign_model
+from tiny_families import tiny_original, tokens
+from tiny_models import OPTIONS, tiny_model
 from torch import Tensor
 
 import deltazoo
+from deltazoo.generation import Sampling
+from deltazoo.generation.prompt_rows import PromptRows
+from deltazoo.generation.row_table import RowTable
+from deltazoo.generation.sampling import Way
 
 Loop = Callable[[Any, Tensor, Tensor, int], Tensor]
 """Of a model, a prompt `[B, T]`, its mask and a number of new tokens; returns `[B, T + new]`, with no row ended."""
+SWAPPED = [
+    *("llama 1:1", "llama all", "mistral 1:1", "gemma3_text 1:1"),
+    *("gemma3_text all", "gpt2 1:1", "gpt_neox all", "mixtral 1:1"),
+]
+"""With all layers swapped, nothing is left of softmax attention but the model's masks; windows are 5 tokens long."""
+ACCELERATED = [family for family in FUSED if family not in SPARSE_SOFTMAX]
 IDS = tokens(2, 7)
 PADDED = torch.tensor([[1] * 7, [0] * 4 + [1] * 3])
+
+
+def model_of(kind: str) -> Any:
+    """A tiny model: of our own by its case, a swapped one of `SWAPPED`, an accelerated one by its family."""
+    if kind in OPTIONS:
+        return tiny_model(kind)
+    family, _, layers = kind.partition(" ")
+    if not layers:
+        model = foreign_model(family)
+        deltazoo.accelerate(model)
+        return model
+    model = tiny_original(family)
+    if family == "mixtral":
+        model.set_experts_implementation("batched_mm")  # as generate does on a GPU
+    deltazoo.swap_attention(model, "gated_deltanet", layers)
+    return model
 
 
 @torch.no_grad()
@@ -64,3 +92,38 @@ def own(model: Any, ids: Tensor, mask: Tensor, count: int, **options: Any) -> Te
     """`deltazoo.generate`."""
     options = {"eos_token_id": [], "pad_token_id": 0, **options}
     return deltazoo.generate(model, ids, mask, max_new_tokens=count, **options)
+
+
+PIECE = 4
+
+
+def state_after(prompts: PromptRows, row: int, ids: list[int]) -> Any:
+    """The state of a prompt without its last token, run alone."""
+    prompts.load(row, None)
+    for start in range(0, len(ids) - 1, prompts.piece):
+        prompts.run({row: (start, ids[start : min(start + prompts.piece, len(ids) - 1)])})
+    return prompts.take(row, len(ids) - 1)
+
+
+def in_a_table(
+    model: Any, ids: Tensor, mask: Tensor, count: int, *, padded: bool = True, sampling: Sampling | None = None
+) -> Tensor:
+    """Rows of a table that begin apart from each other and move half-way, in steps of two widths; row i has seed i."""
+    sampling, rows, most = sampling or Sampling(), len(ids), ids.shape[1] + count
+    table = RowTable(model, [rows, 2 * rows], most)
+    prompts = PromptRows(model, [2], PIECE, table.empty, padded=padded, max_length=most)
+    prompts.capture()
+    waits = model.device.type == "cuda" and "experts" in str(model).lower()  # in float32: `NoWaiting`
+    assert prompts.padded == (padded and not waits)
+    for row in reversed(range(rows)):
+        prompt = ids[row][mask[row].bool()].tolist()
+        state = state_after(prompts, row % 2, prompt)
+        table.put(rows + row, state, prompt[-1], len(prompt) - 1, sampling, row)
+    made = []
+    for step in range(count):
+        if step == count // 2:
+            table.move([*range(rows, 2 * rows)], [*range(rows)])
+        width, first = (2 * rows, rows) if step < count // 2 else (rows, 0)
+        table.step(width, Way.of(sampling))
+        made.append(table.read_tokens(width)()[first : first + rows])
+    return torch.cat([ids, torch.stack(made, dim=1).to(ids.device)], dim=1)

@@ -56,6 +56,7 @@ class FakeEngine:
 
     def __init__(self, tokenizer: Any, *, places: int = 8, max_queue: int = 256, seconds: float = 0.001) -> None:
         self.tokenizer, self.places, self.max_queue, self.seconds = tokenizer, places, max_queue, seconds
+        self.context_limit = CONTEXT
         self.steps: threading.Semaphore | None = None
         self.requests: list[Request] = []
         self.is_running = False

@@ -1,10 +1,13 @@
-"""`deltazoo.generate` gives the tokens of `model.generate`, for prompts in pieces and for every kind of model."""
+"""`deltazoo.generate` gives the tokens of the forward pass, for prompts in pieces and for every kind of model."""
 
-import functools
+from functools import partial
 
 import pytest
 import torch
-from tiny_models import CASES, FEW, tiny_model, tokens
+from decoding_loops import ACCELERATED, PADDED, SWAPPED, assert_decodes_like_forward, model_of, own
+from foreign_models import foreign_model
+from tiny_families import tiny_original
+from tiny_models import FEW, STATES, tiny_model, tokens
 from transformers.generation.streamers import BaseStreamer
 
 import deltazoo
@@ -28,29 +31,29 @@ def plain(model, ids, max_new_tokens=9, **options):
     return model.generate(ids, capture_step=False, max_new_tokens=max_new_tokens, do_sample=False, **options)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_greedy(case):
-    model, ids = tiny_model(case), tokens(2, 7)
-    assert torch.equal(deltazoo.generate(model, ids, max_new_tokens=9), plain(model, ids))
+def streamed(decoder, model, ids, mask, count):
+    return torch.cat([ids.cpu(), torch.stack(list(decoder.stream(ids, mask, max_new_tokens=count)), dim=1)], dim=1)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("prefill_chunk", [None, 1, 3, 7, 50])
-@pytest.mark.parametrize("case", FEW)
-def test_a_prompt_in_pieces(case, prefill_chunk, device):
-    model, ids = tiny_model(case).to(device), tokens(2, 7).to(device)
-    made = deltazoo.generate(model, ids, max_new_tokens=9, prefill_chunk=prefill_chunk)
-    assert torch.equal(made, plain(model, ids))
+@pytest.mark.parametrize("kind", [*STATES, *SWAPPED, *ACCELERATED])
+def test_tokens_are_the_likeliest(kind, device, request):
+    """Of every kind of model, for prompts whole and in pieces, with padding and without."""
+    captures = request.getfixturevalue("captures") if device == "cpu" else [own] * 2
+    model = model_of(kind).to(device)
+    assert_decodes_like_forward(model, own)
+    assert_decodes_like_forward(model, partial(own, prefill_chunk=3), mask=PADDED)
+    assert len(captures) == 2
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("prefill_chunk", [None, 1, 3])
-@pytest.mark.parametrize("case", FEW)
-def test_left_padded(case, prefill_chunk, device):
-    model, ids = tiny_model(case).to(device), tokens(3, 7).to(device)
-    mask = torch.tensor([[1] * 7, [0] * 4 + [1] * 3, [0] * 6 + [1]], device=device)
-    made = deltazoo.generate(model, ids, mask, max_new_tokens=9, prefill_chunk=prefill_chunk)
-    assert torch.equal(made, plain(model, ids, attention_mask=mask, pad_token_id=0))
+@pytest.mark.parametrize("prefill_chunk", [None, 1, 50])
+@pytest.mark.parametrize("kind", [*FEW, "gemma3_text 1:1"])
+def test_pieces_and_padding_of_all_lengths(kind, prefill_chunk, device):
+    mask = torch.tensor([[1] * 7, [0] * 4 + [1] * 3, [0] * 6 + [1]])
+    assert_decodes_like_forward(
+        model_of(kind).to(device), partial(own, prefill_chunk=prefill_chunk), tokens(3, 7), mask=mask
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -77,32 +80,19 @@ def test_it_stops_when_all_rows_have_ended(device):
 @pytest.mark.parametrize("case", FEW)
 def test_a_decoder_serves_one_prompt_after_another(case, device):
     model = tiny_model(case).to(device)
-    decoder = Decoder(model, 2, max_length=30)
+    decoder = Decoder(model, 2, max_length=30, eos_token_id=[])
     for seed, length in enumerate((7, 1, 12)):
-        ids = tokens(2, length, seed=seed).to(device)
-        made = torch.stack(list(decoder.stream(ids, max_new_tokens=9)), dim=1)
-        assert torch.equal(made, plain(model, ids)[:, length:].cpu())
+        assert_decodes_like_forward(model, partial(streamed, decoder), tokens(2, length, seed=seed))
 
 
-@pytest.mark.parametrize("case", FEW)
-def test_weights_that_moved_are_captured_anew(case, captures):
-    model, ids = tiny_model(case), tokens(2, 5)
-    decoder = Decoder(model, 2, max_length=20)
-    for assign in (False, False, True):
-        made = torch.stack(list(decoder.stream(ids, max_new_tokens=9)), dim=1)
-        assert torch.equal(made, plain(model, ids)[:, 5:])
+@pytest.mark.parametrize("kind", ["gated_deltanet", "hybrid", "llama 1:1", ACCELERATED[0]])
+def test_weights_that_moved_are_captured_anew(kind, captures):
+    model = model_of(kind)
+    decoder = Decoder(model, 2, max_length=20, eos_token_id=[])
+    for number, assign in enumerate((False, False, True, False)):
+        assert_decodes_like_forward(model, partial(streamed, decoder))
+        assert len(captures) == 1 + (number == 3)
         model.load_state_dict({key: 1.1 * x for key, x in model.state_dict().items()}, assign=assign)
-        assert len(captures) == 1
-    made = torch.stack(list(decoder.stream(ids, max_new_tokens=9)), dim=1)
-    assert torch.equal(made, plain(model, ids)[:, 5:]) and len(captures) == 2
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_sampling_depends_on_the_seed_alone(device):
-    model, ids = tiny_model("kda").to(device), tokens(2, 5).to(device)
-    options = {"max_new_tokens": 20, "temperature": 1.0, "top_k": 30, "top_p": 0.95}
-    first, again, other = (deltazoo.generate(model, ids, seed=seed, **options) for seed in (1, 1, 2))
-    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 def test_the_streams_of_a_decoder_draw_by_their_seed():
@@ -134,20 +124,9 @@ def test_tokens_come_one_by_one():
     assert [next(steps).shape for _ in range(3)] == [(1,)] * 3
 
 
-@pytest.mark.parametrize("case", ["gated_deltanet", "kda_without_conv"])
-def test_the_cache_does_not_grow(case):
-    decoder = Decoder(tiny_model(case))
-    sizes = []
-    for length in (3, 300):
-        list(decoder.stream(tokens(1, length), max_new_tokens=2))
-        layers = decoder.cache.layers
-        sizes.append([x.numel() for layer in layers for x in layer.state if x is not None])
-    assert sizes[0] == sizes[1]
-
-
 def test_compiled(monkeypatch):
     """With tracing alone, since code generation takes half a minute. More tokens than torch recompiles for."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     model, ids = tiny_model("hybrid"), tokens(2, 7)
     made = deltazoo.generate(model, ids, max_new_tokens=24, compile=True)
     assert torch.equal(made, plain(model, ids, max_new_tokens=24))
@@ -230,6 +209,7 @@ class TestErrors:
         ("case", "options", "message"),
         [
             ("hybrid", {}, "max_length is needed"),
+            ("llama all", {}, "max_length is needed"),
             ("kda", {"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
             (
                 "kda",
@@ -241,13 +221,17 @@ class TestErrors:
     )
     def test_options(self, case, options, message):
         with pytest.raises(ValueError, match=message):
-            Decoder(tiny_model(case), **options)
+            Decoder(model_of(case), **options)
 
     def test_models(self):
         with pytest.raises(ValueError, match="training mode"):
             Decoder(tiny_model("kda").train())
         with pytest.raises(ValueError, match="got Linear"):
             Decoder(torch.nn.Linear(2, 2))
+        with pytest.raises(ValueError, match=r"deltazoo\.accelerate makes them of transformers' own\), got Qwen3Next"):
+            Decoder(foreign_model("qwen3_next"), max_length=10)
+        with pytest.raises(ValueError, match="got LlamaForCausalLM: use its generate"):
+            Decoder(tiny_original("llama"), max_length=10)
 
     @pytest.mark.parametrize(
         ("rules", "message"),

@@ -1,15 +1,13 @@
 """A table of rows: prompts in pieces and steps of several widths give the tokens of `generate`, rows apart from each
 other to the last bit."""
 
-from itertools import product
+from functools import partial
 
-import foreign_models
 import pytest
-import tiny_families
 import torch
-from foreign_models import FUSED, foreign_model
+from decoding_loops import ACCELERATED, assert_decodes_like_forward, in_a_table, model_of, state_after
 from tiny_families import tiny_original
-from tiny_models import CASES, STATES, tiny_config, tiny_model, tokens
+from tiny_models import CASES, STATES, tiny_model, tokens
 
 import deltazoo
 from deltazoo.generation import Sampling, row_table, step
@@ -18,21 +16,14 @@ from deltazoo.generation.row_table import RowTable
 from deltazoo.generation.sampling import Way
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-LINEAR = [case for case in CASES if "full_attention" not in tiny_config(case).layer_types]
-HYBRID = ["hybrid", "hybrid_softmax_first", "hybrid_without_conv"]
-ACCELERATED = [family for family in ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear") if family in FUSED]
+HYBRID = ["softmax_only", "hybrid", "hybrid_softmax_first", "hybrid_without_conv"]
+FAMILIES = [family for family in ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear") if family in ACCELERATED]
 MOST = 40
 """Tokens of a row in tests of hybrids."""
 FEW = ["gated_deltanet", "kda_without_conv"]
+KINDS = [*FEW, "hybrid", "hybrid_softmax_first", "llama 1:1", "llama all", *FAMILIES]
 PIECE = 8
-
-
-def state_after(prompts, row, ids):
-    """The state of a prompt without its last token, run alone."""
-    prompts.load(row, None)
-    for start in range(0, len(ids) - 1, PIECE):
-        prompts.run({row: (start, ids[start : min(start + PIECE, len(ids) - 1)])})
-    return prompts.take(row, len(ids) - 1)
+LEFT = torch.tensor([[1] * 20, [0] * 14 + [1] * 6])
 
 
 def continued(table, row, width, count, way=Way.GREEDY):
@@ -51,103 +42,39 @@ def equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
 
 
-def check_greedy(model, ids, *, padded=False, falls_back=False):
-    """Two rows of different lengths, through steps of two widths, against `deltazoo.generate` of each alone."""
-    table = RowTable(model, [2, 4], MOST)
-    prompts = PromptRows(model, [2], PIECE, table.empty, padded=padded, max_length=MOST)
-    prompts.capture()
-    assert prompts.padded == (padded and not falls_back)
-    rows = {3: ids[0].tolist(), 1: ids[1, :6].tolist()}
-    for row, prompt in rows.items():
-        table.put(row, state_after(prompts, row % 2, prompt), prompt[-1], len(prompt) - 1, Sampling(), 0)
-    made = {row: [] for row in rows}
-    for _ in range(4):
-        table.step(4, Way.GREEDY)
-        tokens = table.read_tokens(4)()
-        for row in rows:
-            made[row].append(tokens[row].item())
-    table.move([3], [0])
-    for _ in range(4):
-        table.step(2, Way.GREEDY)
-        tokens = table.read_tokens(2)()
-        for row, place in ((3, 0), (1, 1)):
-            made[row].append(tokens[place].item())
-    for row, prompt in rows.items():
-        ids = torch.tensor([prompt], device=model.device)
-        expected = deltazoo.generate(model, ids, max_new_tokens=8, eos_token_id=[])
-        assert made[row] == expected[0, len(prompt) :].tolist()
-
-
-def on_both_devices(some, every):
-    """Parameters: `some` on a CPU, `every` one on a GPU."""
-    return [*((*x, "cpu") for x in some), *(pytest.param(*x, "cuda", marks=pytest.mark.gpu) for x in every)]
+UNPADDED = [*FEW, "pkda", *HYBRID, "llama 1:1", *FAMILIES]
 
 
 @pytest.mark.parametrize(
-    ("case", "padded", "device"),
-    on_both_devices(
-        [*((case, True) for case in LINEAR if case in STATES), *product(("kda_without_conv", "pkda"), [False])],
-        product(LINEAR, (False, True)),
-    ),
+    ("kind", "padded", "device"),
+    [
+        *((kind, True, "cpu") for kind in CASES if kind in STATES and kind not in KINDS),
+        *((kind, False, "cpu") for kind in UNPADDED),
+        *(
+            pytest.param(kind, padded, "cuda", marks=pytest.mark.gpu)
+            for kind in dict.fromkeys([*CASES, *KINDS, "gpt2 1:1"])
+            for padded in (False, True)
+        ),
+    ],
 )
-def test_greedy(case, padded, device):
-    check_greedy(tiny_model(case).to(device), tokens(2, 20).to(device), padded=padded)
+def test_tokens_are_the_likeliest(kind, padded, device):
+    model = model_of(kind).to(device)
+    assert_decodes_like_forward(model, partial(in_a_table, padded=padded), tokens(2, 20), mask=LEFT)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("case", HYBRID)
-def test_hybrids(case, padded, device):
-    check_greedy(tiny_model(case).to(device), tokens(2, 20).to(device), padded=padded)
-
-
-OF_SWAPPED = [("llama", "1:1"), ("llama", "all"), ("gpt2", "1:1")]
-
-
-@pytest.mark.parametrize(
-    ("family", "layers", "padded", "device"),
-    on_both_devices(
-        [("llama", "1:1", False), *((*x, True) for x in OF_SWAPPED)],
-        [(*x, padded) for x, padded in product(OF_SWAPPED, (False, True))],
-    ),
-)
-def test_swapped_models(family, layers, padded, device):
-    model = tiny_original(family).to(device)
-    deltazoo.swap_attention(model, "gated_deltanet", layers)
-    check_greedy(model, tiny_families.tokens(2, 20).to(device), padded=padded)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", ACCELERATED)
-def test_accelerated_models(family, padded, device):
-    model = foreign_model(family).to(device)
-    deltazoo.accelerate(model)
-    waits = device == "cuda" and "experts" in str(model).lower()  # in float32: `NoWaiting`
-    check_greedy(model, foreign_models.tokens(2, 20).to(device), padded=padded, falls_back=waits)
-
-
-KINDS = [*FEW, "hybrid", "hybrid_softmax_first", "swapped 1:1", "swapped all", *ACCELERATED]
-
-
-def model_of_kind(kind):
-    if kind in CASES:
-        return tiny_model(kind)
-    if kind.startswith("swapped "):
-        model = tiny_original("llama")
-        deltazoo.swap_attention(model, "gated_deltanet", kind.removeprefix("swapped "))
-    else:
-        model = foreign_model(kind)
-        deltazoo.accelerate(model)
-    return model
+@pytest.mark.parametrize("kind", [*KINDS, "gpt2 1:1"])
+def test_graphs_of_passes_and_steps(kind, replays, monkeypatch):
+    """Nothing that Python did at a capture is missing at a replay, or is as it was then."""
+    monkeypatch.setattr(row_table, "capture", step.capture)
+    assert_decodes_like_forward(model_of(kind), in_a_table, tokens(2, 20), mask=LEFT)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.5, 20, 0.9)], ids=str)
-@pytest.mark.parametrize("kind", [*FEW, "hybrid", "swapped 1:1", ACCELERATED[0]])
+@pytest.mark.parametrize("kind", [*FEW, "hybrid", "llama 1:1", FAMILIES[0]])
 def test_a_seed_draws_the_same_everywhere(kind, sampling, device):
     """In `generate` alone and in a batch with padding, and in a table where other rows begin and move meanwhile."""
-    model, lengths = model_of_kind(kind).to(device), [20, 6, 11]
+    model, lengths = model_of(kind).to(device), [20, 6, 11]
     ids = tokens(3, 20).to(device)
     mask = torch.tensor([[0] * (20 - length) + [1] * length for length in lengths], device=device)
     options = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
@@ -177,15 +104,8 @@ def test_a_seed_draws_the_same_everywhere(kind, sampling, device):
     assert continued(table, 2, 3, 8, Way.FILTERED) == made[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_graphs_of_passes_and_steps(kind, replays, monkeypatch):
-    """Nothing that Python did at a capture is missing at a replay, or is as it was then."""
-    monkeypatch.setattr(row_table, "capture", step.capture)
-    check_greedy(model_of_kind(kind), tokens(2, 20), padded=True)
-
-
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", [*LINEAR, *HYBRID])
+@pytest.mark.parametrize("case", STATES)
 def test_passes_keep_rows_apart(case, device):
     """Other rows change no bit, and padding differs from none by rounding."""
     model = tiny_model(case).to(device)
@@ -230,17 +150,12 @@ def test_sizes_of_passes_differ_by_rounding(case, device):
     assert equal(prompts.take(3, PIECE), widest[2])
 
 
-def with_experts():
-    model = foreign_model("qwen3_next")
-    deltazoo.accelerate(model)
-    return model
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", Way)
-@pytest.mark.parametrize("case", [*FEW, "hybrid", "experts"])
-def test_other_rows_change_no_bit(case, way, device):
-    model = (with_experts() if case == "experts" else tiny_model(case)).to(device)
+@pytest.mark.parametrize("kind", [*FEW, "hybrid", "qwen3_next"])
+def test_other_rows_change_no_bit(kind, way, device):
+    """Those of a model with experts neither."""
+    model = model_of(kind).to(device)
     samplings = {Way.GREEDY: Sampling(), Way.DRAWN: Sampling(1.0), Way.FILTERED: Sampling(1.0, 20, 0.9)}
     table = RowTable(model, [8], MOST)
     prompts = PromptRows(model, [1], PIECE, table.empty, padded=False, max_length=MOST)
@@ -259,11 +174,11 @@ def test_other_rows_change_no_bit(case, way, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", Way)
-@pytest.mark.parametrize("kind", [*FEW, "hybrid", "swapped 1:1", *ACCELERATED[:1]])
+@pytest.mark.parametrize("way", [Way.GREEDY, Way.FILTERED])
+@pytest.mark.parametrize("kind", ["kda_without_conv", "hybrid", "llama 1:1", FAMILIES[0]])
 def test_nan_stays_in_its_row_and_goes_with_it(kind, way, device):
     """A row whose prompt has a token of NaN makes none; others, and the next one in its place, make theirs."""
-    model = model_of_kind(kind).to(device)
+    model = model_of(kind).to(device)
     sampling = {Way.GREEDY: Sampling(), Way.DRAWN: Sampling(1.0), Way.FILTERED: Sampling(1.0, 20, 0.9)}[way]
     table = RowTable(model, [2], MOST)
     padded = kind != "qwen3_next"  # its experts wait for the device, which a padded pass must not
@@ -315,7 +230,7 @@ def test_widths_differ_by_rounding(case, device):
 def test_nothing_waits_for_the_device(kind, captures, monkeypatch):
     """What is captured holds no operation that a CUDA graph could not."""
     monkeypatch.setattr(row_table, "capture", step.capture)
-    model = model_of_kind(kind)
+    model = model_of(kind)
     table = RowTable(model, [1, 2], MOST)
     table.capture()
     assert len(captures) == 2 + 2 * len(Way)
@@ -326,7 +241,7 @@ def test_nothing_waits_for_the_device(kind, captures, monkeypatch):
 
 
 def test_a_pass_that_waits_runs_without_padding(captures, monkeypatch, caplog):
-    model = model_of_kind("qwen3_next")
+    model = model_of("qwen3_next")
     table = RowTable(model, [2, 4], MOST)
     prompts = PromptRows(model, [1], PIECE, table.empty, padded=True, max_length=MOST)
     ids = tokens(1, 20)[0].tolist()

@@ -3,14 +3,12 @@
 import json
 from itertools import zip_longest
 
-import foreign_models
 import pytest
 import torch
-from foreign_models import SPARSE_SOFTMAX, foreign_model
+from decoding_loops import ACCELERATED, model_of
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_families import tiny_original
-from tiny_models import CASES, FEW, tiny_model, tokens
+from tiny_models import FEW, STATES, tiny_model, tokens
 from transformers import DynamicCache
 
 import deltazoo
@@ -18,23 +16,8 @@ from deltazoo.generation import Decoder
 from deltazoo.generation.states import RowStates, Snapshot, detach, fork, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache
 
-SWAPPED = {"swapped_llama": ("llama", "1:1"), "swapped_gemma3": ("gemma3_text", "1:1"), "swapped_all": ("llama", "all")}
-ACCELERATED = [f"accelerated_{name}" for name in foreign_models.FUSED if name not in SPARSE_SOFTMAX]
-ON_A_GPU = ["gated_deltanet", "kda", "pkda", "gated_deltaproduct", "hybrid", "accelerated_qwen3_next"]
-KINDS = [*FEW, *SWAPPED, *ACCELERATED]
-
-
-def model_of(case):
-    if case in SWAPPED:
-        family, layers = SWAPPED[case]
-        model = tiny_original(family)
-        deltazoo.swap_attention(model, "gated_deltanet", layers)
-    elif case in ACCELERATED:
-        model = foreign_model(case.removeprefix("accelerated_"))
-        deltazoo.accelerate(model)
-    else:
-        model = tiny_model(case)
-    return model
+SWAPPED = ["llama 1:1", "gemma3_text 1:1", "llama all"]
+KINDS = [*FEW, *SWAPPED, ACCELERATED[0], ACCELERATED[-1]]
 
 
 def run(model, cache, ids):
@@ -54,10 +37,10 @@ def same(one, other):
     )
 
 
-@pytest.mark.parametrize("case", [*CASES, *SWAPPED, *ACCELERATED])
-def test_restored_states_go_on_bit_for_bit(case, tmp_path):
+@pytest.mark.parametrize("kind", [*STATES, *SWAPPED, *ACCELERATED])
+def test_restored_states_go_on_bit_for_bit(kind, tmp_path):
     """In the same cache, in a fresh one, forked, by rows, and read from a file."""
-    model, ids, more = model_of(case), tokens(2, 7), tokens(2, 3, seed=1)
+    model, ids, more = model_of(kind), tokens(2, 7), tokens(2, 3, seed=1)
     _, cache = run(model, None, ids)
     saved = snapshot(cache)
     expected, _ = run(model, cache, more)
@@ -84,10 +67,10 @@ def test_restored_states_go_on_bit_for_bit(case, tmp_path):
     assert same(snapshot(fresh, rows=[3, 0]), after)
 
 
-@pytest.mark.parametrize("case", KINDS)
-def test_detached_states_go_on_without_their_gradients(case):
+@pytest.mark.parametrize("kind", KINDS)
+def test_detached_states_go_on_without_their_gradients(kind):
     """Segments compute what the whole does, with the gradients of segments that start from given states."""
-    model = model_of(case)
+    model = model_of(kind)
     embedded = model.get_input_embeddings()(tokens(2, 12)).detach()
     with torch.no_grad():
         whole = model(inputs_embeds=embedded).logits
@@ -138,9 +121,9 @@ def addresses(cache):
     return [x.data_ptr() for x in (*tensors, *states)]
 
 
-@pytest.mark.parametrize("case", KINDS)
-def test_states_move_between_growing_and_static_caches(case):
-    model, ids = model_of(case), tokens(2, 7)
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_move_between_growing_and_static_caches(kind):
+    model, ids = model_of(kind), tokens(2, 7)
     _, growing = run(model, None, ids)
     saved = snapshot(growing)
     static = static_cache(model, saved)
@@ -157,11 +140,11 @@ def test_states_move_between_growing_and_static_caches(case):
 
 
 @pytest.mark.parametrize(
-    ("case", "static"), [*((case, False) for case in KINDS), *((case, True) for case in (*FEW, *SWAPPED, KINDS[-1]))]
+    ("kind", "static"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in (*FEW, *SWAPPED, KINDS[-1]))]
 )
-def test_a_row_joins_a_longer_batch(case, static):
+def test_a_row_joins_a_longer_batch(kind, static):
     """It goes on there as it does alone, and its state leaves the batch as it came."""
-    model, long, short, more = model_of(case), tokens(2, 9), tokens(1, 4, seed=1), tokens(2, 1, seed=2)
+    model, long, short, more = model_of(kind), tokens(2, 9), tokens(1, 4, seed=1), tokens(2, 1, seed=2)
     _, batch = run(model, None, long)
     if static:
         batch = static_cache(model, snapshot(batch))
@@ -183,20 +166,20 @@ def test_a_row_joins_a_longer_batch(case, static):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("case", ["gated_deltanet", "kda_without_conv", "longhorn", "hybrid"])
-def test_rows_are_those_of_snapshots(case, device):
+@pytest.mark.parametrize("kind", ["gated_deltanet", "kda_without_conv", "longhorn", "hybrid"])
+def test_rows_are_those_of_snapshots(kind, device):
     """Taken, put, moved and emptied one by one, to the last bit; no other row changes. Weights of half the precision
     make states of two dtypes."""
-    model = tiny_model(case).to(device, torch.bfloat16)
+    model = tiny_model(kind).to(device, torch.bfloat16)
 
     def filled(rows, start):
         return run(model, fixed_cache(model, 16), tokens(rows, 5 + start)[:, start:].to(device))[1]
 
     cache, other = filled(4, 0), filled(3, 2)
     dtypes = {x.dtype for layer in snapshot(cache).layers for x in layer.values()}
-    assert len(dtypes) == (1 if case == "kda_without_conv" else 2)
+    assert len(dtypes) == (1 if kind == "kda_without_conv" else 2)
     states, before = RowStates(cache), snapshot(cache)
-    assert states.recurrent == (case != "hybrid")
+    assert states.recurrent == (kind != "hybrid")
     taken, expected = RowStates(other).take(2, 5), snapshot(other, rows=[2])
     assert same(taken, expected)
     restore(other, before.select([0, 0, 0]))  # what was taken is a copy
@@ -233,10 +216,10 @@ def test_room_for_a_longer_row():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("case", [*FEW, "swapped_llama", "accelerated_qwen3_next"])
-def test_captured_steps_go_on_from_restored_states(case, device):
+@pytest.mark.parametrize("kind", [*FEW, "llama 1:1", "qwen3_next"])
+def test_captured_steps_go_on_from_restored_states(kind, device):
     """Also where the rows have changed places."""
-    model, ids = model_of(case).to(device), tokens(2, 6).to(device)
+    model, ids = model_of(kind).to(device), tokens(2, 6).to(device)
     decoder = Decoder(model, 2, max_length=24, eos_token_id=[])
     list(decoder.stream(ids, max_new_tokens=3))
     saved, token, position = snapshot(decoder.cache), decoder.token.clone(), decoder.position.clone()
@@ -351,9 +334,9 @@ class TestRefusals:
             restore(cache, saved.padded(9))
 
     @pytest.mark.parametrize("num_tokens", [6, -1, 3.5])
-    @pytest.mark.parametrize("case", ["hybrid", "kda"])
-    def test_snapshots_of_tokens_that_were_not_seen(self, case, num_tokens):
-        _, cache = run(tiny_model(case), None, tokens(2, 5))
+    @pytest.mark.parametrize("kind", ["hybrid", "kda"])
+    def test_snapshots_of_tokens_that_were_not_seen(self, kind, num_tokens):
+        _, cache = run(tiny_model(kind), None, tokens(2, 5))
         with pytest.raises(ValueError, match=f"between 0 and the 5 tokens of the cache, got {num_tokens}"):
             snapshot(cache, num_tokens=num_tokens)
 
@@ -397,10 +380,10 @@ class TestFiles:
         with pytest.raises(ValueError, match=f"states of another model: {what} differ"):
             Snapshot.load(path, tiny_model("hybrid", **change))
 
-    @pytest.mark.parametrize("case", ["hybrid", "swapped_llama", ACCELERATED[-1]])
-    def test_other_weights(self, case, tmp_path):
+    @pytest.mark.parametrize("kind", ["hybrid", "llama 1:1", ACCELERATED[-1]])
+    def test_other_weights(self, kind, tmp_path):
         """One number anywhere, at its first change beyond the rounding to bfloat16, and none below it."""
-        model = model_of(case)
+        model = model_of(kind)
         model.register_buffer("bias", torch.rand(3))  # in the state dict, as biases of experts are
         snapshot(run(model, None, tokens(2, 5))[1]).save(tmp_path / "states", model)
         for i, (name, x) in enumerate(model.state_dict().items()):
@@ -425,9 +408,9 @@ class TestFiles:
             Snapshot.load(path, model)
 
     @pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.double(), lambda m: m.bfloat16().float()])
-    @pytest.mark.parametrize("case", ["tied", "hybrid", "swapped_llama", "accelerated_qwen3_next"])
-    def test_a_copy_in_another_dtype_is_the_same_model(self, case, cast, tmp_path):
-        model = model_of(case)
+    @pytest.mark.parametrize("kind", ["tied", "hybrid", "llama 1:1", "qwen3_next"])
+    def test_a_copy_in_another_dtype_is_the_same_model(self, kind, cast, tmp_path):
+        model = model_of(kind)
         snapshot(run(model, None, tokens(2, 5))[1]).save(tmp_path / "states", model)
         assert Snapshot.load(tmp_path / "states", cast(model)).num_tokens == 5
 

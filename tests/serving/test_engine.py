@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ import deltazoo
 from deltazoo.generation.prompt_rows import PromptRows
 from deltazoo.serving import Engine, EngineError, EngineStopped, QueueFull, Request, RequestError
 from deltazoo.serving import engine as serving_engine
-from deltazoo.serving.engine import _sizes_of_passes as sizes_of_passes
+from deltazoo.serving.engine import _sizes_of_passes
 from deltazoo.serving.prefill import Prefill, PrefixCache
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -123,11 +124,9 @@ def as_on_a_gpu(engine, sizes=(3,)):
 
 
 def test_sizes_of_passes():
-    experts = foreign_model("qwen3_next")
-    found = [sizes_of_passes(model, several=True) for model in (tiny("gated_deltanet"), tiny("hybrid"), experts)]
-    assert found == [(1, 2, 4, 8, 16), (1, 2, 4), (1,)]
-    found = [sizes_of_passes(model, several=False) for model in (tiny("gated_deltanet"), tiny("hybrid"), experts)]
-    assert found == [(8,), (4,), (1,)]
+    models = tiny("gated_deltanet"), tiny("hybrid"), foreign_model("qwen3_next")
+    found = [[_sizes_of_passes(model, several=several) for model in models] for several in (True, False)]
+    assert found == [[(1, 2, 4, 8, 16), (1, 2, 4), (1,)], [(8,), (4,), (1,)]]
 
 
 def test_passes_of_several_sizes(engine_of, monkeypatch):
@@ -168,7 +167,6 @@ def test_prompts_that_come_during_a_pass_share_a_later_one(engine_of, monkeypatc
 @pytest.mark.parametrize(
     ("case", "device", "arranged"),
     [
-        ("gated_deltanet", "cpu", Engine.__enter__),
         ("hybrid_kda", "cpu", Engine.__enter__),
         ("gated_deltanet", "cpu", as_on_a_gpu),
         ("hybrid_kda", "cpu", as_on_a_gpu),
@@ -290,12 +288,16 @@ class TestPrefixes:
         assert starts == [0, 8, 16, 24, 24]
         assert sorted(stream.cached_tokens for stream in streams) == [0, 24, 29] and results[0] == results[1][:1]
 
-    def test_memory_stays_within_its_bounds(self, engine_of):
-        state = engine_of(start=False).table.empty.nbytes
-        engine = engine_of(prefix_memory=3 * state + 1)
-        for seed in range(5):
-            list(engine.submit(request(20, seed)))
-        assert len(engine.prefixes) == 3 and engine.prefixes.nbytes == 3 * state
+    def test_memory_stays_within_its_bounds_and_what_goes_is_computed_again(self, engine_of):
+        without = engine_of(prefix_memory=0)
+        state = without.table.empty.nbytes
+        engine, hits = engine_of(prefix_memory=3 * state + 1), []
+        for text in (0, 1, 2, 2, 0, 1, 1):
+            stream = engine.submit(request(20, text, logprobs=2))
+            assert result_of(stream) == result_of(without.submit(request(20, text, logprobs=2)))
+            hits.append(stream.cached_tokens)
+            assert len(engine.prefixes) <= 3 and engine.prefixes.nbytes == len(engine.prefixes) * state
+        assert hits == [0, 0, 0, 19, 0, 0, 19]
 
 
 class TestSampling:
@@ -347,11 +349,10 @@ class TestEnds:
         stream = engine.submit(Request(prompt=prompt_of(13), temperature=0))
         assert len(tokens_of(stream)) == 7
         with pytest.raises(RequestError, match="20 tokens and at least 1 are to follow, .* limit of 20"):
-            engine.submit(request(20, max_tokens=None))
+            engine.submit(Request(prompt=(10**6,) * 20))  # before any token is looked at
         with pytest.raises(RequestError, match="13 tokens and at least 8"):
             engine.submit(request(13, max_tokens=8))
 
-    def test_softmax_layers_have_a_limit(self, engine_of):
         engine = engine_of(tiny("hybrid", max_position_embeddings=16))
         stream = engine.submit(Request(prompt=prompt_of(4), temperature=0))
         assert len(tokens_of(stream)) == 12
@@ -422,6 +423,8 @@ class TestLimits:
         with pytest.raises(EngineStopped, match="stopping"):
             engine.submit(request())
         engine.stop()
+        with pytest.raises(RuntimeError, match="started before"):
+            engine.start()
 
     def test_after_a_while_stopping_cancels(self, engine_of):
         engine = engine_of(widths=(2,))
@@ -431,23 +434,10 @@ class TestLimits:
         assert time.monotonic() - began < 5
         assert [list(stream)[-1].finish_reason for stream in streams] == ["cancelled"] * 4
 
-    def test_before_and_after(self, engine_of):
-        engine = engine_of()
-        with pytest.raises(RuntimeError, match="started before"):
-            engine.start()
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"widths": ()}, "widths must be at least 1"),
-            ({"prompt_piece": 0}, "prompt_piece must be at least 1, got 0"),
-            ({"max_queue": 0}, "max_queue must be at least 1"),
-            ({"prefix_memory": -1}, "prefix_memory must be at least 0"),
-        ],
-    )
-    def test_options(self, options, message, engine_of):
-        with pytest.raises(ValueError, match=message):
-            engine_of(start=False, **options)
+    def test_options(self, engine_of):
+        for name, value in (("widths", ()), ("prompt_piece", 0), ("max_queue", 0), ("prefix_memory", -1)):
+            with pytest.raises(ValueError, match=rf"{name} must be at least (0, got -1|1, got 0)"):
+                engine_of(start=False, **{name: value})
 
 
 class TestFailures:
@@ -484,7 +474,7 @@ class TestFailures:
         assert len(tokens_of(engine.submit(request()))) == 6
 
     @pytest.mark.parametrize("device", DEVICES)
-    @pytest.mark.parametrize("kind", ["gated_deltanet", "hybrid", "swapped", "accelerated"])
+    @pytest.mark.parametrize("kind", ["hybrid", "accelerated"])
     def test_nan_ends_the_request_that_computes_it(self, kind, device, engine_of):
         """Others get what they got before, those in its row included, and whatever they ask for."""
         model = model_of_kind(kind).to(device)
@@ -538,6 +528,8 @@ class TestFailures:
             with pytest.raises(EngineError, match="lost"):
                 list(stream)
         engine.stop()
+        with pytest.raises(EngineStopped, match="the engine has failed: the device is lost"):
+            engine.submit(request())
 
     def test_a_device_that_is_lost_in_a_prompt_ends_everything(self, engine_of, monkeypatch):
         engine = engine_of()
@@ -571,36 +563,31 @@ class TestFailures:
 
 def test_many_clients_in_threads(engine_of):
     """None is lost, none gets another's tokens, some hang up."""
-    engine, wrong = engine_of(widths=(2, 8)), []
-    expected = {
-        seed: tokens_of(engine.submit(request(seed + 1, seed, temperature=1.0, seed=seed))) for seed in range(12)
-    }
+    engine = engine_of(widths=(2, 8))
+    requests = [request(seed + 1, seed, temperature=1.0, seed=seed) for seed in range(12)]
+    expected = [tokens_of(engine.submit(one)) for one in requests]
 
     def client(number):
-        for turn in range(4):
-            seed = (number + turn) % 12
-            stream = engine.submit(request(seed + 1, seed, temperature=1.0, seed=seed))
-            if (number + turn) % 10 == 0:
+        for turn in range(number, number + 4):
+            stream = engine.submit(requests[turn % 12])
+            if turn % 10 == 0:
                 next(iter(stream))
                 stream.cancel()
                 list(stream)
-            elif tokens_of(stream) != expected[seed]:
-                wrong.append((number, seed))
+            else:
+                assert tokens_of(stream) == expected[turn % 12]
 
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(24)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(24) as threads:
+        list(threads.map(client, range(24)))
     engine.stop()
-    assert not wrong and sum(engine.status().finished.values()) == 12 + 24 * 4
+    assert sum(engine.status().finished.values()) == 12 + 24 * 4
 
 
 def test_nothing_is_kept_of_requests(engine_of):
     engine = engine_of(tiny(num_hidden_layers=1), widths=(32,), prefix_memory=10_000, max_queue=3000)
     counts = []
     for _ in range(4):
-        streams = [engine.submit(request(1 + (number % 10 == 0), number, max_tokens=2)) for number in range(700)]
+        streams = [engine.submit(request(1 + (number % 10 == 0), number, max_tokens=2)) for number in range(400)]
         assert all(len(tokens_of(stream)) == 2 for stream in streams)
         del streams
         while engine.status().counters["running"]:
@@ -608,4 +595,4 @@ def test_nothing_is_kept_of_requests(engine_of):
         gc.collect()
         counts.append(len(gc.get_objects()))
     counts = counts[1:]  # during the first round what other tests left may still go
-    assert max(counts) - min(counts) < 300, counts
+    assert max(counts) - min(counts) < 200, counts

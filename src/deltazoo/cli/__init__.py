@@ -360,6 +360,9 @@ def serve(
         ),
     ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; others get status 429.")] = 256,
+    max_body: Annotated[
+        float, typer.Option(min=0.001, help="MB of a request's body; larger ones get status 413.")
+    ] = 4.0,
     widths: Annotated[
         str, typer.Option(help="Rows that a step can have; one number: equal tokens at any load, bit for bit.")
     ] = "1,2,4,8,16,32,64",
@@ -385,16 +388,17 @@ def serve(
     name = name or (folder.parent.name if folder.name == "model" else folder.name)
 
     try:
-        from deltazoo.serving.http_processes import AppSettings, number_of_processes, run_server
-        from deltazoo.serving.http_server import bind, url_of
+        from deltazoo.serving.http import check_key
+        from deltazoo.serving.server import bind, run_server, url_of
     except ModuleNotFoundError as error:
         raise ImportError(
             f"deltazoo serve needs {error.name}: pip install '.[serve]' in a checkout of deltazoo, or elsewhere "
-            "pip install fastapi uvicorn prometheus_client"
+            "pip install fastapi uvicorn openai prometheus_client"
         ) from error
 
-    addresses = bind(host, port, number_of_processes())
-    url = url_of(addresses[0])
+    check_key(api_key)
+    address = bind(host, port)
+    url, is_loopback = url_of(address), ipaddress.ip_address(address.getsockname()[0]).is_loopback
     import torch
 
     from deltazoo.serving.engine import Engine, unlimited
@@ -413,7 +417,7 @@ def serve(
             prefix_memory=int(prefix_memory * 2**30),
         )
         engine.start()
-    if api_key is None and not ipaddress.ip_address(addresses[0].getsockname()[0]).is_loopback:
+    if api_key is None and not is_loopback:
         say("Without --api-key everyone who reaches this machine can use the server.")
 
     def ready() -> None:
@@ -424,8 +428,8 @@ def serve(
             f'-d \'{{"model": "{name}", "prompt": "def read(self", "max_tokens": 64}}\''
         )
 
-    settings = AppSettings(tokenizer, max_queue, name, api_key)
-    run_server(engine, settings, addresses, stop_timeout=stop_timeout, ready=ready)
+    options = {"model": name, "api_key": api_key, "max_body": int(max_body * 1e6)}
+    run_server(engine, options, address, stop_timeout=stop_timeout, ready=ready)
 
 
 @app.command(

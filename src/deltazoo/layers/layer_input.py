@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltazoo.ops.linear_maps import called_as_is, is_plain_sequence, linear_maps
+from deltazoo.ops.linear_maps import calls_are_watched, is_plain, is_plain_sequence, linear_maps
 
 __all__ = ["LayerInput"]
 
@@ -49,13 +49,13 @@ class LayerInput:
                 self._waiting[name] = y, []
 
     def _projected_together(self) -> dict[str, tuple[Tensor, Sequence[nn.Module]]]:
-        if not (torch.is_grad_enabled() and self.hidden_states.requires_grad):
+        if not (torch.is_grad_enabled() and self.hidden_states.requires_grad) or calls_are_watched():
             return {}
         maps: dict[str, list[nn.Module]] = {}
         for name in self._layer.input_projections:
             module: Any = getattr(self._layer, name, None)
             parts = list(module) if isinstance(module, nn.Sequential) and is_plain_sequence(module) else [module]
-            if name not in self._apart and called_as_is(parts[0]):
+            if name not in self._apart and is_plain(parts[0]):
                 maps[name] = parts
         results = linear_maps(self.hidden_states, [parts[0] for parts in maps.values()], plain=True)
         return {name: (y, parts[1:]) for y, (name, parts) in zip(results, maps.items(), strict=True)}

@@ -19,7 +19,15 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from deltazoo.ops.autograd_modes import transforming
 from deltazoo.ops.dtypes import cast_for_product
 
-__all__ = ["PLAIN_WEIGHTS", "called_as_is", "is_hooked", "is_plain_sequence", "linear_maps", "takes_weight"]
+__all__ = [
+    "PLAIN_WEIGHTS",
+    "calls_are_watched",
+    "is_hooked",
+    "is_plain",
+    "is_plain_sequence",
+    "linear_maps",
+    "takes_weight",
+]
 
 
 _FEW = 64
@@ -40,32 +48,43 @@ def linear_maps(x: Tensor, linears: Sequence[nn.Module], *, plain: bool = False)
         x: `[..., in_features]`.
         linears: modules that map x. Any but a plain `nn.Linear` without bias (adapted, quantised, with hooks) are
             called one by one.
-        plain: all are known to be `called_as_is`.
+        plain: all are known to be `is_plain`, and calls are not watched.
     """
-    if not torch.is_grad_enabled() or not x.requires_grad:
+    if not torch.is_grad_enabled() or not x.requires_grad or type(x) is not Tensor or transforming():
         return [linear(x) for linear in linears]
-    joint: Sequence[Any] = linears if plain else [linear for linear in linears if called_as_is(linear)]
-    if len(joint) < 2 or transforming() or type(x) is not Tensor:
+    joint: Sequence[Any] = linears
+    if not plain:
+        joint = [] if calls_are_watched() else [linear for linear in linears if is_plain(linear)]
+    if len(joint) < 2:
         return [linear(x) for linear in linears]
-    x_cast, *weights = cast_for_product(x, *[linear.weight for linear in joint])
-    if {weight.dtype for weight in weights} != {x_cast.dtype}:
+    x_cast, *weights = cast_for_product(x, *[linear._parameters["weight"] for linear in joint])
+    if any([weight.dtype != x_cast.dtype for weight in weights]):
         return [linear(x) for linear in linears]
-    results = dict(zip(map(id, joint), _LinearMaps.apply(x_cast, *weights), strict=True))
-    return [results[id(linear)] if id(linear) in results else linear(x) for linear in linears]
+    results = _record(x_cast, *weights)
+    if len(joint) == len(linears):
+        return list(results)
+    of_joint = dict(zip(map(id, joint), results, strict=True))
+    return [of_joint[id(linear)] if id(linear) in of_joint else linear(x) for linear in linears]
 
 
-def called_as_is(linear: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether calling this module is no more than `F.linear(x, linear.weight)`, and nothing watches the call."""
-    if type(linear) is not nn.Linear or linear.bias is not None or type(linear.weight) not in PLAIN_WEIGHTS:
+def calls_are_watched() -> bool:
+    """Whether something must see every call of a module or operator: a compiler, a dispatch mode, hooks on modules."""
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or _has_any_global_hook()
+
+
+def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether calling this module is no more than `F.linear(x, linear.weight)`, if `calls_are_watched` is false."""
+    if type(linear) is not nn.Linear:
         return False
-    watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or _has_any_global_hook()
-    return not (watched or is_hooked(linear))
+    parameters = linear._parameters  # finding them as attributes takes longer
+    plain = parameters.get("bias") is None and type(parameters.get("weight")) in PLAIN_WEIGHTS
+    return plain and not is_hooked(linear)
 
 
 def takes_weight(linear: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether one function of autograd may compute the map and what stands before it: in training, as it is called."""
-    recording = torch.is_grad_enabled() and not transforming()
-    return recording and called_as_is(linear) and linear.weight.requires_grad
+    recording = torch.is_grad_enabled() and not transforming() and not calls_are_watched()
+    return recording and is_plain(linear) and linear.weight.requires_grad
 
 
 def is_plain_sequence(module: nn.Module) -> bool:
@@ -90,29 +109,35 @@ class _LinearMaps(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *weights)
         small = _small_maps(x, weights)
+        if not small:
+            return tuple([F.linear(x, weight) for weight in weights])
         results = {i: F.linear(x, weight) for i, weight in enumerate(weights) if i not in small}
-        if small:
-            results |= _parts(F.linear(x, _joined([weights[i] for i in small], 0)), small, weights, -1)
+        results |= _parts(F.linear(x, _joined([weights[i] for i in small], 0)), small, weights, -1)
         return tuple([results[i] for i in range(len(weights))])
 
     @staticmethod
     def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        rows = x.flatten(0, -2)
+        rows = x.reshape(-1, x.shape[-1])
         gradients = {i: d.flatten(0, -2) for i, d in enumerate(d_results) if d is not None}
         joint = [i for i in _small_maps(x, weights) if i in gradients]
-        if len(rows) < _MANY_ROWS and len(gradients) > _FEW_LAUNCHES:
+        if rows.shape[0] < _MANY_ROWS and len(gradients) > _FEW_LAUNCHES:
             joint = list(gradients)
-        trained = [i for i in gradients if ctx.needs_input_grad[1 + i]]
+        needs_x, *needed = ctx.needs_input_grad
         pairs = [(d, weights[i]) for i, d in gradients.items() if i not in joint]
-        d_weights = {i: gradients[i].t() @ rows for i in trained if i not in joint}
+        d_weights = {i: d.t() @ rows for i, d in gradients.items() if needed[i] and i not in joint}
         if joint:
             d_joined = _joined([gradients[i] for i in joint], 1)
             pairs.append((d_joined, _joined([weights[i] for i in joint], 0)))
-            if any(i in trained for i in joint):
+            if any([needed[i] for i in joint]):
                 d_weights |= _parts(d_joined.t() @ rows, joint, weights, 0)
-        d_x = _sum_of_products(rows, pairs).view(x.shape) if ctx.needs_input_grad[0] and pairs else None
-        return d_x, *[d_weights.get(i) if i in trained else None for i in range(len(weights))]
+        d_x = _sum_of_products(rows, pairs).view(x.shape) if needs_x and pairs else None
+        return d_x, *[d_weights.get(i) if wanted else None for i, wanted in enumerate(needed)]
+
+
+# `_LinearMaps.apply` without its part in Python, as in `deltazoo.ops.operator`.
+_record = super(torch.autograd.Function, _LinearMaps).apply
+_LinearMaps._backward_cls.apply = _LinearMaps.backward  # type: ignore[attr-defined]
 
 
 def _small_maps(x: Tensor, weights: Sequence[Tensor]) -> list[int]:
@@ -123,21 +148,24 @@ def _small_maps(x: Tensor, weights: Sequence[Tensor]) -> list[int]:
     """
     if x.numel() < _MANY_ROWS * x.shape[-1]:
         return []
-    return [i for i, weight in enumerate(weights) if len(weight) < _FEW]
+    return [i for i, weight in enumerate(weights) if weight.shape[0] < _FEW]
 
 
 def _joined(matrices: list[Tensor], dim: int) -> Tensor:
     """Matrices of maps, or gradients of their results, along a dimension, with zeros up to a multiple of 8."""
-    shape = list(matrices[0].shape)
-    shape[dim] = -sum(matrix.shape[dim] for matrix in matrices) % 8
-    return torch.cat([*matrices, matrices[0].new_zeros(shape)], dim)
+    missing = -sum([matrix.shape[dim] for matrix in matrices]) % 8
+    if missing:
+        shape = list(matrices[0].shape)
+        shape[dim] = missing
+        matrices = [*matrices, matrices[0].new_zeros(shape)]
+    return torch.cat(matrices, dim)
 
 
 def _parts(joined: Tensor, maps: list[int], weights: Sequence[Tensor], dim: int) -> dict[int, Tensor]:
     """The part of each of the joined maps: along columns in memory of its own, rows as they lie."""
-    sizes = [len(weights[i]) for i in maps]
-    parts = joined.narrow(dim, 0, sum(sizes)).split(sizes, dim)
-    return {i: part.contiguous() for i, part in zip(maps, parts, strict=True)}
+    sizes = [weights[i].shape[0] for i in maps]
+    parts = joined.split_with_sizes([*sizes, joined.shape[dim] - sum(sizes)], dim)
+    return {i: part.contiguous() for i, part in zip(maps, parts, strict=False)}
 
 
 def _sum_of_products(like: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -48,9 +48,9 @@ class Operator:
 
     Args:
         schema: as for `torch.library.define`, for example `"swiglu(Tensor gate, Tensor up) -> Tensor"`.
-        launch: takes the arguments of the schema and returns its results. It may return None for a Tensor. Operators
-            cannot, so this one then returns an empty tensor, for which its callers, its gradients and what is saved for
-            them have None again.
+        launch: takes the arguments of the schema and returns its results, with the first tensor's device as the
+            current one. It may return None for a Tensor. Operators cannot, so this one then returns an empty tensor,
+            for which its callers, its gradients and what is saved for them have None again.
         fake: the same for tensors without data: results of the right shapes and dtypes. By default those of the first
             arguments, as gradients have them.
     """
@@ -58,6 +58,7 @@ class Operator:
     def __init__(self, schema: str, launch: Callable[..., Any], fake: Callable[..., Any] | None = None) -> None:
         name = schema.partition("(")[0]
         fake = fake or partial(_like_first_arguments, schema.partition("->")[2].count("Tensor"))
+        launch = _on_its_device(launch)
         _library.define(schema)
         _library.impl(name, _without_none(launch), "CompositeExplicitAutograd")
         torch.library.register_fake(f"deltazoo::{name}", _without_none(fake), lib=_library)
@@ -107,8 +108,9 @@ class DifferentiableOperator(Operator):
         infer: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(schema, launch, fake)
+        launch = self.launch
         self.shown = shown
-        self.infer = infer or launch
+        self.infer = _on_its_device(infer or (lambda *arguments: launch(*arguments)[:shown]) if shown else launch)
         keep = save or partial(_save_arguments, schema.partition("->")[0].count("Tensor"))
 
         def save_from_operator(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -138,33 +140,43 @@ class DifferentiableOperator(Operator):
                 refuse_second_derivative(*refusal)
                 return gradients(launch_backward, ctx, *d_results)
 
-        # `Eager.apply` without its part in Python, a third of its time, which looks for transforms: there are none.
+        # `Eager.apply` without its part in Python, a third of its time, which looks for transforms: there are none. In
+        # the backward pass torch would look for the function by name.
         self.record = super(torch.autograd.Function, Eager).apply
+        Eager._backward_cls.apply = Eager.backward  # type: ignore[attr-defined]
 
     def __call__(self, *arguments: Any) -> Any:
         """Results of a call that autograd records if gradients are wanted."""
-        function = self._function_for(arguments)
-        results = function(*arguments)
-        if self.shown is not None:
-            return results[: self.shown]
-        return _with_none(results) if function is self.overload else results
-
-    def _function_for(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        """The operator if something must see it, else its autograd function or, without gradients, `infer`."""
         if _dispatching():
-            return self.overload
+            return self._by_overload(arguments)
         recording = False
         for x in arguments:
             if type(x) in _PLAIN:
                 recording = recording or x.requires_grad
             elif type(x) not in _NO_TENSORS and isinstance(x, Tensor):  # a subclass, which may handle the operator
-                return self.overload
-        return self.record if recording and torch.is_grad_enabled() else self.infer
+                return self._by_overload(arguments)
+        return (self.record if recording and torch.is_grad_enabled() else self.infer)(*arguments)
+
+    def _by_overload(self, arguments: tuple[Any, ...]) -> Any:
+        results = self.overload(*arguments)
+        return _with_none(results) if self.shown is None else results[: self.shown]
 
 
 def _dispatching() -> bool:
     """Whether a compiler, a dispatch mode or a function transform is active, which must see the operator."""
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active()
+
+
+def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the device of its first argument as the current one, where Triton launches."""
+
+    def call(x: Tensor, *arguments: Any, **options: Any) -> Any:
+        if x.is_cuda and x.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(x.get_device()):
+                return function(x, *arguments, **options)
+        return function(x, *arguments, **options)
+
+    return call
 
 
 def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:

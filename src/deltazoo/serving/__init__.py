@@ -20,9 +20,9 @@ from deltazoo.serving.requests import (
 
 if TYPE_CHECKING:
     from deltazoo.serving.engine import Engine
-    from deltazoo.serving.http_app import create_app
-    from deltazoo.serving.http_server import background_server
-    from deltazoo.serving.text_assembly import TextStream
+    from deltazoo.serving.http import create_app
+    from deltazoo.serving.server import background_server
+    from deltazoo.serving.text import TextStream
 
 __all__ = [
     "Engine",
@@ -44,8 +44,8 @@ __getattr__ = lazy_names(
     __name__,
     {
         "engine": ("Engine",),
-        "http_app": ("create_app",),
-        "http_server": ("background_server",),
-        "text_assembly": ("TextStream",),
+        "http": ("create_app",),
+        "server": ("background_server",),
+        "text": ("TextStream",),
     },
 )

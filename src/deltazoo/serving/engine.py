@@ -51,6 +51,7 @@ __all__ = ["Engine", "unlimited"]
 
 _log = logging.getLogger(__name__)
 
+_NOT_STARTED = "the engine has not been started"
 _FAILURES = 3
 """Steps that fail one after another before the engine gives up."""
 
@@ -127,15 +128,14 @@ class Engine:
         # What clients and the engine's thread share, under the mutex:
         self._mutex = threading.Condition()
         self._waiting: deque[Task] = deque()
-        self._cancelled: set[tuple[Deliver, Hashable]] = set()
-        self._cancel_all = False
-        self._stopping = False
-        self._refusal: str | None = "the engine has not been started"
+        self._cancelled: set[tuple[Deliver, Hashable] | None] = set()
+        """Requests by function and key; None: all."""
+        self._refusal: str | None = _NOT_STARTED
+        """Why no request is taken. An engine that runs and takes none ends when nothing is left."""
 
         # Of the engine's thread, others only read it:
         self._counters: defaultdict[str, float] = defaultdict(int)
         self._finished: Counter[str] = Counter()
-        self._seconds = 0.0  # from the arrival of requests to their end, summed
         self._prefill = Prefill(self.prompts, self.prefixes)
         self._running: dict[int, Task] = {}
         self._passes: deque[Callable[[], None]] = deque()
@@ -182,12 +182,11 @@ class Engine:
         Raises:
             RequestError, QueueFull, EngineStopped: see `submit`.
         """
-        streams = [Stream(request.with_seed(), self._cancel_stream) for request in requests]
+        streams = [
+            Stream(request.with_seed(), lambda stream: self.cancel([stream], Stream.deliver)) for request in requests
+        ]
         self.enter([(stream, stream.request) for stream in streams], Stream.deliver)
         return streams
-
-    def _cancel_stream(self, stream: Stream) -> None:
-        self.cancel([stream], Stream.deliver)
 
     def enter(self, requests: Sequence[tuple[Any, Request]], deliver: Deliver) -> None:
         """Queue requests, all or none of them, whose output a function takes.
@@ -233,24 +232,18 @@ class Engine:
             timeout: seconds after which the requests that are left are cancelled; None: wait for all.
         """
         with self._mutex:
-            self._stopping, self._refusal = True, self._refusal or "the engine is stopping"
+            if self._refusal in (None, _NOT_STARTED):
+                self._refusal = "the engine is stopping"
             self._mutex.notify_all()
-        if self._thread is None:
-            return
-        self._thread.join(timeout)
-        with self._mutex:
-            self._cancel_all = True
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join(timeout)
+            with self._mutex:
+                self._cancelled.add(None)
+            self._thread.join()
 
     def _task(self, key: Any, request: Request, deliver: Deliver) -> Task:
         """The request as the engine runs it; RequestError if it does not fit the model."""
         prompt, limit = request.prompt, self.context_limit
-        if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
-            outside = next(token for token in prompt if not 0 <= token < self._vocabulary)
-            raise RequestError(
-                f"the prompt has token {outside}, which is outside the model's vocabulary of {self._vocabulary}",
-                param="prompt",
-            )
         most, least = request.max_tokens, request.max_tokens or 1
         if limit is not None and len(prompt) + least > limit:
             raise RequestError(
@@ -261,6 +254,12 @@ class Engine:
             if limit is None:
                 raise RequestError("max_tokens is needed, since this model has no context limit")
             most = limit - len(prompt)
+        if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
+            outside = next(token for token in prompt if not 0 <= token < self._vocabulary)
+            raise RequestError(
+                f"the prompt has token {outside}, which is outside the model's vocabulary of {self._vocabulary}",
+                param="prompt",
+            )
         ends = frozenset[int]() if request.ignore_eos else self._ends
         top_p = request.top_p if request.top_p < 1 else None
         sampling = Sampling(request.temperature, request.top_k, top_p) if request.temperature else Sampling()
@@ -269,7 +268,7 @@ class Engine:
     def _retry_after(self) -> int:
         """Seconds in which the queue may get shorter, from the time that requests take."""
         count = sum(self._finished.values())
-        mean = self._seconds / count if count else 1.0
+        mean = self._counters["request_seconds"] / count if count else 1.0
         return max(1, min(60, round(mean * len(self._waiting) / self.table.widths[-1])))
 
     # The engine's thread.
@@ -283,7 +282,7 @@ class Engine:
         except BaseException as error:
             return ready.set_exception(error)
         with self._mutex:
-            self._refusal = "the engine is stopping" if self._stopping else None
+            self._refusal = None if self._refusal == _NOT_STARTED else self._refusal
         ready.set_result(None)
         try:
             while self._wait_for_work():
@@ -294,12 +293,13 @@ class Engine:
 
     def _wait_for_work(self) -> bool:
         """Return once there is something to do; False: the engine is to stop, and nothing is left."""
-        with self._mutex:
-            self._mutex.wait_for(lambda: self._has_work() or self._stopping)
-            return self._has_work()
 
-    def _has_work(self) -> bool:
-        return bool(self._waiting or self._cancelled or self._prefill.tasks or self._running or self._started)
+        def has_work() -> bool:
+            return bool(self._waiting or self._cancelled or self._prefill.tasks or self._running or self._started)
+
+        with self._mutex:
+            self._mutex.wait_for(lambda: has_work() or self._refusal)
+            return has_work()
 
     def _turn(self) -> None:
         """Take in what clients want, run prompts one piece further, start a step, hand out the tokens of the last."""
@@ -323,10 +323,10 @@ class Engine:
     def _end_cancelled(self) -> None:
         with self._mutex:
             cancelled, self._cancelled = self._cancelled, set()
-            if not (cancelled or self._cancel_all):
+            if not cancelled:
                 return
             tasks = [*self._waiting, *self._prefill.tasks, *self._running.values()]
-            leaving = {task for task in tasks if self._cancel_all or (task.deliver, task.key) in cancelled}
+            leaving = {task for task in tasks if None in cancelled or (task.deliver, task.key) in cancelled}
             self._waiting = deque(task for task in self._waiting if task not in leaving)
         for task in leaving:
             self._end(task, "cancelled", Piece(finish_reason="cancelled"))
@@ -442,7 +442,7 @@ class Engine:
         for row in [row for row, other in self._running.items() if other is task]:
             del self._running[row]
         self._finished[reason] += 1
-        self._seconds += time.monotonic() - task.arrived
+        self._counters["request_seconds"] += time.monotonic() - task.arrived
         self._outputs[task.deliver].append((task.key, last))
 
     def _fail(self, tasks: Iterable[Task], error: BaseException) -> None:

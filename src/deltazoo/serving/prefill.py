@@ -74,6 +74,11 @@ class Task:
         self.way = Way.of(self.sampling)
 
     @property
+    def next_end(self) -> int:
+        """Tokens of the prompt that will have been run after the next pass."""
+        return next(end for end in self.keys if end > self.done)
+
+    @property
     def left(self) -> int:
         """Tokens of the prompt that passes are still to run."""
         return len(self.request.prompt) - 1 - self.done
@@ -151,6 +156,8 @@ class Prefill:
         self.prompts = prompts
         self.prefixes = prefixes
         self.tasks: list[Task] = []
+        self._loaded: dict[Task, int] = {}
+        """The row that has the state of a task."""
         self._turns = itertools.count()
 
     def add(self, task: Task) -> None:
@@ -177,13 +184,10 @@ class Prefill:
         for task in tasks:
             self._skip_known(task)
             if task.left:
-                chosen.setdefault(task.keys[self._next_end(task)], task)
+                chosen.setdefault(task.keys[task.next_end], task)
             if len(chosen) == self.prompts.sizes[-1]:
                 break
         return [*chosen.values()][: self.prompts.best_count(len(chosen))]
-
-    def _next_end(self, task: Task) -> int:
-        return task.done + min(task.left, self.prompts.piece)
 
     def _skip_known(self, task: Task) -> None:
         """Go on from a state in the prefix cache, if there is one further on."""
@@ -191,18 +195,24 @@ class Prefill:
         if done > task.done:
             task.cached += done - task.done
             task.done, task.state = done, state
+            self._loaded.pop(task, None)
 
     def run(self, tasks: Sequence[Task]) -> Callable[[], None]:
         """One pass over the next piece of each of these prompts; the result waits until the device has done it."""
-        for row, task in enumerate(tasks):
-            self.prompts.load(row, task.state)
-        ends = [self._next_end(task) for task in tasks]
-        pieces = {
-            row: (task.done, task.request.prompt[task.done : end])
-            for row, (task, end) in enumerate(zip(tasks, ends, strict=True))
-        }
-        wait = self.prompts.run(pieces)
-        for row, (task, end) in enumerate(zip(tasks, ends, strict=True)):
-            task.done, task.state = end, self.prompts.take(row, end)
-            self.prefixes.put(task.keys[end], task.state)
+        loaded, self._loaded = self._loaded, {}  # nothing, if the pass fails
+        size = self.prompts.size_for(len(tasks))
+        rows = {task: loaded[task] for task in tasks if loaded.get(task, size) < size}
+        free = iter(sorted({*range(size)} - {*rows.values()}))
+        for task in tasks:
+            if task not in rows:
+                rows[task] = next(free)
+                self.prompts.load(rows[task], task.state)
+        wait = self.prompts.run(
+            {row: (task.done, task.request.prompt[task.done : task.next_end]) for task, row in rows.items()}
+        )
+        for task, row in rows.items():
+            task.done = task.next_end
+            task.state = self.prompts.take(row, task.done)
+            self.prefixes.put(task.keys[task.done], task.state)
+        self._loaded = rows
         return wait

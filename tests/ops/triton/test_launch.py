@@ -98,6 +98,30 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+@pytest.fixture
+def native(driver: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Calls of the function in C that Triton 3.7's launcher of NVIDIA ends in, with the arguments that it keeps."""
+    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+    if not hasattr(nvidia, "annotate_arguments"):
+        pytest.skip("the launcher of Triton 3.6 is compiled for every kernel")
+    calls: list[tuple[Any, ...]] = []
+
+    def launch(*arguments: Any) -> None:
+        *before, metadata, enter, leave, memory, profile, annotations, signature, given = arguments
+        assert memory is profile is None and not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave)
+        kept = [x for x, annotation in zip(given, annotations, strict=True) if annotation.type == "kernel"]
+        assert len(kept) == len(signature)
+        calls.append((*before, signature, [x.data_ptr() if isinstance(x, Tensor) else x for x in kept]))
+
+    for name, kind in {"ARG_CONSTEXPR": "constant", "ARG_KERNEL": "kernel", "ARG_TUPLE": "tuple"}.items():
+        monkeypatch.setattr(nvidia, name, kind)
+    monkeypatch.setattr(nvidia, "PyKernelArg", SimpleNamespace)
+    driver.utils.launch, driver.utils.build_signature_metadata = launch, tuple
+    driver.utils.fill_tma_descriptor_tiled = lambda *tile: [list(x) if isinstance(x, tuple) else x for x in tile]
+    driver.launcher_cls = nvidia.CudaLauncher  # type: ignore[method-assign]
+    return calls
+
+
 def tensors(dtype: torch.dtype = torch.float32, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Three tensors of 64 elements, the first one `first` elements behind an aligned address."""
     x, offset, out = (torch.zeros(64 + 16, dtype=dtype) for _ in range(3))
@@ -238,3 +262,51 @@ def test_threads_launch_what_they_asked_for(driver: Recorder) -> None:
         for done in [pool.submit(scale, *x, n=i % 7) for i in range(400)]:
             done.result()
     assert sorted(given[3] for *_, given in driver.launches) == sorted(i % 7 for i in range(400))
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 1}, {"n": 2**40}], ids=str)
+def test_the_driver_gets_what_tritons_launcher_gives_it(
+    options: dict[str, int], native: list[tuple[Any, ...]], asked: list[str]
+) -> None:
+    x, _, out = tensors()
+    for offset in (None, tensors()[1]):
+        native.clear()
+        for _ in range(3):
+            scale(x, offset, out, **options)
+        assert native[0] == native[1] == native[2] and len(native) == 3
+    assert len(asked) == 2
+
+
+def test_tiles_are_encoded_once_for_an_address(
+    native: list[tuple[Any, ...]], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And again for another address, and where too many are kept; what is passed is always that of the tensor."""
+    gluon = pytest.importorskip("deltazoo.ops.triton.gluon")
+    if gluon.MISSING is not None:
+        pytest.skip(gluon.MISSING)
+
+    @gluon.jit
+    def tiles_kernel(first, x, nothing, second, n):
+        pass
+
+    monkeypatch.setattr(launching, "MOST_ENCODED", 2)
+    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+    encoded: list[int] = []
+    make = nvidia.make_tensordesc_arg
+
+    def counted(tile: Any, form: Any) -> Any:
+        encoded.append(tile.base.data_ptr())
+        return make(tile, form)
+
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", counted)
+    fixed, x, constants = torch.zeros(1, 64, 2, 64, dtype=torch.float16), torch.zeros(16), launching.Constants(1, n=5)
+    several = [torch.zeros(1, 64, 2, 64, dtype=torch.float16) for _ in range(3)]
+    for second in (several[0], *several, several[0]):
+        tiles = gluon.token_tiles(fixed, 64), x, None, gluon.token_tiles(second, 64)
+        launching.launch(tiles_kernel, constants, *tiles)
+    assert len(asked) == 1 and len(native) == 5
+    assert native[0] == native[1] == native[4] and len({str(call) for call in native}) == 3
+    # Triton's own launch, then the first address of each, then two others, of which the last one makes room.
+    addresses = [second.data_ptr() for second in several]
+    assert [a for a in encoded if a != fixed.data_ptr()] == [addresses[0], *addresses, addresses[0]]
+    assert encoded.count(fixed.data_ptr()) == 2

@@ -69,8 +69,7 @@ def _launch(a, b, added, transposed):
     a, b, added = a.contiguous(), b.contiguous(), None if added is None else added.contiguous()
     out = torch.empty_like(b)
     K, X = b.shape[-2:]
-    with torch.cuda.device_of(b):
-        launch(transition_product_kernel, _constants(b.numel() // (K * X), K, X, transposed), a, b, added, out)
+    launch(transition_product_kernel, _constants(b.numel() // (K * X), K, X, transposed), a, b, added, out)
     return out
 
 

@@ -55,20 +55,16 @@ def row_operator(
 
 
 def launcher(schema: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the tensors among its arguments contiguous, on the device of the first argument."""
+    """`function` with the tensors among its arguments contiguous."""
     _, arguments, _ = _parts_of(schema)
-    are_tensors = tuple(argument.startswith("Tensor") for argument in arguments)
+    tensors = [number for number, argument in enumerate(arguments) if argument.startswith("Tensor")]
 
     def call(*given: Any) -> Any:
-        contiguous = [
-            x.contiguous() if is_tensor and x is not None else x
-            for x, is_tensor in zip(given, are_tensors, strict=True)
-        ]
-        first = contiguous[0]
-        if first.is_cuda and first.get_device() != torch.cuda.current_device():
-            with torch.cuda.device(first.device):
-                return function(*contiguous)
-        return function(*contiguous)
+        for number in tensors:
+            x = given[number]
+            if x is not None and not x.is_contiguous():
+                given = (*given[:number], x.contiguous(), *given[number + 1 :])
+        return function(*given)
 
     return call
 

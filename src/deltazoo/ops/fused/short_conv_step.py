@@ -137,8 +137,7 @@ def _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, silu, q_head
     B, channels, rows = q.shape[0], (q.shape[-1], k.shape[-1], v.shape[-1]), (q.stride(0), k.stride(0), v.stride(0))
     constants = _constants(B, channels, rows, q_weight.shape[-1], window.shape[-1], silu, (q_head, k_head))
     y = q.new_empty(B, 1, sum(channels))
-    with torch.cuda.device_of(q):
-        launch(short_conv_step_kernel, constants, q, k, v, q_weight, k_weight, v_weight, window, new_window, y)
+    launch(short_conv_step_kernel, constants, q, k, v, q_weight, k_weight, v_weight, window, new_window, y)
     return y
 
 

@@ -27,8 +27,7 @@ def _forward(*arguments):
     """Output, final state, and the fields of `Kept`. The last argument: so that no backward pass need scan again."""
     call, keep = RuleCall._make(arguments[:-1]), arguments[-1]
     check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
-    with torch.cuda.device_of(call.v):
-        output, final, kept = forward(Problem(call), keep)
+    output, final, kept = forward(Problem(call), keep)
     return output, final, *kept
 
 
@@ -36,8 +35,7 @@ def _infer(*arguments):
     """Output and final state of a call that keeps nothing for gradients."""
     call = RuleCall._make(arguments[:-1])
     check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
-    with torch.cuda.device_of(call.v):
-        return infer(Problem(call))
+    return infer(Problem(call))
 
 
 def _fake_forward(*arguments):
@@ -51,8 +49,7 @@ def _fake_forward(*arguments):
 def _backward(*arguments, in_place=False, overwritten=False):
     """Gradients as of `backward`, whose options these are; the operator's arguments may not change, so it has none."""
     call, (*kept, d_output, d_final) = RuleCall._make(arguments[:_FIELDS]), arguments[_FIELDS:]
-    with torch.cuda.device_of(call.v):
-        return backward(call, Kept._make(kept), d_output, d_final, in_place, overwritten)
+    return backward(call, Kept._make(kept), d_output, d_final, in_place, overwritten)
 
 
 def _fake_backward(*arguments):
@@ -73,7 +70,7 @@ def _gradients(backward, ctx, d_output, d_final, *_):
     if d_output is None:
         d_output = v.new_zeros(*q.shape[:2], *v.shape[2:])
     in_place = {}
-    if backward is _backward:
+    if backward is _backward_operator.launch:
         in_place = dict(in_place=True, overwritten=ctx.overwritten)
         ctx.overwritten = True  # a graph that is kept (`retain_graph`) may be gone through once more
     return *call.in_order(backward(*call, *kept, d_output, d_final, **in_place)), None
@@ -81,16 +78,16 @@ def _gradients(backward, ctx, d_output, d_final, *_):
 
 _KEPT = ", ".join(f"Tensor? kept_{name}" for name in Kept._fields)
 
+_backward_operator = Operator(
+    f"triton_delta_rule_backward({SCHEMA}, {_KEPT}, Tensor d_output, Tensor? d_final) -> ({', '.join(['Tensor'] * 7)})",
+    _backward,
+    fake=_fake_backward,
+)
 _operator = DifferentiableOperator(
     f"triton_delta_rule({SCHEMA}, bool keep) -> ({', '.join(['Tensor'] * (2 + len(Kept._fields)))})",
     _forward,
     fake=_fake_forward,
-    backward=Operator(
-        f"triton_delta_rule_backward({SCHEMA}, {_KEPT}, Tensor d_output, Tensor? d_final) "
-        f"-> ({', '.join(['Tensor'] * 7)})",
-        _backward,
-        fake=_fake_backward,
-    ),
+    backward=_backward_operator,
     save=_save,
     gradients=_gradients,
     refusal=("the triton backend", "use backend='chunkwise'"),

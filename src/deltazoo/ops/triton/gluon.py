@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from deltazoo.ops.triton.launch import TileView
+from deltazoo.ops.triton.launch import TileView, Tiling
 from deltazoo.ops.triton.tiles import CHUNK
 
 MISSING: str | None = None
@@ -76,15 +76,15 @@ def _warn_once(reason: str) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _token_tiles(shape: torch.Size, channels: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _token_tiles(shape: torch.Size, channels: int) -> Tiling:
     B, T, H, D = shape
-    return (B, T, H * D), (T * H * D, H * D, 1), (1, CHUNK, channels)
+    return Tiling((B, T, H * D), (T * H * D, H * D, 1), (1, CHUNK, channels))
 
 
 @lru_cache(maxsize=1024)
-def _matrix_tiles(shape: torch.Size, rows: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _matrix_tiles(shape: torch.Size, rows: int) -> Tiling:
     D = shape[-1]
-    return (shape.numel() // D, D), (D, 1), (rows, D)
+    return Tiling((shape.numel() // D, D), (D, 1), (rows, D))
 
 
 def token_tiles(x: Tensor, channels: int) -> TileView:
@@ -92,17 +92,17 @@ def token_tiles(x: Tensor, channels: int) -> TileView:
 
     Coordinates are row of the batch, token, `head * D + channel`. Tokens beyond T are read as zero and not written.
     """
-    return TileView(x, *_token_tiles(x.shape, channels))
+    return TileView(x, _token_tiles(x.shape, channels))
 
 
 def matrix_tiles(x: Tensor, rows: int) -> TileView:
     """Tiles of `rows` full rows of x `[..., D]`; coordinates are the row, over all leading dimensions, and 0."""
-    return TileView(x, *_matrix_tiles(x.shape, rows))
+    return TileView(x, _matrix_tiles(x.shape, rows))
 
 
 def states_tiles(states: Tensor) -> TileView:
     """Tiles of half of the value channels of the kept states `[slots, V, K]` or `[2, B, tokens, HV, K]`."""
     if states.ndim == 5:  # value channels in place of the tokens
         two, B, T, H, D = states.shape
-        return TileView(states, *_token_tiles(torch.Size((two * B, T, H, D)), D))
+        return TileView(states, _token_tiles(torch.Size((two * B, T, H, D)), D))
     return matrix_tiles(states, states.shape[1] // 2)

@@ -5,6 +5,8 @@ them are None or aligned, and on constants. A launch that agrees in all of this 
 was compiled then.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -14,13 +16,16 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Constants", "TileView", "launch"]
+__all__ = ["Constants", "TileView", "Tiling", "launch"]
 
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
 """Whether this version is known to pass arguments to kernels in the order used here; with others, Triton launches."""
 
 ALIGNMENT = 16
 """Bytes; Triton compiles a separate kernel for pointers that are no multiple of it."""
+
+MOST_ENCODED = 1024
+"""Most addresses of which a launch keeps the encoded form, for each of its tiles."""
 
 
 class Constants:
@@ -35,7 +40,19 @@ class Constants:
 
     def __init__(self, *grid: int, **named: Any) -> None:
         self.grid, self.named = grid, named
-        self.compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self.compiled: dict[tuple[Any, ...], _Start] = {}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Tiling:
+    """How tiles are cut from a tensor; two are the same only if they are one object, which is quick to look up."""
+
+    shape: tuple[int, ...]
+    """The dimensions that tiles are cut from, in elements."""
+    strides: tuple[int, ...]
+    """Of these dimensions, in elements; the last one is contiguous."""
+    block_shape: tuple[int, ...]
+    """Size of a tile in each of them."""
 
 
 class TileView:
@@ -46,18 +63,30 @@ class TileView:
 
     Args:
         base: the tensor, of 16 or 32 bits, aligned to 16 bytes.
-        shape, strides: the dimensions that tiles are cut from, in elements; the last one contiguous.
-        block_shape: size of a tile in each of them.
+        tiling: of this tensor.
     """
 
-    __slots__ = ("base", "block_shape", "data_ptr", "dtype", "shape", "strides")
+    __slots__ = ("base", "data_ptr", "dtype", "tiling")
     padding, round_f32_to_tf32 = "zero", False
 
-    def __init__(
-        self, base: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block_shape: tuple[int, ...]
-    ) -> None:
-        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
-        self.data_ptr, self.dtype = base.data_ptr, (base.dtype, block_shape)
+    def __init__(self, base: Tensor, tiling: Tiling) -> None:
+        self.base, self.tiling = base, tiling
+        self.data_ptr, self.dtype = base.data_ptr, (base.dtype, tiling)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions that tiles are cut from."""
+        return self.tiling.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of these dimensions."""
+        return self.tiling.strides
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Size of a tile."""
+        return self.tiling.block_shape
 
     def descriptor(self) -> Any:
         """Triton's own object for it."""
@@ -69,42 +98,92 @@ class TileView:
         return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.block_shape), layout)
 
 
-def _triton_arguments(tensors: tuple[Tensor | TileView | None, ...]) -> list[Any]:
-    return [x.descriptor() if type(x) is TileView else x for x in tensors]
-
-
 def launch(kernel: Any, constants: Constants, *tensors: Tensor | TileView | None) -> None:
     """`kernel[grid](*tensors, **named)` on the current device and stream; the kernel takes tensors first.
 
     The caller makes sure that the tensors are on this device; Triton checks it at the first launch only.
     """
     if not DIRECT or not isinstance(kernel, JITFunction) or _watched(kernel):
-        kernel[constants.grid](*_triton_arguments(tensors), **constants.named)
+        _through_triton(kernel, constants, tensors)
         return
     active = driver.active
     device = active.get_current_device()
-    pointers: list[Any] = [None if x is None else x.data_ptr() for x in tensors]
+    pointers: list[int] = []
+    kinds: list[Any] = [kernel.fn, device]
     bits = 0
-    for pointer in pointers:
-        if pointer is not None:
+    for x in tensors:
+        if x is None:
+            kinds.append(None)
+        else:
+            pointer = x.data_ptr()
             bits |= pointer
-    key = (kernel.fn, device, *[None if x is None else x.dtype for x in tensors])
+            pointers.append(pointer)
+            kinds.append(x.dtype)
     if bits % ALIGNMENT:
-        kernel[constants.grid](*_triton_arguments(tensors), **constants.named)
+        _through_triton(kernel, constants, tensors)
         return
-    known = constants.compiled.get(key)
-    if known is None:
-        compiled = kernel[constants.grid](*_triton_arguments(tensors), **constants.named)
-        if isinstance(compiled, CompiledKernel):
-            others = tuple([constants.named[name] for name in kernel.arg_names[len(tensors) :]])
-            tiles = [i for i, x in enumerate(tensors) if type(x) is TileView]
-            constants.compiled[key] = compiled, compiled.run, (*constants.grid, 1, 1)[:3], others, tiles
+    kind = tuple(kinds)
+    start = constants.compiled.get(kind)
+    if start is not None:
+        start(active.get_current_stream(device), pointers, tensors)
         return
-    compiled, run, (x, y, z), others, tiles = known
-    for i in tiles:
-        pointers[i] = tensors[i]
-    stream = active.get_current_stream(device)
-    run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *others)
+    compiled = _through_triton(kernel, constants, tensors)
+    if isinstance(compiled, CompiledKernel):
+        constants.compiled[kind] = _start_of(compiled, constants, tensors, kernel.arg_names[len(tensors) :])
+
+
+_Start = Callable[[int, list[Any], tuple[Tensor | TileView | None, ...]], None]
+"""Starts a compiled kernel on a stream, with the addresses of the tensors that are not None, and all tensors."""
+
+
+def _through_triton(kernel: Any, constants: Constants, tensors: tuple[Tensor | TileView | None, ...]) -> Any:
+    arguments = [x.descriptor() if type(x) is TileView else x for x in tensors]
+    return kernel[constants.grid](*arguments, **constants.named)
+
+
+def _start_of(compiled: CompiledKernel, constants: Constants, tensors: tuple[Any, ...], named: list[str]) -> _Start:
+    """A start as this one by Triton was: by its driver if that is of a known form, else by its launcher in Python.
+
+    Args:
+        compiled: the kernel.
+        constants, tensors: its arguments.
+        named: names of those that follow the tensors.
+    """
+    run, grid, function, packed = compiled.run, (*constants.grid, 1, 1)[:3], compiled.function, compiled.packed_metadata
+    others = [constants.named[name] for name in named]
+
+    def start_in_python(stream: int, _: list[Any], tensors: tuple[Any, ...]) -> None:
+        given = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
+        run(*grid, stream, function, packed, None, None, None, *given, *others)
+
+    if not hasattr(run, "kernel_signature") or run.global_scratch_size or run.profile_scratch_size:
+        return start_in_python
+    from triton.backends.nvidia.driver import expand_signature, make_tensordesc_arg
+
+    # Triton compiles None and some numbers into a kernel; a tile is its encoded form, and the tensor's geometry.
+    types, forms = [*compiled.src.signature.values()], compiled.metadata.tensordesc_meta
+    numbers = [x for x, kind in zip(others, types[len(tensors) :], strict=True) if kind != "constexpr"]
+    given = [number for number, x in enumerate(tensors) if x is not None]
+    places = [(i, number) for i, number in enumerate(given) if type(tensors[number]) is TileView]
+    encoded_at: list[dict[int, list[Any]]] = [{} for _ in places]
+    tiles = [(*place, *more) for place, *more in zip(places, forms or (), encoded_at, strict=True)][::-1]
+    expanded = zip(run.arg_annotations, expand_signature(types, forms), strict=True)
+    kept = [annotation for annotation, kind in expanded if kind != "constexpr"]
+    call, x, y, z = driver.active.utils.launch, *grid
+    form_of_launch = function, run.launch_cooperative_grid, run.launch_pdl, packed, *[None] * 5
+    signature = run.kernel_signature
+
+    def start(stream: int, pointers: list[Any], tensors: tuple[Any, ...]) -> None:
+        for i, number, form, encoded in tiles:  # the last one first, as each takes more than one place
+            address = pointers[i]
+            if address not in encoded:
+                if len(encoded) >= MOST_ENCODED:
+                    encoded.clear()
+                encoded[address] = make_tensordesc_arg(tensors[number], form)
+            pointers[i : i + 1] = encoded[address]
+        call(x, y, z, stream, *form_of_launch, kept, signature, pointers + numbers)
+
+    return start
 
 
 def _watched(kernel: JITFunction) -> bool:

@@ -41,13 +41,12 @@ def _new_state(q: Tensor, plan: Plan, columns: int) -> Tensor:
 
 def _pairs(*arguments):
     inputs, _, _ = _parts(arguments)
-    with torch.cuda.device_of(inputs[0].q):
-        p = Problem(*inputs)
-        kept = Kept.empty(p.plan, p.q, keep=False)
-        prepare(p, kept)
-        M, X = _new_state(p.q, p.plan, p.plan.K), _new_state(p.q, p.plan, p.plan.V)
-        scan(p, kept, p.v, None, X)
-        scan(p, kept, None, None, M)
+    p = Problem(*inputs)
+    kept = Kept.empty(p.plan, p.q, keep=False)
+    prepare(p, kept)
+    M, X = _new_state(p.q, p.plan, p.plan.K), _new_state(p.q, p.plan, p.plan.V)
+    scan(p, kept, p.v, None, X)
+    scan(p, kept, None, None, M)
     return M, X, *kept[:_PREPARED]
 
 
@@ -59,12 +58,11 @@ def _fake_pairs(*arguments):
 
 def _outputs(*arguments):
     inputs, prepared, (keep,) = _parts(arguments)
-    with torch.cuda.device_of(inputs[0].q):
-        p = Problem(*inputs)
-        plan = p.plan
-        U, states = new_states(plan, p.v) if keep and plan.route.keeps == "states" else (None, None)
-        output, ends = p.v.new_empty(plan.B, plan.tokens, plan.HV, plan.V), _new_state(p.q, plan, plan.V)
-        scan(p, _kept(prepared), p.v, p.initial_state, ends, output, U, states)
+    p = Problem(*inputs)
+    plan = p.plan
+    U, states = new_states(plan, p.v) if keep and plan.route.keeps == "states" else (None, None)
+    output, ends = p.v.new_empty(plan.B, plan.tokens, plan.HV, plan.V), _new_state(p.q, plan, plan.V)
+    scan(p, _kept(prepared), p.v, p.initial_state, ends, output, U, states)
     return output, ends, U, states
 
 
@@ -77,10 +75,9 @@ def _fake_outputs(*arguments):
 
 def _start_gradients(*arguments):
     inputs, prepared, (d_output, d_end) = _parts(arguments)
-    with torch.cuda.device_of(inputs[0].q):
-        p = Problem(*inputs)
-        d_output, d_end = contiguous(d_output, p.plan), d_end.contiguous()
-        return reverse_scan(p, _kept(prepared), d_output, d_end, keep=False, initial=True)[2]
+    p = Problem(*inputs)
+    d_output, d_end = contiguous(d_output, p.plan), d_end.contiguous()
+    return reverse_scan(p, _kept(prepared), d_output, d_end, keep=False, initial=True)[2]
 
 
 def _fake_start_gradients(*arguments):
@@ -91,9 +88,8 @@ def _fake_start_gradients(*arguments):
 
 def _states(*arguments):
     inputs, prepared, _ = _parts(arguments)
-    with torch.cuda.device_of(inputs[0].q):
-        p = Problem(*inputs)
-        return scan_for_states(p, _kept(prepared), p.initial_state)
+    p = Problem(*inputs)
+    return scan_for_states(p, _kept(prepared), p.initial_state)
 
 
 def _fake_states(*arguments):
@@ -103,8 +99,7 @@ def _fake_states(*arguments):
 
 def _gradients(*arguments):
     (call, segments), prepared, (U, states, d_output, d_end) = _parts(arguments)
-    with torch.cuda.device_of(call.q):
-        return backward(call, _kept(prepared, U, states), d_output, d_end, whole_segments=segments)
+    return backward(call, _kept(prepared, U, states), d_output, d_end, whole_segments=segments)
 
 
 def _fake_gradients(*arguments):

@@ -172,8 +172,7 @@ def _launch(call: RuleCall, state: Tensor, new_state: Tensor) -> Tensor:
     per_channel = log_decay is not None and log_decay.ndim == 4
     constants = _constants(q.shape, v.shape, strides, scale, per_channel, undecayed, num_micro_steps)
     output = _output(q, v)
-    with torch.cuda.device_of(v):  # Triton launches on the current device
-        launch(step_kernel, constants, q, k, v, beta, log_decay, state, new_state, output, erase_key)
+    launch(step_kernel, constants, q, k, v, beta, log_decay, state, new_state, output, erase_key)
     return output
 
 

@@ -1,4 +1,7 @@
-"""HTTP processes before one engine: they share the port, are replaced when they die, and end with the engine."""
+"""Addresses, and an HTTP process before an engine: both end together, whatever ends one of them.
+
+Whole servers with a model are started and stopped in test_under_load.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,17 +27,15 @@ for package in ("fastapi", "uvicorn", "prometheus_client"):
 httpx = pytest.importorskip("httpx", reason=REASON)
 
 from deltazoo.serving import Request  # noqa: E402
-from deltazoo.serving.http_server import bind  # noqa: E402
+from deltazoo.serving.server import bind, url_of  # noqa: E402
 
-PROCESSES = 2
-SERVER = f"""
+SERVER = """
 import time
 
 from fake_engine import FakeEngine, byte_tokenizer
-from deltazoo.serving import http_processes
-from deltazoo.serving.http_server import bind, url_of
+from deltazoo.serving import server
 
-http_processes._AFTER_THE_ENGINE = 1
+server._AFTER_THE_ENGINE = 1
 tokenizer = byte_tokenizer()
 tokenizer.init_kwargs["as large as others"] = "x" * 3_000_000
 
@@ -46,17 +47,21 @@ class Engine(FakeEngine):
 
 
 with Engine(tokenizer) as engine:
-    addresses = bind("127.0.0.1", 0, {PROCESSES})
-    settings = http_processes.AppSettings(tokenizer, 256, "fake", None)
-    said = lambda: print(url_of(addresses[0]), flush=True)
-    http_processes.run_server(engine, settings, addresses, stop_timeout=1, ready=said)
+    address = server.bind("127.0.0.1", 0)
+    url = server.url_of(address)
+    server.run_server(engine, {"model": "fake"}, address, stop_timeout=1, ready=lambda: print(url, flush=True))
 """
+
+
+said: list[str] = []
+"""Standard error of the servers."""
 
 
 @contextmanager
 def started(stop_takes: float = 0) -> Iterator[tuple[psutil.Process, str]]:
     """The process with the engine, whose stop takes so many seconds, and the URL."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     program = SERVER.replace("STOP_TAKES", str(stop_takes))
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -70,7 +75,7 @@ def started(stop_takes: float = 0) -> Iterator[tuple[psutil.Process, str]]:
             for child in http_processes(psutil.Process(process.pid)):
                 child.kill()
         process.kill()
-        process.communicate()
+        said.append(process.communicate()[1])
 
 
 @pytest.fixture
@@ -87,15 +92,9 @@ def http_processes(server: psutil.Process) -> list[psutil.Process]:
     return found
 
 
-def in_time(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def check_answers(url: str) -> None:
-    """Every request has a connection of its own, which the kernel gives to some process."""
+def test_clients_at_once_get_their_answers_and_the_port_is_free_afterwards(server: Any) -> None:
+    main, url = server
+    assert len(http_processes(main)) == 1
     tokenizer = byte_tokenizer()
 
     def check(number: int) -> None:
@@ -106,34 +105,16 @@ def check_answers(url: str) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(check, range(48)))
-
-
-def test_one_that_is_killed_is_replaced(server: tuple[psutil.Process, str]) -> None:
-    main, url = server
-    before = http_processes(main)
-    assert len(before) == PROCESSES
-    check_answers(url)
-    before[0].kill()
-    in_time(lambda: before[0] not in http_processes(main))
-    in_time(lambda: len(http_processes(main)) == PROCESSES)
-    check_answers(url)
-    assert before[1] in http_processes(main)
     main.send_signal(signal.SIGTERM)
     assert main.wait(20) == 0
-    bind("127.0.0.1", int(url.rpartition(":")[2]))[0].close()
+    bind("127.0.0.1", int(url.rpartition(":")[2])).close()
 
 
-def test_one_that_is_killed_while_it_starts_is_replaced_too(server: tuple[psutil.Process, str]) -> None:
-    main, url = server
-    before = http_processes(main)
-    before[0].kill()
-    in_time(lambda: set(http_processes(main)) - set(before))
-    (replacement,) = set(http_processes(main)) - set(before)
-    replacement.kill()
-    in_time(lambda: len({*http_processes(main)} - {*before, replacement}) == 1)
-    check_answers(url)
-    main.send_signal(signal.SIGTERM)
-    assert main.wait(20) == 0
+def test_an_http_process_that_is_killed_ends_the_server_with_a_sentence() -> None:
+    with started() as (main, _):
+        http_processes(main)[0].kill()
+        assert main.wait(30) == 1
+    assert "RuntimeError: the HTTP process has ended with status -9" in said[-1]
 
 
 def test_one_that_reads_nothing_does_not_keep_the_server_from_ending(server: tuple[psutil.Process, str]) -> None:
@@ -143,7 +124,7 @@ def test_one_that_reads_nothing_does_not_keep_the_server_from_ending(server: tup
         next(response.iter_raw())
         for process in http_processes(main):
             process.suspend()
-        time.sleep(1.5)  # there is output in the socket
+        time.sleep(1.5)  # there is output in the pipe
         main.send_signal(signal.SIGTERM)
         assert main.wait(20) == 0
 
@@ -157,11 +138,43 @@ def test_the_third_signal_ends_the_process(number: signal.Signals) -> None:
         assert main.wait(5) == -number
 
 
-def test_they_end_with_the_engine_that_is_killed(server: tuple[psutil.Process, str]) -> None:
+def test_it_ends_with_the_engine_that_is_killed(server: tuple[psutil.Process, str]) -> None:
     main, url = server
     others = http_processes(main)
-    check_answers(url)
     main.kill()
     assert psutil.wait_procs(others, timeout=20)[1] == []
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) != 0
+
+
+def test_an_address_that_is_taken_is_an_error_at_once() -> None:
+    """While the first server loads its model, too."""
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        assert url_of(first) == f"http://127.0.0.1:{port}"
+        with pytest.raises(OSError, match=rf"cannot listen at 127\.0\.0\.1, port {port}: .*in use"):
+            bind("127.0.0.1", port)
+    with pytest.raises(OSError, match=r"cannot listen at no\.such\.host\.invalid"):
+        bind("no.such.host.invalid", 0)
+
+
+def test_an_address_is_free_after_use() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"x")
+            served, _ = first.accept()
+            served.recv(1)
+            served.close()  # the side that closes first keeps the address for a minute
+            assert client.recv(1) == b""
+    bind("127.0.0.1", port).close()
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_the_url_of_an_ipv6_address_has_brackets() -> None:
+    try:
+        address = bind("::1", 0)
+    except OSError:
+        pytest.skip("this machine has no IPv6 address of its own")
+    with address:
+        assert url_of(address) == f"http://[::1]:{address.getsockname()[1]}"

@@ -1,51 +1,48 @@
-"""The socket between an engine and an HTTP process: what is answered, lost and forgotten."""
+"""The pipe between an engine and an HTTP process: what is answered, lost and forgotten."""
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, byte_tokenizer
 
 from deltazoo.serving import EngineError, EngineStopped, QueueFull, Request
-from deltazoo.serving.engine_link import EngineEnd, RemoteEngine, receive
+from deltazoo.serving.pipe import EngineEnd, RemoteEngine
 
 
 class Linked:
-    """An engine behind a link, whose end runs in a thread."""
+    """An engine behind a pipe."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
-        self._ours, theirs = socket.socketpair()
-        self.thread = threading.Thread(target=asyncio.run, args=(self._pass_on(),))
-        self.thread.start()
-        assert receive(theirs) == "hello"
-        self.remote = RemoteEngine(theirs, engine.tokenizer, engine.max_queue)
-
-    async def _pass_on(self) -> None:
-        self.end = await EngineEnd.over(self._ours, self.engine, lambda: None, "hello")
-        await self.end.run()
-
-    def finish(self) -> None:
-        with suppress(RuntimeError):  # it has ended
-            self.end._loop.call_soon_threadsafe(self.end.finish)
+        self.ours, theirs = multiprocessing.Pipe()
+        self.is_ready, self.is_over = threading.Event(), threading.Event()
+        self.end = EngineEnd(engine, self.ours, "hello", on_ready=self.is_ready.set, on_end=self.is_over.set)
+        assert theirs.recv() == "hello"
+        self.remote = RemoteEngine(theirs, engine.tokenizer, engine.max_queue, engine.context_limit)
+        self.remote_has_ended = asyncio.Event()
+        self.remote.begin(self.remote_has_ended.set)
+        assert self.is_ready.wait(5)
 
 
 @asynccontextmanager
 async def linked(engine: FakeEngine) -> AsyncIterator[Linked]:
     with engine:
         link = Linked(engine)
-        await link.remote.connect()
-        reading = asyncio.create_task(link.remote.run())
         yield link
-        link.finish()
-        await reading
-        link.thread.join()
+        link.end.close()
+        await link.remote_has_ended.wait()
+        link.remote._pipe.close()
+        assert link.is_over.wait(5)
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -61,8 +58,8 @@ def test_what_was_made_before_the_end_is_read_although_the_other_end_writes() ->
         async with linked(FakeEngine(byte_tokenizer())) as link:
             (stream,) = await link.remote.submit_all([request()])
             link.engine.stop()  # this loop does not read meanwhile
-            link.finish()
-            link.thread.join(0.2)
+            link.end.close()
+            time.sleep(0.2)
             late = asyncio.create_task(link.remote.submit_all([request()]))
             pieces = [piece async for piece in stream]
             assert sum(len(piece.token_ids) for piece in pieces) == 20 and pieces[-1].finish_reason == "length"
@@ -110,16 +107,42 @@ def test_refused_requests_are_forgotten_though_nobody_waits() -> None:
     run(test)
 
 
-def test_a_connection_that_is_gone_cancels_what_runs() -> None:
+def cut(pipe: Any) -> None:
+    """What becomes of a pipe whose process at the other end is killed."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("whose", ["engine", "http"])
+def test_a_process_that_is_gone_ends_what_runs_in_both(whose: str) -> None:
     async def test() -> None:
         engine = FakeEngine(byte_tokenizer())
         engine.steps = threading.Semaphore(0)
         async with linked(engine) as link:
             (stream,) = await link.remote.submit_all([request()])
-            link.end._loop.call_soon_threadsafe(link.end.abort)
+            asked = asyncio.create_task(link.remote.submit_all([request()]))
+            await asyncio.sleep(0)
+            cut(link.ours if whose == "engine" else link.remote._pipe)
             assert [piece.finish_reason async for piece in stream] == ["cancelled"]
+            await asyncio.gather(asked, return_exceptions=True)
             with pytest.raises(EngineStopped):
                 await link.remote.status()
+            assert link.is_over.wait(5)
             engine.steps.release(100)
+            assert not link.remote._streams and not link.remote._asked
+        assert engine.finished["cancelled"] >= 1 and not engine.finished["length"]
 
     run(test)
+
+
+def test_a_pipe_that_nobody_reads_does_not_hold_up_the_engine() -> None:
+    engine, (ours, theirs) = FakeEngine(byte_tokenizer(), seconds=0), multiprocessing.Pipe()
+    with engine:
+        EngineEnd(engine, ours, "hello", on_ready=lambda: None, on_end=lambda: None)
+        theirs.send(("enter", 0, [(number, request(max_tokens=4000)) for number in range(1, 9)]))
+        end = time.monotonic() + 30
+        while engine.finished["length"] < 8:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert theirs.recv() == "hello" and theirs.recv() == ("answer", 0, None)
+        theirs.close()

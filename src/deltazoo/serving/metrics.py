@@ -1,8 +1,8 @@
-"""The engine's counters in Prometheus' text format."""
+"""Prometheus' metrics: what the HTTP server counts itself, and the engine's counters."""
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as METRICS_TYPE
 from prometheus_client.exposition import generate_latest
@@ -38,22 +38,25 @@ class Metrics:
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self.registry = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
+        self.finished = {}
+        finished = Counter("deltazoo_finished", "Requests by finish reason.", ["model", "reason"], registry=registry)
+        for reason in ("stop", "length", "cancelled", "error"):
+            self.finished[reason] = finished.labels(model, reason)
 
         def histogram(name: str, description: str) -> Histogram:
-            found = Histogram(f"deltazoo_{name}", description, ["model"], registry=self.registry, buckets=_SECONDS)
+            found = Histogram(f"deltazoo_{name}", description, ["model"], registry=registry, buckets=_SECONDS)
             return found.labels(model)
 
-        self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token."
-        )
+        first = "Seconds from a request's arrival to its first token."
+        self.time_to_first_token = histogram("time_to_first_token_seconds", first)
         self.request_seconds = histogram("request_seconds", "Seconds from a request's arrival to its end.")
 
     def text(self, status: Status) -> bytes:
         """All of them, with the engine's counters."""
         registry = CollectorRegistry()
         registry.register(_Collector(status, self._model))
-        return generate_latest(registry) + generate_latest(self.registry)
+        return generate_latest(registry) + generate_latest(self._registry)
 
 
 class _Collector:
@@ -62,15 +65,8 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         """All metrics of the engine."""
-        for name, description in _NOW.items():
-            gauge = GaugeMetricFamily(f"deltazoo_{name}", description, labels=["model"])
-            gauge.add_metric([self._model], self._status.counters[name])
-            yield gauge
-        for name, description in _TOTALS.items():
-            total = CounterMetricFamily(f"deltazoo_{name}", description, labels=["model"])
-            total.add_metric([self._model], self._status.counters[name])
-            yield total
-        finished = CounterMetricFamily("deltazoo_finished", "Requests by finish reason.", labels=["model", "reason"])
-        for reason in ("stop", "length", "cancelled", "error"):
-            finished.add_metric([self._model, reason], self._status.finished[reason])
-        yield finished
+        for kind, names in ((GaugeMetricFamily, _NOW), (CounterMetricFamily, _TOTALS)):
+            for name, description in names.items():
+                family = kind(f"deltazoo_{name}", description, labels=["model"])
+                family.add_metric([self._model], self._status.counters[name])
+                yield family

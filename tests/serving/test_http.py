@@ -1,17 +1,18 @@
 """The HTTP API before an engine without a model: shapes of responses, bad requests, hang-ups, keys, metrics.
 
-Everything is tried before an engine in the same process, and before one behind a socket.
+Everything is tried before an engine in the same process, and before one behind a pipe.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
+import multiprocessing
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -25,21 +26,21 @@ openai = pytest.importorskip("openai", reason=REASON)
 
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
-from deltazoo.serving import Piece, RequestError, TokenLogprob, background_server, create_app  # noqa: E402
-from deltazoo.serving.api_responses import CompletionAnswer  # noqa: E402
-from deltazoo.serving.engine_link import EngineEnd, RemoteEngine, receive  # noqa: E402
-from deltazoo.serving.http_app import app_before  # noqa: E402
-from deltazoo.serving.http_processes import _Server  # noqa: E402
-from deltazoo.serving.http_server import bind, url_of, uvicorn_config  # noqa: E402
-from deltazoo.serving.token_texts import TokenTexts  # noqa: E402
+from deltazoo.serving import EngineError, Piece, RequestError, background_server, create_app  # noqa: E402
+from deltazoo.serving import server as server_module  # noqa: E402
+from deltazoo.serving.api import Answer, CompletionBody  # noqa: E402
+from deltazoo.serving.pipe import EngineEnd, RemoteEngine  # noqa: E402
+from deltazoo.serving.server import _config, _Connection, _Server, bind, url_of  # noqa: E402
+from deltazoo.serving.text import TextLogprob  # noqa: E402
 
 TEMPLATE = (
-    "{% for message in messages %}{% if message.content == 'forbidden' %}{{ raise_exception('not that') }}{% endif %}"
+    "{% if loud %}loud {% endif %}{% for message in messages %}"
+    "{% if message.content == 'forbidden' %}{{ raise_exception('not that') }}{% endif %}"
     "{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 
-@pytest.fixture(scope="module", params=["in_process", "behind_a_socket"])
+@pytest.fixture(scope="module", params=["in_process", "behind_a_pipe"])
 def served(request: pytest.FixtureRequest) -> Any:
     @contextmanager
     def in_process(engine: FakeEngine, **options: Any) -> Iterator[str]:
@@ -47,32 +48,29 @@ def served(request: pytest.FixtureRequest) -> Any:
             yield url
 
     @contextmanager
-    def behind_a_socket(engine: FakeEngine, api_key: str | None = None) -> Iterator[str]:
-        (address,) = bind("127.0.0.1", 0)
-        ours, theirs = socket.socketpair()
-        ready, ends = threading.Event(), []
-
-        async def pass_on() -> None:
-            ends.append(await EngineEnd.over(ours, engine, ready.set, "the first message"))
-            await ends[0].run()
+    def behind_a_pipe(engine: FakeEngine, **options: Any) -> Iterator[str]:
+        address = bind("127.0.0.1", 0)
+        ours, theirs = multiprocessing.Pipe()
+        ready, url = threading.Event(), url_of(address)
 
         def serve() -> None:
-            assert receive(theirs) == "the first message"
-            remote = RemoteEngine(theirs, engine.tokenizer, engine.max_queue)
-            config = uvicorn_config(app_before(remote, model="tiny", api_key=api_key), 1)
-            _Server(config, remote).run(sockets=[address])
+            assert theirs.recv() == "the first message"
+            remote = RemoteEngine(theirs, engine.tokenizer, engine.max_queue, engine.context_limit)
+            server = _Server(_config(create_app(remote, model="tiny", **options), 1))
+            server.engine = remote
+            server.run(sockets=[address])
+            theirs.close()
 
-        threads = [threading.Thread(target=asyncio.run, args=(pass_on(),)), threading.Thread(target=serve)]
+        thread = threading.Thread(target=serve)
         with engine:
-            for thread in threads:
-                thread.start()
+            thread.start()
+            end = EngineEnd(engine, ours, "the first message", on_ready=ready.set, on_end=lambda: None)
             assert ready.wait(10)
-            yield url_of(address)
-            ends[0]._loop.call_soon_threadsafe(ends[0].finish)
-            for thread in threads:
-                thread.join()
+            yield url
+            end.close()
+            thread.join()
 
-    return {"in_process": in_process, "behind_a_socket": behind_a_socket}[request.param]
+    return {"in_process": in_process, "behind_a_pipe": behind_a_pipe}[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -216,22 +214,30 @@ def test_log_probabilities(client: Any) -> None:
     assert [entry.token for entry in streamed] == list(choice.message.content)
 
 
-def test_the_chosen_token_is_among_the_likeliest_and_numbers_are_finite() -> None:
+def logprobs_of(logprob: float, top: Any) -> Any:
     tokenizer = byte_tokenizer()
-    likeliest, chosen = tokenizer("ab", add_special_tokens=False)["input_ids"]
-    entry = TokenLogprob(token_id=chosen, logprob=float("-inf"), top=((likeliest, -0.1),))
-    piece = Piece(text="b", token_ids=(chosen,), logprobs=(entry,), finish_reason="length")
-    found = CompletionAnswer("tiny", TokenTexts(tokenizer), None).choice(0, piece)["logprobs"]
+    body = CompletionBody(prompt="x")
+    entry = TextLogprob(token_id=99, logprob=logprob, top=top, content=b"b", offset=0)
+    answer = Answer(body, "tiny", tokenizer, [type("S", (), dict.fromkeys(("seed", "prompt_tokens"), 0))], None)
+    return json.loads(answer.chunk(0, Piece(text="b", token_ids=(99,), logprobs=(entry,))))["choices"][0]["logprobs"]
+
+
+def test_the_chosen_token_is_among_the_likeliest_and_numbers_are_finite() -> None:
+    likeliest = byte_tokenizer()("a", add_special_tokens=False)["input_ids"][0]
+    found = logprobs_of(float("-inf"), ((likeliest, -0.1),))
     assert found["top_logprobs"] == [{"a": -0.1, "b": -9999.0}] and found["token_logprobs"] == [-9999.0]
 
 
-def test_bytes_of_tokens() -> None:
-    tokenizer = byte_tokenizer()
-    texts = TokenTexts(tokenizer)
-    ids = tokenizer("a €", add_special_tokens=False)["input_ids"]
-    assert b"".join(texts.bytes_of(token) for token in ids) == "a €".encode()
-    assert [texts.text_of(token) for token in ids] == ["a", " ", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
-    assert texts.text_of(tokenizer.eos_token_id) == "<|eos|>"
+def test_of_equal_texts_the_likeliest_is_told() -> None:
+    """Numbers beyond the vocabulary have the same text: none."""
+    found = logprobs_of(-5.0, ((300, -1.0), (301, -2.0), (302, -3.0)))
+    assert found["top_logprobs"] == [{"": -1.0, "b": -5.0}]
+
+
+@pytest.mark.parametrize(("logprob", "other"), [(float("nan"), -1.0), (-1.0, float("nan"))])
+def test_nan_is_an_error(logprob: float, other: float) -> None:
+    with pytest.raises(EngineError, match="NaN"):
+        logprobs_of(logprob, ((98, other),))
 
 
 def test_a_chat(client: Any, engine: FakeEngine) -> None:
@@ -253,6 +259,14 @@ def test_a_chat(client: Any, engine: FakeEngine) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected_text(engine.requests[-1], 4)
     assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_variables_reach_the_chat_template(client: Any, engine: FakeEngine) -> None:
+    for loud in (True, False):
+        options = {"chat_template_kwargs": {"loud": loud}}
+        client.chat.completions.create(model="tiny", messages=SAY, max_tokens=1, extra_body=options)
+        prompt = byte_tokenizer().decode(engine.requests[-1].prompt, skip_special_tokens=True)
+        assert prompt.startswith("loud user" if loud else "user")
 
 
 def test_a_chat_needs_a_template(served: Any) -> None:
@@ -295,7 +309,32 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     ("chat/completions", {"messages": [{"role": "user", "content": "\udfff"}]}, 400, "messages", "surrogates"),
     ("chat/completions", {"messages": [{**SAY[0], "name": "\ud800"}]}, 400, "messages", "surrogates"),
     ("chat/completions", {"messages": []}, 400, "messages", "at least 1"),
-    ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "'tool'"),
+    ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0]", "makes no tool calls"),
+    (
+        "chat/completions",
+        {"messages": [*SAY, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        400,
+        "messages[1]",
+        "makes no tool calls",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages[0].content",
+        "parts of the type text",
+    ),
+    ("chat/completions", {"messages": SAY, "chat_template_kwargs": {"a": 1}}, 400, "chat_template_kwargs", "read 'a'"),
+    (
+        "chat/completions",
+        {"messages": SAY, "chat_template_kwargs": {"tokenize": 1}},
+        400,
+        "chat_template_kwargs",
+        "'to",
+    ),
+    ("chat/completions", {"messages": [1] * 100_000}, 400, "messages[0]", "valid dictionary"),
+    ("completions", {str(i): 1 for i in range(50_000)}, 400, "0", "no such field"),
+    ("completions", {"prompt": "x" * 40_000}, 400, "prompt", f"more than {CONTEXT} tokens, the context limit"),
     ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content", "missing"),
     ("chat/completions", {"messages": [{"role": "user", "content": "forbidden"}]}, 400, "messages", "not that"),
     ("chat/completions", {"messages": SAY, "tools": [{"type": "function"}]}, 400, "tools", "not computed"),
@@ -476,3 +515,94 @@ def test_a_stopping_engine_is_said_to_be_one(served: Any) -> None:
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["message"] == "the server takes no new requests: it has been stopped"
         assert client.get("/health").status_code == 503
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "\n", "schlüssel", "\x00", "a\x7f", "日本"])
+def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="the API key is sent in a header"):
+        create_app(FakeEngine(byte_tokenizer()), model="tiny", api_key=key)
+
+
+def test_a_tokenizer_of_another_library_is_refused() -> None:
+    with pytest.raises(ValueError, match="tokenizers library .* object is not of it"):
+        create_app(FakeEngine(object()), model="tiny")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_beyond_the_limit_is_not_read(served: Any, chunked: bool) -> None:
+    engine = FakeEngine(byte_tokenizer())
+    with served(engine, max_body=1000) as url:
+        content = json.dumps({"prompt": "x" * 900, "max_tokens": 1}).encode()
+        headers = {"Content-Type": "application/json"}
+        assert httpx.post(f"{url}/v1/completions", content=content, headers=headers).status_code == 200
+        long = content.replace(b"x", b"x" * 50)
+        sent = (long[i : i + 1000] for i in range(0, len(long), 1000)) if chunked else long
+        answer = httpx.post(f"{url}/v1/completions", content=sent, headers=headers)
+        assert (answer.status_code, answer.headers["content-type"]) == (413, "application/json")
+        assert "at most 1000 bytes are read, see --max-body" in answer.json()["error"]["message"]
+        assert len(engine.requests) == 1
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: x\r\nAccept: ", "body"])
+def test_a_request_that_does_not_come_whole_ends_its_connection(
+    served: Any, sent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_RECEIVE_TIME", 0.3)
+    if sent == "body":
+        sent = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        )
+    with served(FakeEngine(byte_tokenizer(), seconds=0.05)) as url, httpx.Client(base_url=url) as client:
+        assert client.get("/health").status_code == 200
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5) as half_open:
+            half_open.sendall(sent)
+            began = time.monotonic()
+            with suppress(ConnectionResetError):
+                assert half_open.recv(100) == b""
+            assert 0.2 < time.monotonic() - began < 2
+        # An answer may take longer, and so may the next request on a connection that is kept.
+        assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+        time.sleep(0.4)
+        assert client.get("/health").status_code == 200
+
+
+def test_idle_connections_give_way(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Connection, "most", 5)
+    engine = FakeEngine(byte_tokenizer())
+    engine.steps = threading.Semaphore(0)
+    with served(engine) as url, ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(httpx.post, f"{url}/v1/completions", json={"prompt": "x"}) for _ in range(2)]
+        wait_until(lambda: len(engine.requests) == 2)
+        port = int(url.rpartition(":")[2])
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(40)]
+        assert httpx.get(f"{url}/health").status_code == 200
+        engine.steps.release(100)
+        assert [answer.result().status_code for answer in running] == [200, 200]
+        for connection in idle:
+            connection.close()
+
+
+def test_a_client_that_hangs_up_while_its_prompt_waits_is_forgotten(served: Any) -> None:
+    """A long text is being read; of two more that wait, one is let go of."""
+    engine, go_on, read = FakeEngine(byte_tokenizer()), threading.Event(), []
+
+    def slow(tokenizer: Any, text: str) -> Any:
+        read.append(len(text))
+        go_on.wait(20)
+        return {"input_ids": [5, 6]}
+
+    kind = type(engine.tokenizer)
+    engine.tokenizer.__class__ = type("Slow", (kind,), {"__call__": slow})
+    with served(engine) as url, ThreadPoolExecutor(3) as pool:
+        body = {"prompt": "x" * 30_000, "max_tokens": 1}
+        first = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=30)
+        wait_until(lambda: len(read) == 1)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 30_001, "max_tokens": 1}, timeout=0.3)
+        third = pool.submit(httpx.post, f"{url}/v1/completions", json={**body, "prompt": "x" * 30_002}, timeout=30)
+        assert httpx.get(f"{url}/health").status_code == 200
+        time.sleep(0.3)
+        go_on.set()
+        assert [answer.result().status_code for answer in (first, third)] == [200, 200]
+    assert read == [30_000, 30_002]

@@ -1,0 +1,292 @@
+"""Text and tokens: prompts become token ids, and new tokens become text up to a stop string; here and nowhere else."""
+
+import asyncio
+import copy
+import inspect
+import logging
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from deltazoo.serving.requests import EngineError, Piece, RequestError, Stream, TokenLogprob
+
+__all__ = ["PromptTokens", "TextLogprob", "TextStream", "bytes_of", "text_of"]
+
+_log = logging.getLogger(__name__)
+
+_LONG = 20_000
+"""Characters of a text whose tokenization takes too long for others to wait for it."""
+_CONTEXT = 6
+"""Tokens of the prompt that are decoded with the first new one: some tokenizers drop a space where a text begins."""
+_INCOMPLETE = "\ufffd"
+"""Mark in place of bytes that are no character yet, or never become one."""
+_MOST_PENDING = 8
+"""Tokens without text after which their text is made of them as they are: twice the bytes of a character."""
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
+_ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class PromptTokens:
+    """Token ids of texts and chats.
+
+    A tokenizer is not made for several threads, so short and long texts have a thread and a tokenizer each. A text that
+    waits for its thread is forgotten when its request is cancelled.
+
+    Args:
+        tokenizer: of the model.
+        context_limit: most tokens of a prompt; None: any number.
+    """
+
+    def __init__(self, tokenizer: Any, context_limit: int | None) -> None:
+        self.tokenizer = tokenizer
+        self._limit = context_limit
+        self._longest = max(map(len, tokenizer.get_vocab()))
+        self._short = tokenizer, ThreadPoolExecutor(1, "short texts")
+        self._long = copy.deepcopy(tokenizer), ThreadPoolExecutor(1, "long texts")
+
+    async def of_text(self, text: str) -> list[int]:
+        """Token ids of a prompt; RequestError if it is no text, or certainly longer than the context limit."""
+        self._check("prompt", [text])
+        return await self._run(len(text), lambda tokenizer: tokenizer(text)["input_ids"])
+
+    async def of_chat(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> list[int]:
+        """Token ids of messages by the chat template; RequestError if it refuses them or does not read a variable."""
+        texts = [text for message in messages for text in message.values()]
+        self._check("messages", texts)
+        template = str(self.tokenizer.chat_template)
+        taken = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
+        for name in variables:
+            if name in taken or not re.search(rf"\b{re.escape(name)}\b", template):
+                raise RequestError(f"the chat template does not read {name!r}", param="chat_template_kwargs")
+
+        def tokens(tokenizer: Any) -> list[int]:
+            try:
+                options = {"add_generation_prompt": True, "return_dict": False, **variables}
+                return tokenizer.apply_chat_template(messages, **options)
+            except Exception as error:  # templates raise what they like
+                raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+
+        return await self._run(sum(map(len, texts)), tokens)
+
+    async def text_of(self, tokens: list[int]) -> str:
+        """Text of a prompt of token ids, to be repeated before the answer."""
+        try:
+            return await self._run(len(tokens), lambda tokenizer: tokenizer.decode(tokens))
+        except (OverflowError, TypeError, ValueError) as error:
+            message = f"prompt has a token that the tokenizer does not know: {error}"
+            raise RequestError(message, param="prompt") from None
+
+    def _check(self, param: str, texts: Sequence[str]) -> None:
+        length = sum(map(len, texts))
+        if self._limit is not None and length > self._limit * self._longest:
+            raise RequestError(
+                f"{param} has {length} characters, which are more than {self._limit} tokens, the context limit",
+                param=param,
+            )
+        try:  # JSON can hold halves of surrogate pairs, and no tokenizer takes them
+            "".join(texts).encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{param} is no text: {error}", param=param) from None
+
+    async def _run(self, length: int, work: Callable[[Any], Any]) -> Any:
+        tokenizer, thread = self._long if length > _LONG else self._short
+        return await asyncio.get_running_loop().run_in_executor(thread, work, tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextLogprob(TokenLogprob):
+    """The log-probability of a token, with its place in the text."""
+
+    content: bytes | None
+    """Bytes of the text that come from the token; None: a special token, which has no text."""
+    offset: int
+    """Characters of the text before the token; before its character, if that has several tokens."""
+
+
+class TextStream:
+    """A stream whose pieces have text, and which a stop string ends. The request is cancelled then.
+
+    Text is held back while it may be the beginning of a stop string, and log-probabilities until their text has come.
+
+    Args:
+        stream: of `Engine.submit`.
+        tokenizer: of the model; one of the tokenizers library.
+        stop: texts that end the output and are not part of it.
+
+    Attributes:
+        completion_tokens: new tokens read so far, up to the one that completes a stop string.
+
+    Raises:
+        EngineError: on reading, by the stream, or since the tokenizer failed.
+    """
+
+    def __init__(self, stream: Stream, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self.request, self.seed, self.prompt_tokens = stream.request, stream.seed, stream.prompt_tokens
+        self.cached_tokens = self.completion_tokens = 0
+        self.cancel = stream.cancel
+        self._stream, self._tokenizer, self._stop = stream, tokenizer, stop
+        self._characters: _Characters | None = None
+        self._length = 0  # of the text that has come
+        self._held = ""
+        self._entries: list[TextLogprob] = []
+
+    def __iter__(self) -> Iterator[Piece]:
+        """The pieces as they are made; blocks."""
+        for piece in self._stream:
+            yield (piece := self._with_text(piece))
+            if piece.finish_reason is not None:
+                return
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """The pieces as they are made."""
+        async for piece in self._stream:
+            yield (piece := self._with_text(piece))
+            if piece.finish_reason is not None:
+                return
+
+    def _with_text(self, piece: Piece) -> Piece:
+        try:
+            piece = self._extended(piece)
+        except Exception as error:  # tokenizers raise what they like for tokens that they do not know
+            self.cancel()
+            _log.error("the tokenizer failed on a request: %s", error, exc_info=error)
+            raise EngineError(f"the tokenizer failed: {error}") from error
+        self.completion_tokens += len(piece.token_ids)
+        self.cached_tokens += piece.cached_tokens
+        return piece
+
+    def _extended(self, piece: Piece) -> Piece:
+        characters = self._characters = self._characters or _Characters(self._tokenizer, self.request.prompt)
+        text, stopped, count = "", False, 0
+        for count, token in enumerate(piece.token_ids, 1):
+            at, whole = self._length + len(text) + len(self._held), not characters.pending
+            is_end = piece.finish_reason == "stop" and count == len(piece.token_ids)
+            new = "" if is_end else characters.add(token)
+            if piece.logprobs is not None:
+                self._describe(piece.logprobs[count - 1], at, new, whole and not characters.pending)
+            certain, stopped = self._certain(new)
+            text += certain
+            if stopped:
+                break
+        ends = piece.finish_reason in ("stop", "length")
+        if ends and not stopped:
+            certain, stopped = self._certain(characters.finish())
+            text += certain + self._held
+        if stopped:
+            self.cancel()
+        self._length += len(text)
+        all_came = ends and not stopped
+        logprobs = tuple(entry for entry in self._entries if all_came or entry.offset < self._length)
+        self._entries = self._entries[len(logprobs) :]
+        return replace(
+            piece,
+            text=text,
+            token_ids=piece.token_ids[:count],
+            logprobs=None if piece.logprobs is None else logprobs,
+            finish_reason="stop" if stopped else piece.finish_reason,
+        )
+
+    def _describe(self, logprob: TokenLogprob, at: int, new: str, whole: bool) -> None:
+        """Keep a log-probability until its text, which begins at a place, has come."""
+        content = bytes_of(self._tokenizer, logprob.token_id)
+        own = None if content is None else content.decode(errors="ignore")
+        if whole and new:  # without the space that a tokenizer drops where a text begins
+            content = new.encode()
+        elif own and content == own.encode() and new.endswith(own):  # behind bytes that are no character
+            at += len(new) - len(own)
+        self._entries.append(TextLogprob(**vars(logprob), content=content, offset=at))
+
+    def _certain(self, new: str) -> tuple[str, bool]:
+        """Text that no stop string can take back, up to the first one; whether there is one."""
+        text = self._held + new
+        found = [start for start in map(text.find, self._stop) if start >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], False
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+
+
+class _Characters:
+    """Whole characters of one request's tokens, special tokens left out.
+
+    `DecodeStream` waits for a character as long as the last bytes are none, and fails where they undo the characters
+    before them. Then the waiting tokens become text by themselves, all but those that may begin a character.
+
+    Attributes:
+        pending: tokens that no text has come of.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self._backend, self._decode = tokenizer.backend_tokenizer, tokenizer.backend_tokenizer.decode
+        ends = (list(prompt[-length:]) for length in range(_CONTEXT, _CONTEXT + 4))
+        self._context = next((end for end in ends if _INCOMPLETE not in self._decode(end)), [])
+        self.pending: list[int] = []
+        self._stream = DecodeStream(self._context, skip_special_tokens=True)
+
+    def add(self, token: int) -> str:
+        """Text that becomes certain with a token."""
+        self.pending.append(token)
+        try:
+            text = self._stream.step(self._backend, token)
+        except Exception:  # "Invalid prefix": the bytes before are no characters together with these
+            return self.finish()
+        if text is not None:
+            self.pending = []
+        elif len(self.pending) == _MOST_PENDING:
+            whole = self._decode(self.pending)
+            for kept in (3, 2, 1):
+                over, last = self.pending[:-kept], self.pending[-kept:]
+                if self._decode(last) == _INCOMPLETE and self._decode(over) + _INCOMPLETE == whole:
+                    return self.finish(kept)
+            return self.finish()
+        return text or ""
+
+    def finish(self, kept: int = 0) -> str:
+        """Text of the waiting tokens, though they are no characters; the last ones go on waiting."""
+        over, last = self.pending[: len(self.pending) - kept], self.pending[len(self.pending) - kept :]
+        self._stream, self.pending = DecodeStream(self._context, skip_special_tokens=True), last
+        if last:
+            self._stream.step(self._backend, last)
+        before, text = self._decode(self._context), self._decode([*self._context, *over])
+        return text.removeprefix(before) if text.startswith(before) else self._decode(over)
+
+
+@lru_cache(65_536)
+def bytes_of(tokenizer: Any, token: int) -> bytes | None:
+    """Bytes of text that a token stands for; None for special tokens, and for numbers that no token has.
+
+    `tokenizer.decode([token])` is no answer: part of a character decodes to a replacement mark, and some tokenizers
+    drop a space at the beginning.
+    """
+    name = tokenizer.convert_ids_to_tokens(token)
+    if name is None or token in tokenizer.all_special_ids:  # the vocabulary of a model may be padded
+        return None
+    if "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder) and all(character in _BYTE_OF for character in name):
+        return bytes(_BYTE_OF[character] for character in name)
+    if byte := _ONE_BYTE.fullmatch(name):
+        return bytes([int(byte[1], 16)])
+    return name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()  # a space in SentencePiece's vocabularies
+
+
+def text_of(tokenizer: Any, token: int, content: bytes | None) -> str:
+    """A token as OpenAI's API writes it: its text, `bytes:\\xe2\\x82` for part of a character, a special one's name."""
+    if content is None:
+        return tokenizer.convert_ids_to_tokens(token) or ""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
