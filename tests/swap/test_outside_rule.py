@@ -20,8 +20,7 @@ import deltazoo
 from deltazoo.layers import DeltaRuleAttention, LayerInput, layer_class, parameters_without_decay
 from deltazoo.spec import RuleSpec, get_rule, register_rule
 from deltazoo.swap import swapped_layers
-from deltazoo.training.config import TokenizerConfig, from_mapping
-from deltazoo.training.conversion_config import ConversionConfig
+from deltazoo.training.config import Recipe, TokenizerConfig, from_mapping
 from deltazoo.training.distill import distill
 from deltazoo.training.tokens import build_tokenizer
 
@@ -138,7 +137,7 @@ def test_a_distillation_trains_the_rule_in(tmp_path: Path) -> None:
     model = tiny_original("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
     original = copy.deepcopy(model)
     deltazoo.swap_attention(model, "trapezoid")
-    result = distill(model, original, tokenizer, from_mapping(ConversionConfig, values))
+    result = distill(model, original, tokenizer, from_mapping(Recipe, values))
     assert set(result.scores) == {"original", "transfer", "align", "finetune"}
     trained = AutoModelForCausalLM.from_pretrained(result.model_path)
     assert trained.config.mixer_module == "trapezoid"

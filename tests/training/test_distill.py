@@ -27,8 +27,7 @@ from transformers import (
 from deltazoo.swap import swap_attention, swapped_layers
 from deltazoo.training import distill as module
 from deltazoo.training import pictures
-from deltazoo.training.config import TokenizerConfig, from_mapping
-from deltazoo.training.conversion_config import STAGES, ConversionConfig
+from deltazoo.training.config import STAGES, Recipe, TokenizerConfig, from_mapping
 from deltazoo.training.data import open_text, read_corpus
 from deltazoo.training.distill import (
     Distillation,
@@ -46,7 +45,7 @@ STAGE = {"row_length": 48, "rows_per_batch": 4, "log_every": 2, "evaluate_every"
 STAGE |= {"precision": "fp32", "weight_decay": 0.0}
 
 
-def recipe(text: Path, output: Path) -> ConversionConfig:
+def recipe(text: Path, output: Path) -> Recipe:
     values = {
         "output": str(output),
         "data": {"text": str(text), "validation_fraction": 0.2, "max_validation_bytes": 3000},
@@ -54,7 +53,7 @@ def recipe(text: Path, output: Path) -> ConversionConfig:
         "distill": {**STAGE, "steps": 16, "learning_rate": 3e-3, "save_every": 8},
         "finetune": {**STAGE, "steps": 4, "learning_rate": 3e-4, "save_every": 4},
     }
-    return from_mapping(ConversionConfig, values)
+    return from_mapping(Recipe, values)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,7 @@ def swapped(home: Path, rule: str = "gated_deltanet", layers: Any = "all", **opt
     return model
 
 
-def distilled(home: Path, config: ConversionConfig, model: Any = None, **options: Any) -> Distillation:
+def distilled(home: Path, config: Recipe, model: Any = None, **options: Any) -> Distillation:
     tokenizer = AutoTokenizer.from_pretrained(home / "original")
     return distill(model or swapped(home), original_of(home), tokenizer, config, **options)
 
@@ -102,11 +101,11 @@ def held_out_rows(home: Path) -> list[dict[str, np.ndarray]]:
     return pack_in_order(encode_documents(AutoTokenizer.from_pretrained(home / "original"), documents), 48)
 
 
-def trainer_of(config: ConversionConfig, stage: Any, home: Path, model: Any) -> DistillationTrainer:
-    run = module._as_run(stage, "gated_deltanet", config)
+def trainer_of(config: Recipe, name: str, home: Path, model: Any) -> DistillationTrainer:
+    run = module._as_run(name, config, "gated_deltanet")
     rows = held_out_rows(home)
     return DistillationTrainer(
-        stage=stage,
+        stage=config.stages[name],
         original=original_of(home),
         model=model,
         tokenizer=AutoTokenizer.from_pretrained(home / "original"),
@@ -196,17 +195,17 @@ def dying(monkeypatch: pytest.MonkeyPatch, stage: str, after: int) -> Iterator[N
             if state.global_step == after:
                 raise KeyboardInterrupt
 
-    train = module._train
+    train = DistillationTrainer.train
 
-    def with_plug(trainer: DistillationTrainer, run: Any, path: Path) -> None:
-        if Path(run.output).name == stage:
+    def with_plug(trainer: DistillationTrainer, *args: Any, **kwargs: Any) -> Any:
+        if Path(trainer.args.output_dir).name == stage:
             if not after:
                 raise KeyboardInterrupt
             trainer.add_callback(Plug())
-        train(trainer, run, path)
+        return train(trainer, *args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, "_train", with_plug)
+        patch.setattr(DistillationTrainer, "train", with_plug)
         yield
 
 
@@ -269,10 +268,10 @@ def test_models_that_do_not_belong_together_are_refused(home: Path, tmp_path: Pa
 
 
 def test_several_processes_are_refused(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Arguments:
-        world_size = 2
+    class State:
+        num_processes = 2
 
-    monkeypatch.setattr(module, "training_arguments", lambda run: Arguments())
+    monkeypatch.setattr(module, "PartialState", State)
     with pytest.raises(ValueError, match="this is one of 2"):
         distilled(home, recipe(home / "text", tmp_path / "run"))
     assert not (tmp_path / "run").exists()
@@ -308,7 +307,7 @@ def test_alignment_runs_without_dropout(home: Path, tmp_path: Path) -> None:
     """Dropout in the frozen embedding and softmax layers would add noise to the targets."""
     model = swapped(home, layers=[1], attention_dropout=0.5)
     config, original = recipe(home / "text", tmp_path), original_of(home)
-    trainer = trainer_of(config, config.align, home, model)
+    trainer = trainer_of(config, "align", home, model)
     with teacher_forced(model, original) as errors, torch.no_grad():
         model.eval()(**batch(home), use_cache=False)
     assert trainer.compute_loss(model.train(), batch(home)).item() == errors[0].item()
@@ -319,7 +318,7 @@ def test_alignment_runs_without_dropout(home: Path, tmp_path: Path) -> None:
 
 def test_each_layer_learns_from_its_own_error_alone(home: Path) -> None:
     model = swapped(home)
-    choose_trained_parameters(model, recipe(home / "text", home).stages[0])
+    choose_trained_parameters(model, recipe(home / "text", home).stages["align"])
     with teacher_forced(model, original_of(home)) as errors:
         model(**batch(home), use_cache=False)
     errors[1].backward()
@@ -330,7 +329,7 @@ def test_each_layer_learns_from_its_own_error_alone(home: Path) -> None:
 
 def test_what_is_trained_is_what_the_stage_says(home: Path) -> None:
     model = swapped(home)
-    align, distill, _ = recipe(home / "text", home).stages
+    align, distill, _ = recipe(home / "text", home).stages.values()
     choose_trained_parameters(model, align)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {name for name, _ in model.named_parameters() if ".delta." in name}
@@ -363,7 +362,8 @@ def test_the_text_adds_its_weight_to_the_divergence(home: Path, tmp_path: Path) 
     assert inputs["labels"].eq(-100).sum() > 0
     found = []
     for weight in (0.0, 0.25):
-        trainer = trainer_of(config, replace(config.distill, text_weight=weight), home, model)
+        weighted = replace(config, distill=replace(config.distill, text_weight=weight))
+        trainer = trainer_of(weighted, "distill", home, model)
         found.append(trainer.compute_loss(model, dict(inputs)).item())
     wanted = model(**inputs, use_cache=False).loss.item()
     # Means over some hundred tokens in float32, summed in another order.

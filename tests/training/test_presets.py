@@ -15,12 +15,12 @@ from outside_rule import RULES, forget_rules
 import deltazoo
 from deltazoo.cli.options import load_rule_file
 from deltazoo.training import RunConfig, TokenizerConfig, load_config
-from deltazoo.training.conversion_config import STAGES, load_conversion
+from deltazoo.training.config import STAGES, Recipe, load_as
 from deltazoo.training.locate import is_for_gpus, presets, rule_overrides
 from deltazoo.training.run import build_model
 from deltazoo.training.tokens import build_tokenizer
 
-PRESETS, CONVERSIONS = presets(), presets(conversions=True)  # tests/training/test_conversion_config.py has the latter
+PRESETS, CONVERSIONS = presets(), presets(conversions=True)  # tests/training/test_recipe.py has the latter
 AT_PAPER_SIZE = {"paper_340m": (340e6, 400e6), "paper_1.3b": (1.3e9, 1.4e9), "hybrid_340m": (340e6, 400e6)}
 IN_PRODUCTION = ("gated_deltanet", "neg_gated_deltanet", "kda", "mamba2_style", "lightning_attention")
 """Rules of published models, which are hybrids of them."""
@@ -73,7 +73,7 @@ def test_every_preset_can_be_shortened_to_a_few_steps() -> None:
     for path in PRESETS.values():
         assert load_config(path, ["training.steps=5"]).training.warmup_steps <= 1
     for path in CONVERSIONS.values():
-        load_conversion(path, [f"{stage}.steps=5" for stage in STAGES])
+        load_as(Recipe, path, [f"{stage}.steps=5" for stage in STAGES])
 
 
 def test_the_preset_of_a_native_architecture_is_a_model_of_its_size() -> None:

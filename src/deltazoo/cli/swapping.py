@@ -23,9 +23,8 @@ from deltazoo.cli.options import (
     with_loads,
 )
 from deltazoo.spec import get_rule
-from deltazoo.training.config import DataConfig
+from deltazoo.training.config import STAGES, DataConfig, Recipe, load_as
 from deltazoo.training.console import say
-from deltazoo.training.conversion_config import STAGES, ConversionConfig, load_conversion
 from deltazoo.training.data import open_text
 from deltazoo.training.folder import LOSS_PICTURE, check_run, has_saved
 from deltazoo.training.locate import find_config, resolve_checkpoint
@@ -93,7 +92,7 @@ def swap(
     from deltazoo.swap.families import decoder_layers_of, family_of
     from deltazoo.swap.plan import parse_layers
     from deltazoo.training.evaluate import rank_layers, ranking_rows
-    from deltazoo.training.folder import whole_or_not_at_all
+    from deltazoo.training.folder import held, whole_or_not_at_all
     from deltazoo.training.loading import load_checkpoint, load_model
 
     if best is None:
@@ -123,7 +122,7 @@ def swap(
     console.print(swap_attention(model, rule, layers=chosen, dry_run=dry_run, **options))
     if dry_run or folder is None or tokenizer is None:
         return
-    with whole_or_not_at_all(folder / "model") as staging:
+    with held(folder), whole_or_not_at_all(folder / "model") as staging:
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
     distilling = ["deltazoo", "distill", str(folder), "--original", path, "--output", f"{folder}_distilled"]
@@ -168,12 +167,12 @@ def distill(
         import torch
 
         recipe = "swap_gpu" if torch.cuda.is_available() else "swap_cpu"
-    config = load_conversion(find_config(recipe, conversions=True), overrides)
+    config = load_as(Recipe, find_config(recipe, conversions=True), overrides)
     folder = Path(config.output)
     model_path, original_path = resolve_checkpoint(path), resolve_checkpoint(original)
     if (folder / "model").resolve() == Path(model_path).resolve():
         raise ValueError(f"{folder} holds the swapped model itself: choose another --output")
-    check_run(config, folder, resume, load=load_conversion, stages=STAGES)
+    check_run(config, folder, resume, stages=STAGES)
     open_text(config.data)
 
     # These import torch, after the arguments are checked.
@@ -209,17 +208,17 @@ def ranking_table(ranking: "Ranking") -> Table:
     return figures_table(title, ("layer", "loss, nats per token", "rise"), [*rows, ("none", f"{ranking.loss:.4f}", "")])
 
 
-def _stages_table(config: ConversionConfig) -> Table:
+def _stages_table(config: Recipe) -> Table:
     """The stages before they are run."""
     rows = [
-        (s.section, s.trains, f"{s.steps:,}", f"{s.steps * s.rows_of_a_step * s.row_length:,}", f"{s.learning_rate:g}")
-        for s in config.stages
+        (name, s.trains, f"{s.steps:,}", f"{s.steps * s.rows_of_a_step * s.row_length:,}", f"{s.learning_rate:g}")
+        for name, s in config.stages.items()
     ]
     headings = ("stage", "trains", "steps", "tokens", "learning rate")
     return figures_table(f"stages, on {config.data.text}", headings, rows)
 
 
-def _scores_table(result: "Distillation", config: ConversionConfig) -> Table:
+def _scores_table(result: "Distillation", config: Recipe) -> Table:
     """Held-out bits per byte after each stage."""
     names = {"original": "original", "transfer": "swapped, before training"}
     gap = result.scores["transfer"] - result.scores["original"]

@@ -23,6 +23,9 @@ NATIVE_RUNTIME_OPTIONS = ("backend", "fused_kernels")  # those that act on model
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 """For a section: unknown keys, infinite numbers and values of another type (true or "3" for a number) are refused."""
 
+STAGES = ("align", "distill", "finetune")
+"""Names of the stages of a distillation, in order."""
+
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -264,6 +267,75 @@ class RunConfig:
     def model_name(self) -> str:
         """The rule or the model type of transformers."""
         return self.architecture or self.model["mixer"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class StageConfig(OptimizationConfig):
+    """A stage of a distillation: an `OptimizationConfig`, in one process, and the parameters that it trains.
+
+    Attributes:
+        trains: ``swapped``: the new layers only; ``all``: the whole model.
+    """
+
+    trains: Literal["swapped", "all"] = "all"
+    context_parallel: Literal[1] = 1
+    fully_shard: Literal[False] = False
+
+
+@dataclass(frozen=True, config=STRICT)
+class AlignConfig(StageConfig):
+    """Each new layer learns the output of the attention it replaces, on that attention's inputs.
+
+    The loss depends on no parameter of other layers, and each layer's is taken inside the forward pass, which therefore
+    is neither compiled nor recomputed.
+    """
+
+    trains: Literal["swapped"] = "swapped"
+    compile: Literal[False] = False
+    gradient_checkpointing: Literal[False] = False
+
+
+@dataclass(frozen=True, config=STRICT)
+class DistillConfig(StageConfig):
+    """The model learns the original's predictions: Kullback-Leibler divergence at temperature 1, token by token.
+
+    Attributes:
+        text_weight: weight of the cross-entropy on the text, which is added to the divergence.
+    """
+
+    text_weight: NotNegative = 0.0
+
+
+@dataclass(frozen=True, config=STRICT)
+class Recipe:
+    """The distillation of a model whose attention was swapped, in up to three stages.
+
+    Attributes:
+        output: folder of the run: a subfolder per stage, the model, the scores, the loss curves.
+        align: see `AlignConfig`; None leaves the stage out, as with the next two.
+        distill: see `DistillConfig`.
+        finetune: see `StageConfig`; the model learns the text itself.
+        data: the text of all stages; see `DataConfig`.
+        seed: of the order of the documents, which differs between stages.
+    """
+
+    output: str
+    align: AlignConfig | None = None
+    distill: DistillConfig | None = None
+    finetune: StageConfig | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that there is a stage."""
+        if not self.stages:
+            raise ValueError("none of the stages align, distill and finetune is configured: name at least one")
+
+    @property
+    def stages(self) -> dict[str, StageConfig]:
+        """The configured stages by name, in order."""
+        stages = {name: getattr(self, name) for name in STAGES}
+        return {name: stage for name, stage in stages.items() if stage is not None}
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:

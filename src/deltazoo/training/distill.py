@@ -4,12 +4,14 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -17,9 +19,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from deltazoo.generation.conditions import check_positions
 from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.layer import swapped_layers
-from deltazoo.training.config import MODEL_CONFIG, RunConfig, save_config
+from deltazoo.training.config import (
+    MODEL_CONFIG,
+    STAGES,
+    AlignConfig,
+    DistillConfig,
+    OptimizationConfig,
+    Recipe,
+    RunConfig,
+    StageConfig,
+    TokenizerConfig,
+    save_config,
+)
 from deltazoo.training.console import console, no_transformers_bars
-from deltazoo.training.conversion_config import STAGES, ConversionConfig, StageConfig, load_conversion
 from deltazoo.training.data import open_text, read_corpus
 from deltazoo.training.evaluate import score_rows
 from deltazoo.training.folder import (
@@ -70,122 +82,133 @@ def distill(
     model: PreTrainedModel,
     original: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    config: ConversionConfig,
+    recipe: Recipe,
     *,
     resume: bool = False,
 ) -> Distillation:
-    """Train a swapped model through the configured stages.
+    """Train a swapped model through the stages of a recipe.
 
     Args:
         model: swapped. The first stage trains it in place. The result is the model on disk.
         original: the model whose attention was swapped; it becomes frozen.
         tokenizer: of both models.
-        config: stages, text and folder.
-        resume: continue the run in ``config.output``.
+        recipe: stages, text and folder.
+        resume: continue the run in ``recipe.output``.
 
     Raises:
         ValueError: the model is not swapped, or from another ``original``; rows exceed its learned positions; there is
-            more than one process; the folder holds a run and ``resume`` is false; swap, configuration or text differ
-            from those that the run began with.
+            more than one process; another process trains in the folder; the folder holds a run and ``resume`` is false;
+            swap, recipe or text differ from those that the run began with.
         TrainingDiverged: a loss became NaN or infinite.
         FloatingPointError: the held-out score is NaN or infinite.
         SaveError: the disk is full; earlier saves are intact.
     """
-    layers = swapped_layers(model)
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no swapped layer to train: deltazoo swap writes a model with some"
-        )
-    _refuse_other_original(model, original)
-    for name, given in (("model", model), ("original", original)):
-        if given.dtype != torch.float32:
-            raise ValueError(
-                f"the {name}'s parameters are {given.dtype}, in which small updates are lost: load it with "
-                "dtype=torch.float32 (bf16 products are a matter of the stage's precision)"
-            )
-    for stage in config.stages:
-        check_positions(model, stage.row_length, f"rows of {stage.section}.row_length={stage.row_length}")
-    folder = Path(config.output)
-    rule = next(iter(layers.values())).delta.spec.name
-    arguments = training_arguments(_as_run(config.stages[0], rule, config))
-    if arguments.world_size > 1:
-        raise ValueError(f"a distillation runs in one process, and this is one of {arguments.world_size}")
-    check_run(config, folder, resume, load=load_conversion, stages=STAGES)
+    folder = Path(recipe.output)
+    _check_models(model, original, recipe)
+    device: Any = PartialState().device
+    check_run(recipe, folder, resume, stages=STAGES)
     with held(folder):
-        return _distill(model, original, tokenizer, config, resume, rule, arguments.device)
+        run = _Run(recipe, tokenizer, model, resume)
+        original = original.requires_grad_(False).eval().to(device)
+        run.score("original", original)
+        run.score("transfer", model.to(device))
+        histories = {}
+        for name in recipe.stages:
+            path = _model_path(name, recipe)
+            result = folder / name / RESULT
+            if not (result.is_file() and path.is_dir()):
+                run.train(name, model, original, path)
+            histories[name] = json.loads(result.read_text(encoding="utf-8"))["history"]
+            # Reloaded after every stage, so that a resumed run continues from exactly the same weights.
+            with no_transformers_bars():
+                runtime = model.runtime.given()  # type: ignore[union-attr, operator]
+                model = AutoModelForCausalLM.from_pretrained(path, **runtime).to(device)
+            run.score(name, model)
+    return Distillation(folder / "model", run.scores, histories)
 
 
-def _distill(
-    model: PreTrainedModel,
-    original: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config: ConversionConfig,
-    resume: bool,
-    rule: str,
-    device: Any,
-) -> Distillation:
-    folder = Path(config.output)
-    source = open_text(config.data)
-    corpus = read_corpus(source, config.data)
-    encoded = cache(lambda: None if config.data.streaming else encode_training(tokenizer, corpus))
-    validation = encode_documents(tokenizer, corpus.validation, "tokenizing the held-out text")
-    bytes_per_token = corpus.validation_bytes / sum(len(ids) - 1 for ids in validation)
-    swap = {"model_type": model.config.model_type, "layers": model.config.delta_layers}
-    if resume:
-        refuse_other_text(corpus, folder, config.data)
-        if json.loads((folder / SWAP).read_text(encoding="utf-8")) != json.loads(json.dumps(swap)):
-            raise ValueError(f"the run in {folder} began with another swap: see {folder / SWAP}")
-    else:
-        (folder / SCORES).unlink(missing_ok=True)  # left by a run that saved nothing else
-    begin_run(config, folder, corpus)
-    _write(folder / SWAP, swap)
-    scores = json.loads((folder / SCORES).read_text(encoding="utf-8")) if (folder / SCORES).is_file() else {}
-    longest = max(config.stages, key=lambda stage: stage.row_length)  # scores are comparable only with one row length
+class _Run:
+    """The text of a distillation for its tokenizer, and its files: what it began with, scores, results of stages."""
 
-    def score(name: str, scored: PreTrainedModel) -> None:
-        """Keep and print bits per byte of the held-out text, unless they are known from before a resume."""
-        if name in scores:
+    def __init__(
+        self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, resume: bool
+    ) -> None:
+        self.recipe, self.tokenizer, self.folder = recipe, tokenizer, Path(recipe.output)
+        self.rule = next(iter(swapped_layers(model).values())).delta.spec.name
+        self.source = open_text(recipe.data)
+        self.corpus = read_corpus(self.source, recipe.data)
+        self.validation = encode_documents(tokenizer, self.corpus.validation, "tokenizing the held-out text")
+        self.bytes_per_token = self.corpus.validation_bytes / sum(len(ids) - 1 for ids in self.validation)
+        swap = {"model_type": model.config.model_type, "layers": model.config.delta_layers}
+        if resume:
+            refuse_other_text(self.corpus, self.folder, recipe.data)
+            if _read(self.folder / SWAP) != json.loads(json.dumps(swap)):
+                raise ValueError(f"the run in {self.folder} began with another swap: see {self.folder / SWAP}")
+        else:
+            (self.folder / SCORES).unlink(missing_ok=True)  # left by a run that saved nothing else
+        begin_run(recipe, self.folder, self.corpus)
+        _write(self.folder / SWAP, swap)
+        self.scores: dict[str, float] = _read(self.folder / SCORES) if (self.folder / SCORES).is_file() else {}
+
+    @cached_property
+    def training(self) -> list[np.ndarray] | None:
+        """Token ids of the training documents; None for a stream."""
+        return None if self.recipe.data.streaming else encode_training(self.tokenizer, self.corpus)
+
+    def score(self, name: str, model: PreTrainedModel) -> None:
+        """Keep and print bits per byte of the held-out text, unless they are known from before a resume.
+
+        No row has context from before its beginning, so scores compare with one row length alone: the longest.
+        """
+        if name in self.scores:
             return
-        rows = pack_in_order(validation, longest.row_length)
-        nats, tokens = score_rows(scored, rows, longest.rows_per_batch, collate_side_by_side)
+        longest = max(self.recipe.stages.values(), key=lambda stage: stage.row_length)
+        rows = pack_in_order(self.validation, longest.row_length)
+        nats, tokens = score_rows(model, rows, longest.rows_per_batch, collate_side_by_side)
         if not math.isfinite(nats):
             raise FloatingPointError(f"the model's negative log-likelihood of the held-out text is {nats}")
-        scores[name] = nats / tokens / math.log(2) / bytes_per_token
-        _write(folder / SCORES, scores)
-        console.print(f"[bold]{name}[/]: {scores[name]:.3f} held-out bits per byte", highlight=False)
+        self.scores[name] = nats / tokens / math.log(2) / self.bytes_per_token
+        _write(self.folder / SCORES, self.scores)
+        console.print(f"[bold]{name}[/]: {self.scores[name]:.3f} held-out bits per byte", highlight=False)
 
-    original = original.requires_grad_(False).eval().to(device)
-    score("original", original)
-    score("transfer", model.to(device))
-    histories = {}
-    for stage in config.stages:
-        run, path = _as_run(stage, rule, config), _model_path(stage, config)
-        result = Path(run.output) / RESULT
-        if not (result.is_file() and path.is_dir()):
-            set_seed(run.seed)
-            choose_trained_parameters(model, stage)
-            if stage.gradient_checkpointing:
-                enable_gradient_checkpointing(model)
-            trainer = DistillationTrainer(
-                stage=stage,
-                original=original,
-                model=model,
-                tokenizer=tokenizer,
-                config=run,
-                arguments=training_arguments(run),
-                train_rows=training_rows(run, source, corpus, tokenizer, encoded()),
-                validation_rows=spread(pack_in_order(validation, stage.row_length), stage.evaluation_rows),
-                bytes_per_token=bytes_per_token,
-                collate_rows=collate_side_by_side,
-            )
-            _train(trainer, run, path)
-        histories[stage.section] = json.loads(result.read_text(encoding="utf-8"))["history"]
-        # Reloaded after every stage, so that a resumed run continues from exactly the same weights.
+    def train(self, name: str, model: PreTrainedModel, original: PreTrainedModel, model_path: Path) -> None:
+        """Train a stage from its beginning or its latest checkpoint, and write its model and its result."""
+        stage, run, folder = self.recipe.stages[name], _as_run(name, self.recipe, self.rule), self.folder / name
+        set_seed(run.seed)
+        choose_trained_parameters(model, stage)
+        if stage.gradient_checkpointing:
+            enable_gradient_checkpointing(model)
+        trainer = DistillationTrainer(
+            stage=stage,
+            original=original,
+            model=model,
+            tokenizer=self.tokenizer,
+            config=run,
+            arguments=training_arguments(run),
+            train_rows=training_rows(run, self.source, self.corpus, self.tokenizer, self.training),
+            validation_rows=spread(pack_in_order(self.validation, stage.row_length), stage.evaluation_rows),
+            bytes_per_token=self.bytes_per_token,
+            collate_rows=collate_side_by_side,
+        )
+        folder.mkdir(exist_ok=True)
+        latest = checkpoints(folder)[-1:]
+        begun = f"going on from {latest[0]}" if latest else f"{stage.steps} steps"
+        console.print(f"[bold]{name}[/]: {begun}", highlight=False)
         with no_transformers_bars():
-            runtime = model.runtime.given()  # type: ignore[union-attr, operator]
-            model = AutoModelForCausalLM.from_pretrained(path, **runtime).to(device)
-        score(stage.section, model)
-    return Distillation(folder / "model", scores, histories)
+            trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
+            with whole_or_not_at_all(model_path) as staging:
+                trainer.save_model(str(staging))
+                save_config(run, staging / MODEL_CONFIG)
+        monitor = trainer.monitor
+        result = {
+            "history": trainer.state.log_history,
+            "tokens": stage.steps * monitor.tokens_per_step,
+            "seconds": monitor.seconds,
+            "tokens_per_second": monitor.tokens_per_second,
+            "trained_parameters": trainer.get_num_trainable_parameters(),
+            "device": device_name(trainer.args.device),
+        }
+        _write(folder / RESULT, result)
 
 
 class DistillationTrainer(PackedTrainer):
@@ -200,7 +223,7 @@ class DistillationTrainer(PackedTrainer):
     def __init__(self, *, stage: StageConfig, original: PreTrainedModel, **given: Any) -> None:
         super().__init__(**given)
         self._stage, self._original = stage, original
-        if stage.section != "finetune":
+        if isinstance(stage, AlignConfig | DistillConfig):
             self.model_accepts_loss_kwargs = False  # the losses are means, so accumulation must divide them
 
     def compute_loss(
@@ -213,11 +236,11 @@ class DistillationTrainer(PackedTrainer):
         cross-entropy on the text. The text corrects errors of the original model; the original's predictions are less
         noisy than a small amount of text. ``finetune``: cross-entropy on the text.
         """
-        if self._stage.section == "finetune":
+        if not isinstance(self._stage, AlignConfig | DistillConfig):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels: Any = inputs.get("labels")
         inputs = {name: tensor for name, tensor in inputs.items() if name != "labels"}
-        if self._stage.section == "align":
+        if isinstance(self._stage, AlignConfig):
             model.eval()  # dropout in the frozen layers would only add noise to the targets
             with teacher_forced(self._model, self._original) as errors:
                 model(**inputs, use_cache=False, logits_to_keep=1)
@@ -227,32 +250,8 @@ class DistillationTrainer(PackedTrainer):
             wanted = self._original(**inputs, use_cache=False).logits
         found = model(**inputs, use_cache=False).logits
         loss = divergence(found, wanted)
-        weight = self._stage.text_weight  # type: ignore[attr-defined]
+        weight = self._stage.text_weight
         return loss + weight * next_token_loss(found, labels) if weight else loss
-
-
-def _train(trainer: DistillationTrainer, run: RunConfig, model_path: Path) -> None:
-    """Train a stage from its beginning or its latest checkpoint, and write its model and its result."""
-    folder = Path(run.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    latest = checkpoints(folder)[-1:]
-    begun = f"going on from {latest[0]}" if latest else f"{run.training.steps} steps"
-    console.print(f"[bold]{folder.name}[/]: {begun}", highlight=False)
-    with no_transformers_bars():
-        trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
-        with whole_or_not_at_all(model_path) as staging:
-            trainer.save_model(str(staging))
-            save_config(run, staging / MODEL_CONFIG)
-    monitor = trainer.monitor
-    result = {
-        "history": trainer.state.log_history,
-        "tokens": run.training.steps * monitor.tokens_per_step,
-        "seconds": monitor.seconds,
-        "tokens_per_second": monitor.tokens_per_second,
-        "trained_parameters": trainer.get_num_trainable_parameters(),
-        "device": device_name(trainer.args.device),
-    }
-    _write(folder / RESULT, result)
 
 
 @contextmanager
@@ -315,8 +314,10 @@ def choose_trained_parameters(model: PreTrainedModel, stage: StageConfig) -> Non
         layer.delta.requires_grad_(True)
 
 
-def _refuse_other_original(model: PreTrainedModel, original: PreTrainedModel) -> None:
-    """Raise ValueError unless a swapped model could have been made from ``original``."""
+def _check_models(model: PreTrainedModel, original: PreTrainedModel, recipe: Recipe) -> None:
+    """Raise ValueError unless a model is swapped, could have been made from ``original``, and can be trained."""
+    if not swapped_layers(model):
+        raise ValueError(f"{type(model).__name__} has no swapped layer to train: `deltazoo swap` writes such models")
     sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
     # The class has the model type: of a configuration read from a file, the attribute stays that of the file.
     kinds = (model.config.original_model_type, type(original.config).model_type)
@@ -326,18 +327,39 @@ def _refuse_other_original(model: PreTrainedModel, original: PreTrainedModel) ->
     )
     if ours != theirs:
         raise ValueError(f"the model was swapped from one of {ours}, and the original given is one of {theirs}")
+    for name, given in (("model", model), ("original", original)):
+        if given.dtype != torch.float32:
+            raise ValueError(
+                f"the {name}'s parameters are {given.dtype}, in which small updates are lost: load it with "
+                "dtype=torch.float32 (bf16 products are a matter of the stage's precision)"
+            )
+    for name, stage in recipe.stages.items():
+        check_positions(model, stage.row_length, f"rows of {name}.row_length={stage.row_length}")
+    if PartialState().num_processes > 1:
+        raise ValueError(f"a distillation runs in one process, and this is one of {PartialState().num_processes}")
 
 
-def _as_run(stage: StageConfig, rule: str, config: ConversionConfig) -> RunConfig:
+def _as_run(name: str, recipe: Recipe, rule: str) -> RunConfig:
     """A stage as a run in a subfolder; each stage has its own seed and so its own order of the documents."""
-    seed = config.seed + STAGES.index(stage.section)
-    return stage.as_run(Path(config.output) / stage.section, rule, _model_path(stage, config), config.data, seed=seed)
+    stage = recipe.stages[name]
+    return RunConfig(
+        output=str(Path(recipe.output) / name),
+        model={"mixer": rule},
+        training=OptimizationConfig(**{key.name: getattr(stage, key.name) for key in fields(OptimizationConfig)}),
+        tokenizer=TokenizerConfig(kind="pretrained", path=str(_model_path(name, recipe))),
+        data=recipe.data,
+        seed=recipe.seed + STAGES.index(name),
+    )
 
 
-def _model_path(stage: StageConfig, config: ConversionConfig) -> Path:
+def _model_path(name: str, recipe: Recipe) -> Path:
     """The last stage's model is in the run's folder, where ``deltazoo eval`` looks; others in their stage's."""
-    folder = Path(config.output)
-    return (folder if stage is config.stages[-1] else folder / stage.section) / "model"
+    last = name == list(recipe.stages)[-1]
+    return Path(recipe.output) / ("model" if last else f"{name}/model")
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _write(path: Path, values: Any) -> None:

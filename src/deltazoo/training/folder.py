@@ -10,14 +10,14 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from deltazoo.training.config import RUN_CONFIG, DataConfig, as_mapping, load_config, save_config
+from deltazoo.training.config import RUN_CONFIG, DataConfig, as_mapping, load_as, save_config
 from deltazoo.training.data import Corpus
 from deltazoo.training.locate import nearest_run
 
@@ -115,13 +115,7 @@ def _what_is_left(folder: Path) -> str:
     return f"{before[-1]} is whole: free some disk space and run the same command again with --resume"
 
 
-def check_run(
-    config: Any,
-    folder: Path,
-    resume: bool,
-    load: Callable[[Path], Any] = load_config,
-    stages: Sequence[str] = (),
-) -> None:
+def check_run(config: Any, folder: Path, resume: bool, stages: Sequence[str] = ()) -> None:
     """Check that the folder is free for a new run, or holds this run to resume; writes nothing.
 
     A folder is free if no checkpoint and no result was saved in it, and nothing that the run would replace is there but
@@ -131,7 +125,6 @@ def check_run(
         config: of the run.
         folder: of the run.
         resume: whether the folder must hold the run already.
-        load: reads a configuration of this kind.
         stages: subfolders with checkpoints and results of their own.
 
     Raises:
@@ -162,7 +155,7 @@ def check_run(
         raise ValueError(
             f"there is nothing to resume in {folder}: no checkpoint was saved there{hint or '. Leave out --resume'}"
         )
-    before, now = _flat(as_mapping(load(written))), _flat(as_mapping(config))
+    before, now = _flat(as_mapping(load_as(type(config), written))), _flat(as_mapping(config))
     changes = [
         f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
