@@ -11,17 +11,14 @@ def captures(monkeypatch):
     """The steps captured so far, as if CUDA graphs ran on this device. A step that a graph could not hold raises."""
     made = []
 
-    def as_a_graph(step, changed, generators=(), *, compiled=False):
+    def as_a_graph(step, changed, *, compiled=False):
         before = [x.clone() for x in changed]
-        states = [generator.get_state() for generator in generators]
         try:
             with NoWaiting(changed[0].device):
                 step()
         finally:
             for x, value in zip(changed, before, strict=True):
                 x.copy_(value)
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
         made.append(step)
         return step
 
@@ -35,7 +32,7 @@ def captures(monkeypatch):
 def replays(monkeypatch):
     """Steps are captured as CUDA graphs would be: what Python did while a step was captured does not happen again."""
 
-    def as_a_graph(step, changed, generators=(), *, compiled=False):
+    def as_a_graph(step, changed, *, compiled=False):
         before = [x.clone() for x in changed]
 
         def put_back():

@@ -71,7 +71,7 @@ def test_left_padded(case, device):
 def test_one_step_is_captured_and_the_rest_is_replayed(case, monkeypatch):
     captures, steps = [], []
 
-    def counting(step, changed, generators, compiled):
+    def counting(step, changed, *, compiled):
         captures.append(len(changed))
         return lambda: (steps.append(1), step())
 
@@ -285,7 +285,7 @@ class TestWithoutKeyword:
     def test_a_step_that_cannot_be_captured(self, captures, monkeypatch):
         attempts = []
 
-        def failing(step, changed, generators, compiled):
+        def failing(step, changed, *, compiled):
             attempts.append(step)
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
@@ -424,7 +424,7 @@ class TestBetweenCalls:
     def test_a_model_is_freed_with_its_last_reference(self, captures, monkeypatch):
         """A graph holds no Python objects, and what is kept with it must hold no reference to the model."""
 
-        def run_once(step, changed, generators, compiled):
+        def run_once(step, changed, *, compiled):
             step()
             return lambda: None
 

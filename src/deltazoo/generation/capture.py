@@ -61,7 +61,6 @@ def capture_graph(
     stream: torch.cuda.Stream,
     *,
     pool: Any = None,
-    generators: Sequence[torch.Generator] = (),
 ) -> torch.cuda.CUDAGraph:
     """A graph of one call of a function, which has run before and so has its kernels compiled.
 
@@ -72,14 +71,11 @@ def capture_graph(
         function: its tensors stay where they are, and it never waits for the device.
         stream: of the current device, on which the function is captured.
         pool: memory that the graph shares with others, `torch.cuda.graph_pool_handle()`; default: its own.
-        generators: random number generators that the function draws from.
 
     Raises:
         RuntimeError: the function waits for the device, or memory runs out.
     """
     current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-    for generator in generators:
-        graph.register_generator_state(generator)
     recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
     try:
         with _capturing, _no_collection(), recording:
@@ -88,7 +84,7 @@ def capture_graph(
         torch.cuda.set_stream(current)  # a capture that fails leaves its own stream current
         raise
     finally:
-        # torch zeroes the generators' offsets on the capture's stream and sets them at a replay on the current one.
+        # torch zeroes its generator's offset on the capture's stream and sets it at a replay on the current one.
         current.wait_stream(stream)
     return graph
 
@@ -108,7 +104,6 @@ def _no_collection() -> Iterator[None]:
 def capture(
     step: Callable[[], None],
     changed: Sequence[Tensor],
-    generators: Sequence[torch.Generator] = (),
     *,
     compiled: bool = False,
 ) -> Callable[[], object]:
@@ -116,8 +111,7 @@ def capture(
 
     Args:
         step: reads and writes tensors that stay where they are, and never waits for the device.
-        changed: the tensors whose values the step changes and reads again. This call restores them and the generators.
-        generators: random number generators that the step draws from.
+        changed: the tensors whose values the step changes and reads again. This call restores them.
         compiled: the step runs compiled code, which is not watched for waiting.
 
     Raises:
@@ -128,7 +122,6 @@ def capture(
         return step
     with torch.cuda.device(device):
         before = [x.clone() for x in changed]
-        states = [generator.get_state() for generator in generators]
         stream = torch.cuda.Stream()
         try:
             with _beside_current(stream):
@@ -137,11 +130,9 @@ def capture(
                 with nullcontext() if compiled else NoWaiting(device):
                     step()
                 _copy_all(before, changed)
-            _set_states(generators, states)
-            return capture_graph(step, stream, generators=generators).replay
+            return capture_graph(step, stream).replay
         except BaseException:
             _copy_all(before, changed)
-            _set_states(generators, states)
             raise
 
 
@@ -160,8 +151,3 @@ def _beside_current(stream: torch.cuda.Stream) -> Iterator[None]:
 def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
-
-
-def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)

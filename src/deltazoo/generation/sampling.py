@@ -138,9 +138,9 @@ class Sampler:
         """Numbers `[N, vocabulary]` whose largest is the draw: logits plus Gumbel noise, in greedy rows logits."""
         rows = len(logits)
         temperature, seed = self.temperature[:rows], self.seed[:rows]
-        largest = logits.amax(-1, keepdim=True)
         if way is Way.FILTERED:
-            logits = logits.masked_fill(self._dropped(logits, largest), -torch.inf)
+            logits = logits.masked_fill(self._dropped(logits), -torch.inf)
+        largest = logits.amax(-1, keepdim=True)
         if takes_kernel(None, logits):
             from deltazoo.ops.decoding.gumbel_scores import gumbel_scores
 
@@ -149,15 +149,15 @@ class Sampler:
         scores = _over_temperature(logits, largest, temperature) - torch.log(-torch.log1p(-numbers))
         return torch.where(temperature == 0, logits.float(), scores)
 
-    def _dropped(self, logits: Tensor, largest: Tensor) -> Tensor:
+    def _dropped(self, logits: Tensor) -> Tensor:
         """Which tokens `[N, vocabulary]` each row's filters rule out."""
         rows, vocabulary = logits.shape
         top_k, top_p = self.top_k[:rows].clamp(max=vocabulary), self.top_p[:rows]
-        warm = _over_temperature(logits, largest, self.temperature[:rows])
-        ordered, indices = warm.sort(descending=True, stable=True)
+        ordered, indices = logits.sort(descending=True, stable=True)
         beyond = ordered < ordered.gather(-1, top_k - 1)
+        warm = _over_temperature(ordered, ordered[:, :1], self.temperature[:rows])
         # In whole numbers, since a GPU adds up one long row in an order that is not always the same.
-        mass = (ordered.masked_fill(beyond, -torch.inf).softmax(-1) * 2**40).long()
+        mass = (warm.masked_fill(beyond, -torch.inf).softmax(-1) * 2**40).long()
         mass_before = mass.cumsum(-1) - mass
         most = (top_p.double() * 2**40).clamp(min=1)  # a top_p that float32 rounds to 0 keeps the likeliest token
         dropped = beyond | ((mass_before >= most) & (top_p < 1))

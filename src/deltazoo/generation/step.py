@@ -49,7 +49,6 @@ class CapturedStep:
         step: runs the model over tensors that stay where they are, and never waits for the device.
         cache: the static cache that the step works on, after its first tokens.
         changed: the other tensors whose values the step changes and reads again.
-        generators: random number generators that the step draws from.
         compiled: the step runs compiled code, which is not watched for waiting.
 
     Attributes:
@@ -66,7 +65,6 @@ class CapturedStep:
         step: Callable[[], Any],
         cache: Cache,
         changed: Sequence[Tensor] = (),
-        generators: Sequence[torch.Generator] = (),
         *,
         compiled: bool = False,
     ) -> None:
@@ -87,7 +85,7 @@ class CapturedStep:
                 with alone, modules.replaced():
                     self.output = step()
 
-            self._replay = capture(run, changed, generators, compiled=compiled)
+            self._replay = capture(run, changed, compiled=compiled)
             self._fingerprint = Fingerprint(model)
 
     def is_valid_for(self, model: Any) -> bool:
