@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "--traceback" in arguments:
             raise
         message = error.args[0] if isinstance(error, KeyError) and error.args else error
-        Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), str(message)))
+        errors.print(Text.assemble(("Error: ", "bold red"), str(message)), soft_wrap=True)
         sys.exit(1)
 
 
