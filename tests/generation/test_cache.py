@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_models import CASES, FEW, tiny_config, tiny_model, tokens
+from tiny_models import FEW, STATES, tiny_config, tiny_model, tokens
 from torch.export.graph_signature import InputKind
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
@@ -30,7 +30,7 @@ def num_bytes(cache):
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", STATES)
 def test_size_does_not_depend_on_length(case):
     model = tiny_model(case)
     short, long = filled(model, tokens(2, 5)), filled(model, tokens(2, 90))

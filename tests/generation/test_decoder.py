@@ -7,7 +7,7 @@ import torch
 from decoding_loops import ACCELERATED, PADDED, SWAPPED, assert_decodes_like_forward, model_of, own
 from foreign_models import foreign_model
 from tiny_families import tiny_original
-from tiny_models import CASES, FEW, tiny_model, tokens
+from tiny_models import FEW, STATES, tiny_model, tokens
 from transformers.generation.streamers import BaseStreamer
 
 import deltazoo
@@ -36,7 +36,7 @@ def streamed(decoder, model, ids, mask, count):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", [*CASES, *SWAPPED, *ACCELERATED])
+@pytest.mark.parametrize("kind", [*STATES, *SWAPPED, *ACCELERATED])
 def test_tokens_are_the_likeliest(kind, device, request):
     """Of every kind of model, for prompts whole and in pieces, with padding and without."""
     captures = request.getfixturevalue("captures") if device == "cpu" else [own] * 2
@@ -47,7 +47,7 @@ def test_tokens_are_the_likeliest(kind, device, request):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("prefill_chunk", [None, 1, 7, 50])
+@pytest.mark.parametrize("prefill_chunk", [None, 1, 50])
 @pytest.mark.parametrize("kind", [*FEW, "gemma3_text 1:1"])
 def test_pieces_and_padding_of_all_lengths(kind, prefill_chunk, device):
     mask = torch.tensor([[1] * 7, [0] * 4 + [1] * 3, [0] * 6 + [1]])
@@ -95,14 +95,6 @@ def test_weights_that_moved_are_captured_anew(kind, captures):
         model.load_state_dict({key: 1.1 * x for key, x in model.state_dict().items()}, assign=assign)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_sampling_depends_on_the_seed_alone(device):
-    model, ids = tiny_model("kda").to(device), tokens(2, 5).to(device)
-    options = {"max_new_tokens": 20, "temperature": 1.0, "top_k": 30, "top_p": 0.95}
-    first, again, other = (deltazoo.generate(model, ids, seed=seed, **options) for seed in (1, 1, 2))
-    assert torch.equal(first, again) and not torch.equal(first, other)
-
-
 def test_the_streams_of_a_decoder_draw_by_their_seed():
     model, ids = tiny_model("kda"), tokens(2, 5)
     decoder = Decoder(model, 2, sampling=Sampling(1.0), seed=4)
@@ -130,17 +122,6 @@ def test_streaming_hands_out_the_prompt_and_every_token():
 def test_tokens_come_one_by_one():
     steps = Decoder(tiny_model("kda")).stream(tokens(1, 4), max_new_tokens=10**9)
     assert [next(steps).shape for _ in range(3)] == [(1,)] * 3
-
-
-@pytest.mark.parametrize("case", ["gated_deltanet", "kda_without_conv"])
-def test_the_cache_does_not_grow(case):
-    decoder = Decoder(tiny_model(case))
-    sizes = []
-    for length in (3, 300):
-        list(decoder.stream(tokens(1, length), max_new_tokens=2))
-        layers = decoder.cache.layers
-        sizes.append([x.numel() for layer in layers for x in layer.state if x is not None])
-    assert sizes[0] == sizes[1]
 
 
 def test_compiled(monkeypatch):

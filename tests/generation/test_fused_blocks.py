@@ -5,6 +5,7 @@ The interpreter has to be chosen before Triton is imported, so a child process r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -12,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_families
 import torch
+from decoding_loops import Loop, assert_decodes_like_forward, captured, own, uncaptured
 from helpers import run_python
 from outside_rule import forget_rules
-from tiny_families import tiny_original
-from tiny_models import tiny_model, tokens
+from tiny_families import tiny_original, tokens
+from tiny_models import tiny_model
 from transformers import DynamicCache, StaticCache
 
 import deltazoo
@@ -55,15 +56,15 @@ from unittest import mock
 no_kernels = mock.patch("deltazoo.ops.backends.triton_obstacle", lambda *args: "interpreted")
 with mock.patch.object(tests.fused_blocks, "takes_kernel", lambda *_, **__: True), no_kernels:
     for case in sys.argv[3:]:
-        both = case in ("gated_deltanet", "hybrid")
-        tests.check_tokens(case, "cpu", fused=True, new_tokens=3, batch_sizes=(3,), captured=both)
+        loops = (tests.own, tests.captured) if case in ("gated_deltanet", "hybrid") else (tests.own,)
+        tests.check_tokens(case, "cpu", fused=True, count=3, batch_sizes=(3,), loops=loops)
     for case in tests.OWN_FORM:
-        tests.check_logits(case, "cpu", tests.torch.float32, 1, **tests.SMALL)
+        tests.check_logits(tests.own_model(case, **tests.SMALL), tests.tokens(1, 70))
     for case in tests.DOUBLED[1::2]:
-        tests.check_logits(case, "cpu", tests.torch.float32, 2, allow_neg_eigval=True, **tests.SMALL)
-    tests.check_swapped_tokens(*tests.SWAPPED[1], "cpu", new_tokens=3, batch_sizes=(3,))
+        tests.check_logits(tests.own_model(case, allow_neg_eigval=True, **tests.SMALL), tests.tokens(2, 70))
+    tests.check_swapped_tokens(*tests.SWAPPED[1], "cpu", count=3, batch_sizes=(3,))
     for swap in tests.SWAPPED:
-        tests.check_swapped_logits(*swap, "cpu", tests.torch.float32, 1)
+        tests.check_logits(tests.swapped_model(*swap), tests.tokens(1, 30))
 """
 SWAPPED = [
     ("llama", "gated_deltanet", {}),
@@ -101,57 +102,54 @@ def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return steps
 
 
+def check_loops(model: Any, blocks: int, count: int, batch_sizes: Sequence[int], loops: Sequence[Loop]) -> None:
+    """Loops make the tokens of the forward pass, and run as many blocks fused."""
+    with pytest.MonkeyPatch.context() as patch:
+        steps = count_steps(patch)
+        for batch_size, loop in product(batch_sizes, loops):
+            assert_decodes_like_forward(model, loop, tokens(batch_size, 7), count=count)
+            assert len(set(map(id, steps))) == (0 if loop is uncaptured else blocks)
+            steps.clear()
+
+
 def check_tokens(
-    case: str, device: str, *, fused: bool, new_tokens: int = 9, batch_sizes: Sequence[int] = (1, 3),
-    captured: bool = True,
+    case: str, device: str, *, fused: bool, count: int = 9, batch_sizes: Sequence[int] = (1, 3),
+    loops: Sequence[Loop] = (own, captured, uncaptured),
 ) -> None:  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch, forget_rules():
+    with forget_rules():
         options = {}
         if case == RAW_KEYS:
-            own = replace(get_rule("delta_net"), name=case, normalize_k=False, hub_model_type=None)
-            case, options = "delta_net", {"mixer": register_rule(own).name}
+            raw = replace(get_rule("delta_net"), name=case, normalize_k=False, hub_model_type=None)
+            case, options = "delta_net", {"mixer": register_rule(raw).name}
         elif case in OWN_FORM:
             options = {"num_v_heads": 4, "expand_v": 1.5}
-        steps = count_steps(patch)
-        for batch_size in batch_sizes:
-            model, ids = tiny_model(case, **options).to(device), tokens(batch_size, 7).to(device)
-            greedy = {"max_new_tokens": new_tokens, "do_sample": False}
-            plain = model.generate(ids, capture_step=False, **greedy)
-            assert not steps
-            assert torch.equal(deltazoo.generate(model, ids, max_new_tokens=new_tokens), plain)
-            blocks = model.config.layer_types.count("linear_attention") if fused else 0
-            assert len(set(map(id, steps))) == blocks
-            steps.clear()
-            if captured:
-                assert torch.equal(model.generate(ids, capture_step=True, **greedy), plain)
-                assert len(set(map(id, steps))) == blocks
-                steps.clear()
+        model = tiny_model(case, **options).to(device)
+        blocks = model.config.layer_types.count("linear_attention") if fused else 0
+        check_loops(model, blocks, count, batch_sizes, loops)
 
 
-def check_logits(case: str, device: str, dtype: torch.dtype, batch_size: int, **options: Any) -> None:
-    """A fused step errs at most about twice as much as the ordinary one."""
-    options = SIZES | options
-    model, ids = tiny_model(case, **options), tokens(batch_size, 70).to(device)
+def own_model(case: str, **options: Any) -> Any:
+    """With heads and gates that differ, and gates that saturate."""
+    model = tiny_model(case, **SIZES | options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 and not name.endswith("norm.weight"):  # heads differ
+            if parameter.ndim == 1 and not name.endswith("norm.weight"):
                 parameter += 0.5 * torch.randn(parameter.shape)
             elif "b_proj" in name:
-                parameter *= 10  # gates that saturate
-    model = model.to(device, dtype)
-    exact = tiny_model(case, **options).to(device, torch.float64)
-    exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
-    compare_errors(model, exact, ids, dtype)
+                parameter *= 10
+    return model
 
 
-def compare_errors(model: Any, exact: Any, ids: torch.Tensor, dtype: torch.dtype) -> None:
+def check_logits(model: Any, ids: torch.Tensor, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    """A fused step errs at most about twice as much as the ordinary one."""
+    model, ids = model.to(device, dtype), ids.to(device)
+    exact = copy.deepcopy(model).to(torch.float64)
     expected = last_results(exact, ids)
     fused, ordinary = (last_results(model, ids, fused=x) for x in (True, False))
     assert fused.keys() == expected.keys()
     for name, value in expected.items():
-        errors = ((x[name] - value).norm().item() for x in (fused, ordinary))
+        error, plain = ((x[name] - value).norm().item() for x in (fused, ordinary))
         allowed = 4 * torch.finfo(dtype if name == "logits" else torch.float32).eps * value.norm()
-        error, plain = errors
         assert error <= 2 * plain + allowed, name
 
 
@@ -176,31 +174,10 @@ def swapped_model(family: str, rule: str, options: dict[str, Any]) -> Any:
 
 
 def check_swapped_tokens(
-    family: str, rule: str, options: dict[str, Any], device: str, *, new_tokens: int = 9,
-    batch_sizes: Sequence[int] = (1, 3),
-) -> None:  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        steps = count_steps(patch)
-        model = swapped_model(family, rule, options).to(device)
-        for batch_size in batch_sizes:
-            ids = tiny_families.tokens(batch_size, 7).to(device)
-            greedy = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-            plain = model.generate(ids, capture_step=False, **greedy)
-            assert not steps
-            assert torch.equal(deltazoo.generate(model, ids, max_new_tokens=new_tokens, eos_token_id=[]), plain)
-            assert len(set(map(id, steps))) == len(swapped_layers(model))
-            steps.clear()
-
-
-def check_swapped_logits(
-    family: str, rule: str, options: dict[str, Any], device: str, dtype: torch.dtype, batch_size: int
+    family: str, rule: str, options: dict[str, Any], device: str, *, count: int = 9, batch_sizes: Sequence[int] = (1, 3)
 ) -> None:
-    """As `check_logits`."""
-    ids = tiny_families.tokens(batch_size, 30).to(device)
-    model = swapped_model(family, rule, options).to(device, dtype)
-    exact = swapped_model(family, rule, options).to(device, torch.float64)
-    exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
-    compare_errors(model, exact, ids, dtype)
+    model = swapped_model(family, rule, options).to(device)
+    check_loops(model, len(swapped_layers(model)), count, batch_sizes, (own,))
 
 
 @pytest.mark.gpu
@@ -214,7 +191,7 @@ def test_swapped_tokens_on_a_gpu(family, rule, options):
 @pytest.mark.parametrize("batch_size", [1, 3, 65])
 @pytest.mark.parametrize(("family", "rule", "options"), SWAPPED)
 def test_swapped_logits_on_a_gpu(family, rule, options, batch_size, dtype):
-    check_swapped_logits(family, rule, options, "cuda", dtype, batch_size)
+    check_logits(swapped_model(family, rule, options), tokens(batch_size, 30), "cuda", dtype)
 
 
 @pytest.mark.gpu
@@ -256,13 +233,13 @@ def last_results(model, ids, *, fused=None):
     ],
 )
 def test_logits_on_a_gpu(case, dtype, batch_size):
-    check_logits(case, "cuda", dtype, batch_size)
+    check_logits(own_model(case), tokens(batch_size, 70), "cuda", dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", DOUBLED)
 def test_logits_with_negative_eigenvalues_on_a_gpu(case):
-    check_logits(case, "cuda", torch.bfloat16, 3, allow_neg_eigval=True)
+    check_logits(own_model(case, allow_neg_eigval=True), tokens(3, 70), "cuda", torch.bfloat16)
 
 
 @pytest.fixture

@@ -2,15 +2,18 @@
 
 import copy
 
+import foreign_models
 import pytest
 import safetensors.torch
 import torch
+from decoding_loops import model_of
 from tiny_models import FEW, tiny_config, tiny_model, tokens
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deltazoo
 from deltazoo.generation import Decoder
+from deltazoo.generation.library_modules import joint_maps
 from deltazoo.generation.merged import merged_products
 from deltazoo.generation.step import StepModules
 from deltazoo.models import DeltaRuleForCausalLM
@@ -318,3 +321,16 @@ def test_submodules_of_that_name_in_other_libraries_are_left_alone():
     model = nn.Sequential(other)
     merged_products(model)
     assert joints(model) == 0
+
+
+@pytest.mark.parametrize("family", foreign_models.FUSED)
+def test_maps_of_an_accelerated_layers_input_are_merged(family):
+    model = model_of(family)
+    mixer = foreign_models.mixer_of(model)
+    merged = [list(product.linears) for product in merged_products(model)]
+    mlps = [[x.gate_proj, x.up_proj] for x in model.modules() if joint_maps(type(x))]
+    assert [x for maps in merged if maps not in mlps for x in maps] == [
+        getattr(mixer, name) for name in mixer.input_projections
+    ]
+    assert [maps for maps in merged if maps in mlps] == mlps
+    assert bool(mlps) == (family != "glm5_next")

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from foreign_models import FUSED, foreign_model
-from tiny_families import tiny_original
+from decoding_loops import ACCELERATED, model_of
 from tiny_models import VOCAB, tiny_model, tokens
 
 import deltazoo
@@ -11,21 +10,9 @@ from deltazoo.generation import Decoder, Sampling
 from deltazoo.generation.nan_origin import origin_of_nan, watch_for_nan
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-KINDS = ["kda", "hybrid", "swapped", *(["qwen3_next"] if "qwen3_next" in FUSED else [])]
+KINDS = ["kda", "hybrid", "llama 1:1", *ACCELERATED[:1]]
 WAYS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}]
 NAN = float("nan")
-
-
-def model_of_kind(kind):
-    if kind == "swapped":
-        model = tiny_original("llama")
-        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
-    elif kind == "qwen3_next":
-        model = foreign_model(kind)
-        deltazoo.accelerate(model)
-    else:
-        model = tiny_model(kind)
-    return model
 
 
 def unused_in(made):
@@ -51,7 +38,7 @@ def broken(model, where, token=5):
 @pytest.mark.parametrize("where", ["head", "layer"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_token_comes_of_nan(kind, where, way, device):
-    model = model_of_kind(kind)
+    model = model_of(kind)
     ids, name = tokens(2, 6), broken(model, where)
     found = rf"logits for new token 1 of row 0; NaN comes first in the output of {name}, whose weight holds NaN$"
     with pytest.raises(FloatingPointError, match=found):
@@ -63,7 +50,7 @@ def test_no_token_comes_of_nan(kind, where, way, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_row_and_the_token_are_named(kind, way, device):
     """The second row makes a token whose embedding is NaN; on a GPU the step behind NaN has begun."""
-    model = model_of_kind(kind).to(device)
+    model = model_of(kind).to(device)
     ids, options = tokens(2, 6).to(device), {"max_new_tokens": 9, "eos_token_id": [], **way}
     made = deltazoo.generate(model, ids, **options)[:, ids.shape[1] :]
     others = {*ids.flatten().tolist(), *made[0].tolist()}
@@ -79,7 +66,7 @@ def test_the_row_and_the_token_are_named(kind, way, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_have_ended_may_compute_nan(kind, device):
     """The first row ends, and is fed a padding token whose embedding is NaN."""
-    model = model_of_kind(kind).to(device)
+    model = model_of(kind).to(device)
     ids = tokens(2, 6).to(device)
     made = deltazoo.generate(model, ids, max_new_tokens=6, eos_token_id=[])
     end = next(token for token in made[0, 6:9].tolist() if token not in made[1])
@@ -94,7 +81,7 @@ def test_rows_that_have_ended_may_compute_nan(kind, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_decoder_goes_on_with_another_prompt(kind, device):
     """NaN in a cache is forgotten with the prompt that brought it, and a captured step stays good."""
-    model = model_of_kind(kind).to(device)
+    model = model_of(kind).to(device)
     ids = tokens(2, 6).to(device)
     expected = deltazoo.generate(model, ids, max_new_tokens=6, eos_token_id=[])
     bad, token = ids.clone(), unused_in(expected)
@@ -111,7 +98,7 @@ def test_a_decoder_goes_on_with_another_prompt(kind, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_captured_step_carries_it(kind, replays):
-    model = model_of_kind(kind)
+    model = model_of(kind)
     ids = tokens(2, 6)
     made = deltazoo.generate(model, ids, max_new_tokens=3, eos_token_id=[])
     decoder = Decoder(model, 2, max_length=20, eos_token_id=[])
@@ -129,7 +116,7 @@ def test_a_captured_step_carries_it(kind, replays):
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_loop(kind, where, options, device):
     """Its likeliest token of NaN is the first NaN; only the end of a call can tell."""
-    model = model_of_kind(kind).to(device)
+    model = model_of(kind).to(device)
     ids, options = tokens(2, 6).to(device), {"max_new_tokens": 4, "do_sample": False, **options}
     model.generate(ids, **options)
     broken(model, where)

@@ -6,38 +6,23 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from foreign_models import foreign_model
-from tiny_families import tiny_original
-from tiny_models import tiny_model, tokens
+from decoding_loops import model_of, ordinary, own
+from tiny_models import tokens
 
-import deltazoo
 from deltazoo.generation import Decoder, conditions
 from deltazoo.generation.merged import JointProduct, merged_products
 
-KINDS = ["gated_deltanet", "hybrid", "swapped", "accelerated"]
+KINDS = ["gated_deltanet", "hybrid", "llama 1:1", "qwen3_next"]
 WAIT = 5.0
 """Seconds after which a thread goes on, in a test that fails."""
 
 
-def model_of(kind):
-    if kind == "accelerated":
-        model = foreign_model("qwen3_next")
-        deltazoo.accelerate(model)
-    elif kind == "swapped":
-        model = tiny_original("llama")
-        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
-    else:
-        model = tiny_model(kind)
-    return model
-
-
 def own_loop(model, ids):
-    return deltazoo.generate(model, ids, max_new_tokens=5, eos_token_id=[], pad_token_id=0)
+    return own(model, ids, torch.ones_like(ids), 5)
 
 
-def ordinary(model, ids):
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+def hf_loop(model, ids):
+    return ordinary(model, ids, torch.ones_like(ids), 5)
 
 
 def forward(model, ids):
@@ -53,7 +38,7 @@ class Held:
         self.thread = None
         self.reached, self.may_end = threading.Event(), threading.Event()
         self.seconds = WAIT
-        take = Decoder._take
+        take = Decoder._draw
 
         def held_take(decoder, logits):
             if threading.get_ident() == self.thread and self.is_replaced() and not self.reached.is_set():
@@ -61,7 +46,7 @@ class Held:
                 self.may_end.wait(self.seconds)
             return take(decoder, logits)
 
-        monkeypatch.setattr(Decoder, "_take", held_take)
+        monkeypatch.setattr(Decoder, "_draw", held_take)
 
     def is_replaced(self):
         return "forward" in vars(self.linear)
@@ -104,7 +89,7 @@ def test_a_step_is_made_while_another_thread_runs_one(kind, monkeypatch):
     assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
 
 
-@pytest.mark.parametrize("run", [ordinary, forward])
+@pytest.mark.parametrize("run", [hf_loop, forward])
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_calls_run_the_modules_own_forward_passes(kind, run, monkeypatch):
     """While a thread holds a step with merged maps, another one computes without them, and does not wait."""
@@ -139,7 +124,7 @@ def test_many_calls_at_once(kind, captured, request):
     if captured:
         request.getfixturevalue("captures")
     model = model_of(kind)
-    calls = [(run, tokens(1 + i % 2, 3 + i, seed=i)) for i in range(4) for run in (own_loop, ordinary, forward)]
+    calls = [(run, tokens(1 + i % 2, 3 + i, seed=i)) for i in range(4) for run in (own_loop, hf_loop, forward)]
     expected = [run(model, ids) for run, ids in calls]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

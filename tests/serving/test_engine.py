@@ -528,6 +528,8 @@ class TestFailures:
             with pytest.raises(EngineError, match="lost"):
                 list(stream)
         engine.stop()
+        with pytest.raises(EngineStopped, match="the engine has failed: the device is lost"):
+            engine.submit(request())
 
     def test_a_device_that_is_lost_in_a_prompt_ends_everything(self, engine_of, monkeypatch):
         engine = engine_of()

@@ -138,5 +138,4 @@ def _draw_states(axis: Any, records: Sequence[Record], layers: Sequence[str]) ->
         largest = max(largest, float(finite.max() / finite.min()) if finite.size else 1.0)
     axis.set(title="norm of the state, largest head", xlabel="tokens", yscale="log" if largest > 10 else "linear")
     if len(layers) <= len(PALETTE):
-        # Inside: a legend beside the panel would push the colour bar above it away from its map.
-        axis.legend(title="layer", ncols=2, fontsize="small", framealpha=0.6)
+        axis.legend(title="layer", frameon=False, fontsize="small", ncols=2)  # inside, or it moves the colour bar above

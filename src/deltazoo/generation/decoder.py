@@ -4,6 +4,10 @@
 
 All that a step reads and writes stays at its address: state, token, which rows are finished. So on a GPU the step,
 sampling included, is one CUDA graph. The host only starts the next replay while it yields the token before.
+
+Step, draws and cache layers are those of the server's table (`deltazoo.generation.row_table`). The loop is another one:
+rows that begin together run their prompts in one pass, whose states stay where they are, and aligned at the last token
+they may have softmax layers with windows, which rows of their own lengths cannot.
 """
 
 import inspect

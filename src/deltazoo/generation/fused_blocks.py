@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, StaticCache
 from deltazoo._report import replaced_methods
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.cache_argument import cache_in
-from deltazoo.generation.library_modules import LibraryNorm, block_parts, is_row_norm, is_swiglu
+from deltazoo.generation.library_modules import block_parts, is_row_norm, is_swiglu
 from deltazoo.generation.merged import JointProduct, is_plain
 from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.layers.mlp import SwiGLU
@@ -77,6 +77,18 @@ class _Parts(NamedTuple):
     def turns(self) -> bool:
         """Whether queries and keys are turned by a rotary embedding."""
         return self.swapped is not None and self.swapped.rope
+
+
+class _RowNorm(NamedTuple):
+    """Of an RMSNorm of a block, read anew for every step."""
+
+    weight: Tensor
+    """`[D]`."""
+    eps: float
+
+
+def _row_norm(module: Any) -> Any:
+    return _RowNorm(module.weight, module.eps if type(module) is RMSNorm else module.variance_epsilon)
 
 
 def _names_of_parts(kind: type[nn.Module]) -> tuple[str, ...]:
@@ -201,8 +213,6 @@ class FusedBlock:
         self._parts = parts = _Parts.of(block)
         self._layer, self._mlp = parts.layer, parts.mlp
         self._own = parts.swapped is None
-        self._norm: Any = parts.norm if self._own else LibraryNorm(parts.norm)
-        self._mlp_norm: Any = parts.mlp_norm if self._own else LibraryNorm(parts.mlp_norm)
         self._products = products
         self._into_layer = products[id(self._layer.q_proj)]
         self._into_mlp = products[id(self._mlp.gate_proj)]
@@ -286,15 +296,14 @@ class FusedBlock:
     def _step_one_row(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> Tensor:
         from deltazoo.ops.decoding.product import token_product
 
+        norm, mlp_norm = map(_row_norm, (self._parts.norm, self._parts.mlp_norm))
         mixed = token_product(
-            x[0], self._into_layer.weight, norm_weight=self._norm.weight, norm_eps=self._norm.eps,
+            x[0], self._into_layer.weight, norm_weight=norm.weight, norm_eps=norm.eps,
             bias=self._into_layer.bias, convolution=self._convolution(state), dtype=torch.float32,
         )  # fmt: skip
-        z, norm = self._rule(mixed, state, rotary)
-        x = token_product(z, self._layer.o_proj.weight, head_norm=norm, residual=x[0])
-        h = token_product(
-            x, self._into_mlp.weight, norm_weight=self._mlp_norm.weight, norm_eps=self._mlp_norm.eps, glu=True
-        )
+        z, head_norm = self._rule(mixed, state, rotary)
+        x = token_product(z, self._layer.o_proj.weight, head_norm=head_norm, residual=x[0])
+        h = token_product(x, self._into_mlp.weight, norm_weight=mlp_norm.weight, norm_eps=mlp_norm.eps, glu=True)
         return token_product(h, self._mlp.down_proj.weight, residual=x)[None]
 
     def _step_rows(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> Tensor:
@@ -302,20 +311,18 @@ class FusedBlock:
         from deltazoo.ops.decoding.convolution import convolve_parts
         from deltazoo.ops.decoding.row_product import row_product
 
-        total = x.flatten(0, 1)
+        total, following = x.flatten(0, 1), self.following
         if self.ready is not None and self.ready[0] is x:
             normed = self.ready[1]
         else:
-            _, normed = add_parts(None, total, self._norm)
+            _, normed = add_parts(None, total, _row_norm(self._parts.norm))
         product = row_product(normed, self._into_layer.weight)
         mixed = convolve_parts(product, self._convolution(state), self._into_layer.bias)
         z = norm_heads(*self._rule(mixed, state, rotary), x.dtype)
-        total, normed = add_parts(row_product(z, self._layer.o_proj.weight), total, self._mlp_norm)
+        total, normed = add_parts(row_product(z, self._layer.o_proj.weight), total, _row_norm(self._parts.mlp_norm))
         h = swiglu_parts(row_product(normed, self._into_mlp.weight), x.dtype)
-        following = self.following
-        total, normed = add_parts(
-            row_product(h, self._mlp.down_proj.weight), total, None if following is None else following._norm
-        )
+        next_norm = None if following is None else _row_norm(following._parts.norm)
+        total, normed = add_parts(row_product(h, self._mlp.down_proj.weight), total, next_norm)
         output = total.view_as(x)
         if following is not None:
             following.ready = output, normed

@@ -21,7 +21,7 @@ from deltazoo.ops import fused
 from deltazoo.ops.fused import MOST_COLUMNS, takes_kernel
 from deltazoo.ops.linear_maps import is_hooked
 
-__all__ = ["LibraryModule", "LibraryNorm", "block_parts", "is_row_norm", "is_swiglu", "joint_maps", "library_modules"]
+__all__ = ["LibraryModule", "block_parts", "is_row_norm", "is_swiglu", "joint_maps", "library_modules"]
 
 
 def library_modules(model: nn.Module) -> "list[LibraryModule]":
@@ -70,23 +70,6 @@ def is_swiglu(module: nn.Module) -> bool:
 def is_row_norm(module: nn.Module) -> bool:
     """Whether it is an RMSNorm of transformers with a plain weight."""
     return _kernel_of(type(module)) is _norm
-
-
-class LibraryNorm:
-    """Such a norm as `deltazoo.ops.decoding.between_products.RowNorm`; reads the module anew every time."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    @property
-    def weight(self) -> Tensor:
-        """`[D]`."""
-        return self._module.weight
-
-    @property
-    def eps(self) -> float:
-        """Added to the mean square."""
-        return self._module.variance_epsilon
 
 
 def block_parts(kind: type[nn.Module]) -> tuple[str, ...]:

@@ -182,12 +182,11 @@ class Engine:
         Raises:
             RequestError, QueueFull, EngineStopped: see `submit`.
         """
-        streams = [Stream(request.with_seed(), self._cancel_stream) for request in requests]
+        streams = [
+            Stream(request.with_seed(), lambda stream: self.cancel([stream], Stream.deliver)) for request in requests
+        ]
         self.enter([(stream, stream.request) for stream in streams], Stream.deliver)
         return streams
-
-    def _cancel_stream(self, stream: Stream) -> None:
-        self.cancel([stream], Stream.deliver)
 
     def enter(self, requests: Sequence[tuple[Any, Request]], deliver: Deliver) -> None:
         """Queue requests, all or none of them, whose output a function takes.
