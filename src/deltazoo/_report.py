@@ -69,8 +69,12 @@ class ModelReport:
     training: str | None = None
     """How a training step computes norms, MLP and loss, what it recomputes, and why; None unless the model is ours."""
 
+    captured: str | None = None
+    """Training steps of the model so far: how many ran from CUDA graphs, and why others did not; None without any."""
+
     def __str__(self) -> str:
-        return "\n".join(part for part in (self._table(), self.decoding, self.training) if part is not None)
+        parts = (self._table(), self.decoding, self.training, self.captured)
+        return "\n".join(part for part in parts if part is not None)
 
     def _table(self) -> str:
         if not self.layers:
@@ -98,7 +102,10 @@ def report(model: nn.Module) -> ModelReport:
                 names = ", ".join(methods)
                 reason += f"; but {names} of this layer did not come with deltazoo and may call no operator"
             layers.append(LayerReport(name or type(module).__name__, rule.spec.name, update, backend, reason))
-    return ModelReport(tuple(layers), _told(model, "describe_decoding"), _told(model, "describe_training"))
+    decoding, training = _told(model, "describe_decoding"), _told(model, "describe_training")
+    kept = (vars(module).get("_captured_training") for module in model.modules())
+    captured = next((steps.describe() for steps in kept if steps is not None), None)
+    return ModelReport(tuple(layers), decoding, training, captured)
 
 
 def _told(model: nn.Module, method: str) -> str | None:

@@ -36,7 +36,7 @@ class RuntimeOptions:
             GPU, else `"none"`. Gradient checkpointing replaces it if both are on. As with gradient checkpointing,
             training then creates no cache.
         captured_training: training on a GPU runs the blocks as CUDA graphs where that changes nothing but the time,
-            see `deltazoo.models.captured_training`: `"auto"`, or False for never. None: False.
+            see `deltazoo.models.captured_training`: `"auto"`, which is the default, or False for never.
 
     Raises:
         ValueError: a value that an option does not have.

@@ -92,7 +92,7 @@ def swap(
     from deltazoo.swap.families import decoder_layers_of, family_of
     from deltazoo.swap.plan import parse_layers
     from deltazoo.training.evaluate import rank_layers, ranking_rows
-    from deltazoo.training.folder import whole_or_not_at_all
+    from deltazoo.training.folder import held, whole_or_not_at_all
     from deltazoo.training.loading import load_checkpoint, load_model
 
     if best is None:
@@ -122,7 +122,7 @@ def swap(
     console.print(swap_attention(model, rule, layers=chosen, dry_run=dry_run, **options))
     if dry_run or folder is None or tokenizer is None:
         return
-    with whole_or_not_at_all(folder / "model") as staging:
+    with held(folder), whole_or_not_at_all(folder / "model") as staging:
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
     distilling = ["deltazoo", "distill", str(folder), "--original", path, "--output", f"{folder}_distilled"]

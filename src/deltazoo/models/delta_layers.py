@@ -15,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from deltazoo.layers import DeltaRuleAttention, ShortConvolution
+from deltazoo.models.captured_training import forget_captured, wants_capture
 from deltazoo.names import nearest, unknown
 from deltazoo.ops import ContextParallel
 from deltazoo.runtime import FORMER_OPTIONS, RuntimeOptions
@@ -126,7 +127,7 @@ class ModelWithDeltaLayers(SafetensorsOnly):
     """The ranks that share every row, as `deltazoo.context_parallel` sets them."""
     _is_stateful = True  # transformers then refuses assisted decoding, which takes tokens back
 
-    runtime_options: ClassVar[tuple[str, ...]] = ("backend", "fused_kernels")
+    runtime_options: ClassVar[tuple[str, ...]] = ("backend", "fused_kernels", "captured_training")
     """The runtime options that this model has."""
     runtime: RuntimeOptions = RuntimeOptions()
     """The present runtime options; `set_runtime` changes them."""
@@ -166,6 +167,8 @@ class ModelWithDeltaLayers(SafetensorsOnly):
     def use_runtime(self, options: RuntimeOptions) -> None:
         """Record the options; the modules that they act on have a method of this name too."""
         self.runtime = options
+        if not wants_capture(options.captured_training):
+            forget_captured(self)
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         # The projections are listed for quantisers alone. A float16 model computes them in float16.

@@ -24,11 +24,12 @@ import deltazoo.distributed.tensor_parallel  # noqa: F401  (its styles must be k
 from deltazoo.generation.batch import BatchDescription
 from deltazoo.generation.cache import prepare_cache
 from deltazoo.generation.cache_argument import CACHE, takes_cache
+from deltazoo.generation.capture import graphs_run_on
 from deltazoo.generation.hf_generate import CapturedGeneration
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, describe_blocks
-from deltazoo.models.captured_training import run_blocks
+from deltazoo.models.captured_training import run_blocks, wants_capture
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers
 from deltazoo.models.forward_arguments import (
@@ -94,15 +95,19 @@ _USE_CACHE_POSITION = 5  # among the arguments of DeltaRuleModel.forward
 def _no_cache_while_recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`use_cache=False` unless given, in training that recomputes: a block that runs twice must not write to a cache.
 
-    By default small batches on a GPU have none either: the form of an output does not depend on the batch's size.
+    So it is in training that may run captured, which writes to none. By default small batches on a GPU have none
+    either: the form of an output does not depend on the batch's size.
     It acts before `merge_with_config_defaults` fills in the configuration's `use_cache`.
     """
 
     @wraps(forward)
     def wrapper(self: "DeltaRuleModel", *args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("use_cache") is not None or len(args) > _USE_CACHE_POSITION
-        if self.training and not given and level_of(self.runtime.recompute, self.norm.weight.device) != "none":
-            kwargs["use_cache"] = False
+        if self.training and not given:
+            device = self.norm.weight.device
+            captures = wants_capture(self.runtime.captured_training) and graphs_run_on(device)
+            if level_of(self.runtime.recompute, device) != "none" or (captures and torch.is_grad_enabled()):
+                kwargs["use_cache"] = False
         return forward(self, *args, **kwargs)
 
     return wrapper
@@ -184,7 +189,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         softmax = self._softmax_inputs(inputs_embeds, batch, cache, kwargs)
         arguments = {"batch": batch, "softmax": softmax, CACHE: cache}
         calls = [(layer, arguments) for layer in self.layers[: self.config.num_hidden_layers]]
-        hidden_states = run_blocks(self, calls, inputs_embeds, wanted=self.runtime.captured_training == "auto")
+        hidden_states = run_blocks(self, calls, inputs_embeds, wanted=wants_capture(self.runtime.captured_training))
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})  # type: ignore[arg-type]
 
     def describe(

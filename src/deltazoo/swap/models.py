@@ -25,6 +25,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from deltazoo.generation.cache import check_cache, prepare_cache_layer
 from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.hf_generate import CapturedGeneration
+from deltazoo.models.captured_training import capture_library_blocks, release_library_blocks
 from deltazoo.models.config_keys import HEADS, SharedConfig, auto_class_name
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates
 from deltazoo.models.forward_arguments import (
@@ -157,6 +158,7 @@ def turn_back(model: PreTrainedModel) -> None:
     """Undo `turn_into_swapped`, once the slots hold the original attention again."""
     swapped_name = type(model).__name__
     model.base_model._delta_hook.remove()  # type: ignore[operator, union-attr]
+    release_library_blocks(model.base_model)
     del model.base_model._delta_hook, model.config.delta_layers, model.config.mixer_module
     remove_pre_hook(model, tells_of_row_head)
     for part in _parts(model):
@@ -177,6 +179,7 @@ def _adapt(model: PreTrainedModel) -> None:
         base.__class__ = swapped_class(type(base))
     describe = partial(_describe, tuple(inspect.signature(base.forward).parameters))
     base._delta_hook = base.register_forward_pre_hook(describe, with_kwargs=True)  # type: ignore[assignment]
+    capture_library_blocks(base)
     tell_of_row_head(model)
     for part in _parts(model):
         part._original_properties = {name: getattr(part, name, None) for name in _ADAPTED}  # type: ignore[assignment]

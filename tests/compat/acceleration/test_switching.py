@@ -88,12 +88,14 @@ def test_other_instances_are_left_alone(model, monkeypatch):
 def test_twice_changes_the_backend(model):
     deltazoo.accelerate(model)
     expected = logits(model)
+    hooks = [*model.model._forward_pre_hooks.values(), *model.model._forward_hooks.values()]
     (layer,) = deltazoo.accelerate(model, backend="reference").layers
     assert layer.backend == "reference"
-    assert len(model.model._forward_pre_hooks) == 1
+    assert [*model.model._forward_pre_hooks.values(), *model.model._forward_hooks.values()] == hooks
     torch.testing.assert_close(logits(model), expected)
     deltazoo.restore(model)
     assert not model.model._forward_pre_hooks
+    assert not model.model._forward_hooks
 
 
 @pytest.mark.parametrize("dispatched", [False, True], ids=["plain", "offloaded"])

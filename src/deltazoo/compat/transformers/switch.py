@@ -2,7 +2,7 @@
 
 from functools import cache
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import transformers
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from deltazoo.compat.transformers.arrangements import LAYER_ARRANGEMENTS, LayerA
 from deltazoo.compat.transformers.layer import AcceleratedLayer, accelerated_class, rule_of
 from deltazoo.compat.transformers.packing import describe_documents, layers_over_neighbours
 from deltazoo.generation.hf_generate import CapturedGeneration
+from deltazoo.models.captured_training import capture_library_blocks, release_library_blocks
 from deltazoo.models.forward_arguments import remove_pre_hook, tell_of_row_head, tells_of_row_head
 from deltazoo.ops import resolve_backend
 
@@ -24,7 +25,13 @@ _PICTURES = ("mm_token_type_ids", "image_grid_thw", "video_grid_thw")
 """Arguments that say where in a prompt its pictures and videos are."""
 
 
-def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: bool | None = None) -> ModelReport:
+def accelerate(
+    model: nn.Module,
+    *,
+    backend: str | None = None,
+    fused_kernels: bool | None = None,
+    captured_training: Literal["auto", False] = "auto",
+) -> ModelReport:
     """Run the delta-rule layers of a transformers model on `deltazoo.ops`, in place.
 
     Only the computation changes: modules, parameters, state dict, cache and saved files stay the model's own, and other
@@ -47,6 +54,8 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
         backend: of the operator: None takes triton where it can run and chunkwise elsewhere.
         fused_kernels: Triton kernels for the convolution (of rows without padding), the decay gate and the
             gated norm, as in `deltazoo.ops.fused`: True, on NVIDIA GPUs only; None, wherever they run; False, nowhere.
+        captured_training: training steps run the blocks as CUDA graphs where they can, as those of our models; False:
+            never.
 
     Returns:
         What `deltazoo.report(model)` says: the backend of each layer, and why.
@@ -71,6 +80,10 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
     for base in bases:
         if describe_documents not in base._forward_pre_hooks.values():
             base.register_forward_pre_hook(describe_documents, with_kwargs=True, prepend=True)
+        if captured_training is False:
+            release_library_blocks(base)
+        else:
+            capture_library_blocks(base)
     for around in model.modules():
         if not (isinstance(around, PreTrainedModel) and any(isinstance(x, AcceleratedLayer) for x in around.modules())):
             continue
@@ -100,6 +113,8 @@ def restore(model: nn.Module) -> None:
         if isinstance(base, AcceleratedGeneration):
             vars(base).pop("_captured_steps", None)
             base.__class__ = base.original
+        if describe_documents in base._forward_pre_hooks.values():
+            release_library_blocks(base)
         remove_pre_hook(base, describe_documents)
         remove_pre_hook(base, tells_of_row_head)
 

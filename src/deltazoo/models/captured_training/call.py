@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from deltazoo.generation.batch import PACKING_ARGUMENTS
 from deltazoo.ops.autograd_modes import scans_again
@@ -90,6 +91,8 @@ class StackCall:
         elif is_dataclass(kind):
             names = tuple(field.name for field in fields(value) if field.init)
             node = (kind, names, *[self._node(getattr(value, name)) for name in names])
+        elif isinstance(value, Cache):
+            raise UnknownArgument("a cache is kept: pass use_cache=False")
         else:
             raise UnknownArgument(f"the blocks are given a {kind.__name__}")
         self._nodes.append(node)

@@ -156,47 +156,57 @@ class Settings:
 
     def __init__(self, blocks: Sequence[nn.Module], config: Any) -> None:
         self._config, self._config_then = vars(config), _copied(vars(config))
-        self._kept = []
-        for module in _modules(blocks):
+        # Flat lists, since this is compared in every step.
+        self._modules = _modules(blocks)
+        self._values: list[tuple[dict[str, Any], str, Any]] = []
+        self._containers: list[tuple[dict[str, Any], str, Any]] = []
+        self._registries: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._sizes: list[tuple[dict[str, Any], int]] = []
+        self._tensors: list[tuple[Tensor, Any, torch.dtype]] = []
+        for module in self._modules:
             attributes = vars(module)
-            own = {name: value for name, value in attributes.items() if name not in _COMPARED_OTHERWISE}
-            nested = {name: _copied(value) for name, value in own.items() if isinstance(value, dict | list | set)}
-            registries = {name: dict(attributes[name]) for name in (*_HOOKS, "_modules")}
-            sizes = len(attributes), len(module._parameters), len(module._buffers)
-            tensors = [(name, x.dtype, x.shape, x.stride()) for name, x in _tensors(module)]
-            self._kept.append((module, attributes, own, nested, registries, sizes, tensors))
+            own = [(attributes, name, x) for name, x in attributes.items() if name not in _COMPARED_OTHERWISE]
+            self._values += own
+            self._containers += [(*place, _copied(x)) for *place, x in own if isinstance(x, dict | list | set)]
+            registries = [attributes[name] for name in (*_HOOKS, "_modules")]
+            self._registries += [(registry, dict(registry)) for registry in registries]
+            self._sizes += [(x, len(x)) for x in (attributes, module._parameters, module._buffers)]
+            self._tensors += [(x, x.shape, x.dtype) for _, x in _tensors(module)]
 
     def same(self) -> bool:
         """Whether all of it is as it was."""
-        for module, attributes, own, nested, registries, sizes, tensors in self._kept:
-            if (len(attributes), len(module._parameters), len(module._buffers)) != sizes:
+        for held, size in self._sizes:
+            if len(held) != size:
                 return False
-            for name, then in own.items():
-                now = attributes.get(name, _MISSING)
-                if now is not then and not (type(now) is type(then) and type(now) in _VALUES and now == then):
-                    return False
-            for name, then in registries.items():
-                if attributes[name] != then:
-                    return False
-            for name, then in nested.items():
-                if _copied(attributes[name]) != then:
-                    return False
-            if [(name, x.dtype, x.shape, x.stride()) for name, x in _tensors(module)] != tensors:
+        for attributes, name, then in self._values:
+            now = attributes.get(name, _MISSING)
+            if now is not then and not (type(now) is type(then) and type(now) in _COMPARED and now == then):
+                return False
+        for registry, before in self._registries:
+            if (registry or before) and registry != before:
+                return False
+        for x, shape, dtype in self._tensors:
+            if x.shape != shape or x.dtype != dtype:
+                return False
+        for attributes, name, then in self._containers:
+            if _copied(attributes[name]) != then:
                 return False
         return _copied(self._config) == self._config_then
 
 
 _MISSING = object()
-_VALUES = (bool, int, float, str, tuple, torch.dtype, torch.device)
+_VALUES = {bool, int, float, str, torch.dtype, torch.device}
+_COMPARED = {*_VALUES, tuple}
 
 
 def _copied(value: Any) -> Any:
     """Containers copied, in them plain values as they are and the identity of everything else."""
+    kind = type(value)
+    if kind in _VALUES or value is None:
+        return value
     if isinstance(value, dict):
         return {key: _copied(x) for key, x in value.copy().items()}
-    if isinstance(value, list | tuple | set):
-        return [_copied(x) for x in list(value)]
-    return value if isinstance(value, _VALUES) or value is None else id(value)
+    return [_copied(x) for x in list(value)] if isinstance(value, list | tuple | set) else id(value)
 
 
 def _modules(blocks: Sequence[nn.Module]) -> list[nn.Module]:

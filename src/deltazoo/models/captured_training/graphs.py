@@ -26,8 +26,6 @@ from deltazoo.models.captured_training.conditions import Settings, Weights, chec
 
 __all__ = ["CapturedStack", "GraphMemory", "NotCapturedError", "Token"]
 
-_ALIGNMENT = 512
-"""Bytes between gradients in one allocation, as torch's allocator aligns: sums depend on it."""
 _SPARE = 2.2
 """Free memory that a capture needs, in sizes of what its graphs keep: an eager step of other rows must fit beside."""
 
@@ -124,7 +122,7 @@ class CapturedStack:
         torch.clear_autocast_cache()
         self.d_hidden = torch.zeros_like(self.hidden)
         self.gradients, self._replay_backward = self._record(self._backward)
-        self._places = _places(self.trained)
+        self._copies = _Copies(self.gradients)
 
     def _forward(self) -> list[Tensor]:
         with torch.enable_grad(), self._aliased():
@@ -152,6 +150,8 @@ class CapturedStack:
         buffers = [x for _, _, x in self.weights.places if not isinstance(x, nn.Parameter)]
         before = [(x, x._version, x.clone()) for x in buffers]
         waits: list[str] = []
+        if self.x.is_cuda:
+            torch.cuda.empty_cache()  # blocks of the current stream, which are no use on another one
         try:
             with _beside_current(self.memory.stream), _watched(waits, self.x.is_cuda):
                 allocated = _allocated(self.x.device)
@@ -196,7 +196,8 @@ class CapturedStack:
     def run(self, call: StackCall, x: Tensor) -> Tensor | None:
         """Hidden states `[B, T, D]` by a replay; None if the settings have changed, and nothing else then."""
         state = self.generator.get_state() if self.draws else None
-        out = _Replay.apply(self, call, state, x, *self.trained)
+        # As `_Replay.apply`, without its looks at every argument: there are no function transforms here.
+        out = super(torch.autograd.Function, _Replay).apply(self, call, state, x, *self.trained)
         if not self.settings.same():  # the device computes meanwhile
             if state is not None:
                 self.generator.set_state(state)
@@ -218,9 +219,8 @@ class CapturedStack:
         self.memory.on_current_stream()
         self.d_hidden.copy_(d_hidden)
         self._replay_backward()
-        gradients = list(self.gradients)
-        d_x = gradients.pop(0).clone() if self.x.requires_grad else None
-        return [d_x, *_copies(gradients, self._places)]
+        copies: list[Tensor | None] = [*self._copies.make()]
+        return copies if self.x.requires_grad else [None, *copies]
 
     def gradients_again(
         self, x: Tensor, tensors: Sequence[Tensor], d_hidden: Tensor, state: Tensor | None
@@ -354,25 +354,25 @@ def _borrowed(x: Tensor) -> Tensor:
     return empty.set_(there, x.storage_offset(), x.shape, x.stride())
 
 
-def _places(trained: Sequence[Tensor]) -> Any:
-    """Where the gradients of parameters lie in one allocation per dtype: sizes by dtype, and a place for each."""
-    totals: dict[torch.dtype, int] = {}
-    places = []
-    for p in trained:
-        begin = totals.get(p.dtype, 0)
-        places.append((p.dtype, p.shape, p.stride(), begin))
-        step = _ALIGNMENT // p.element_size()
-        totals[p.dtype] = begin + -(-p.numel() // step) * step
-    return totals, places
+class _Copies:
+    """Copies of tensors that always lie at the same addresses, a launch or a few for each dtype."""
 
+    def __init__(self, originals: Sequence[Tensor]) -> None:
+        self._count = len(originals)
+        self._groups: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+        for number, x in enumerate(originals):
+            numbers, tensors = self._groups.setdefault(x.dtype, ([], []))
+            numbers.append(number)
+            tensors.append(x)
 
-def _copies(gradients: Sequence[Tensor], places: Any) -> list[Tensor]:
-    totals, each = places
-    flat = {dtype: torch.empty(total, dtype=dtype, device=gradients[0].device) for dtype, total in totals.items()}
-    copies = [flat[dtype].as_strided(shape, stride, begin) for dtype, shape, stride, begin in each]
-    if copies:
-        torch._foreach_copy_(copies, list(gradients))
-    return copies
+    def make(self) -> list[Tensor]:
+        """New copies, each with memory of its own."""
+        copies: list[Any] = [None] * self._count
+        for numbers, tensors in self._groups.values():
+            # The one function of torch that allocates and writes many tensors at once; times one changes no bit.
+            for number, copied in zip(numbers, torch._foreach_mul(tensors, 1), strict=True):
+                copies[number] = copied
+        return copies
 
 
 def _autocast_of(device: str) -> tuple[str, torch.dtype, bool, bool]:

@@ -4,6 +4,7 @@ A shape is captured when it comes for the third time, in that call. The calls be
 that no graph fits, with a reason that is counted.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from deltazoo.models.captured_training.call import StackCall, UnknownArgument, s
 from deltazoo.models.captured_training.conditions import why_not_now
 from deltazoo.models.captured_training.graphs import CapturedStack, GraphMemory, NotCapturedError
 
-__all__ = ["describe_captured", "forget_captured", "run_blocks"]
+__all__ = ["describe_captured", "forget_captured", "run_blocks", "wants_capture"]
 
 _Calls = Sequence[tuple[nn.Module, Mapping[str, Any]]]
 _ATTRIBUTE = "_captured_training"
@@ -27,8 +28,15 @@ _MOST_FORMS = 512
 _MOST_RECAPTURES = 3
 """Of stacks that were dropped because the model changed."""
 _MOST_FAILURES = 2
+_CALLS_UNTIL_NEXT_TRY = 50
+"""After blocks could not be captured as they were; each time twice as many."""
 _PATIENCE = 3
 """Calls with other settings than a stack was captured with before it is dropped: hooks may be there for a step."""
+
+
+def wants_capture(option: str | bool | None) -> bool:
+    """Whether the runtime option `captured_training` has this value for models that may be captured."""
+    return option is not False
 
 
 def run_blocks(model: Any, calls: _Calls, x: Tensor, *, wanted: bool = True) -> Tensor:
@@ -79,6 +87,7 @@ class _KeptStacks:
         self.reasons: Counter[str] = Counter()
         self.replayed = self.recaptures = self.failures = 0
         self.failed: dict[Any, str] = {}
+        self.tries: Counter[Any] = Counter()
         self.off: str | None = None
 
     def __deepcopy__(self, memo: object) -> "_KeptStacks":
@@ -131,12 +140,12 @@ class _KeptStacks:
 
     def _capture(self, form: Any, call: StackCall, x: Tensor, config: Any) -> CapturedStack | str:
         """A captured stack for calls of this form, or why there is none now."""
-        if form in self.failed:
-            return self.failed[form]
         if len(self.seen) == _MOST_FORMS:
             self.seen.clear()
         self.seen[form] += 1
         if self.seen[form] <= _EAGER_CALLS:
+            if form in self.failed:
+                return self.failed[form]
             return f"a shape is captured when it comes for the {_EAGER_CALLS + 1}rd time"
         if len(self.stacks) == _MOST_GRAPHS:
             return f"{_MOST_GRAPHS} shapes are captured already: pad to fewer ones (pad_to_multiple_of)"
@@ -150,14 +159,18 @@ class _KeptStacks:
             stack = CapturedStack(call, x, config, self.memory)
         except NotCapturedError as error:
             self.failed[form] = str(error)
+            self.seen[form] = -_CALLS_UNTIL_NEXT_TRY * 2 ** self.tries[form]
+            self.tries[form] += 1
         except Exception as error:
             self.failed[form] = f"the capture failed ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+            self.seen[form] = -sys.maxsize
             self.failures += 1
             if isinstance(error, torch.OutOfMemoryError):
                 self.stacks.clear()
             if self.failures == _MOST_FAILURES or isinstance(error, torch.OutOfMemoryError):
                 self.off = self.failed[form]
         else:
+            self.failed.pop(form, None)
             self.stacks[form] = stack
             return stack
         return self.failed[form]
