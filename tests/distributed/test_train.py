@@ -113,7 +113,8 @@ def test_a_killed_rank_ends_the_run_and_loses_nothing_saved(
     config = configuration(text, tmp_path / "run", context_parallel=2)
     longer = replace(config, training=replace(config.training, steps=400, schedule="constant", warmup=0.0))
     save_config(longer, tmp_path / "config.yaml")
-    command = [sys.executable, "-m", "deltazoo", "train", str(tmp_path / "config.yaml"), "--gpus", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "deltazoo", "train", str(tmp_path / "config.yaml")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 240

@@ -80,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "--traceback" in arguments:
             raise
         message = error.args[0] if isinstance(error, KeyError) and error.args else error
-        Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), str(message)))
+        if isinstance(error, OSError) and error.strerror and error.filename:  # without its number
+            message = f"{error.filename}: {error.strerror}"
+        errors.print(Text.assemble(("Error: ", "bold red"), str(message)), soft_wrap=True)
         sys.exit(1)
 
 
@@ -247,7 +249,7 @@ app.command(
     epilog="Examples: [bold]deltazoo train --text my_texts[/] (a file or folder; the run goes to runs/my_texts), "
     "[bold]deltazoo train paper_340m --rule kda --set training.steps=1000 --output runs/mine[/], "
     "[bold]deltazoo train runs/mine --resume --set training.steps=2000[/], "
-    "[bold]deltazoo train paper_340m --gpus 8[/] (eight GPUs; torchrun and accelerate launch work too)"
+    "[bold]torchrun --nproc-per-node 8 -m deltazoo train paper_340m[/] (eight GPUs; or accelerate launch)"
 )(train)
 app.command(
     epilog="Examples: [bold]deltazoo swap my_llama --rule kda --layers 3:1 --dry-run[/], "
@@ -394,6 +396,8 @@ def serve(
             "pip install fastapi uvicorn openai prometheus_client"
         ) from error
 
+    if api_key is None:  # an empty variable counts as none for typer, and would let everybody in
+        api_key = os.environ.get("DELTAZOO_API_KEY")
     check_key(api_key)
     address = bind(host, port)
     url, is_loopback = url_of(address), ipaddress.ip_address(address.getsockname()[0]).is_loopback

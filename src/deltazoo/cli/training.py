@@ -141,7 +141,7 @@ def _report(run: RunConfig, result: "TrainingResult", load: list[Path] | None) -
         lambda: draw_loss_curve(result.log_history, folder / LOSS_PICTURE, title, result.tokens_per_step)
     )
     last = [entry for entry in result.log_history if "eval_loss" in entry][-1]
-    read = "as a stream" if result.passes is None else f"read {result.passes:.2g} times"
+    read = "as a stream" if result.passes is None else f"read {result.passes:,.1f} times"
     print_facts(
         {
             "model": str(result.model_path),
@@ -170,17 +170,14 @@ def _remark(result: "TrainingResult", folder: Path) -> str | None:
     """A sentence about a model that has begun to learn its text by heart; None about any other."""
     losses = {entry["step"]: entry["eval_loss"] for entry in result.log_history if "eval_loss" in entry}
     best, last = min(losses, key=lambda step: losses[step]), max(losses)
-    found = []
-    steps = last
-    if losses[last] > losses[best] + _RISE:
-        steps = best
-        found.append(f"the held-out loss has risen since step {best} (from {losses[best]:.3f} to {losses[last]:.3f})")
-    if result.passes is not None and result.passes > _FEW_PASSES:
-        steps = min(steps, round(last * _FEW_PASSES / result.passes)) if steps == last else steps
-        found.append(f"the training text was read {result.passes:.1f} times")
-    if not found:
-        return None
+    risen = losses[last] > losses[best] + _RISE
+    often = result.passes is not None and result.passes > _FEW_PASSES
+    read = f"the training text was read {result.passes:,.0f} times" if often else ""
+    if not risen:
+        return f"{read[0].upper()}{read[1:]}: more text, or fewer steps, would do better" if read else None
     kept = best_checkpoint(folder, result.log_history)
-    where = f"; the best model that was kept is {kept}" if steps == best and kept is not None else ""
-    sentence = f"{' and '.join(found)}: more text, or about {max(1, steps):,} steps (training.steps), would do{where}"
-    return sentence[0].upper() + sentence[1:]
+    return (
+        f"The held-out loss has risen since step {best} (from {losses[best]:.3f} to {losses[last]:.3f})"
+        f"{f', and {read}' if read else ''}: more text, or --set training.steps={best}, would do better"
+        f"{'' if kept is None else f'; the best model that was kept is {kept}'}"
+    )

@@ -138,4 +138,4 @@ def _draw_states(axis: Any, records: Sequence[Record], layers: Sequence[str]) ->
         largest = max(largest, float(finite.max() / finite.min()) if finite.size else 1.0)
     axis.set(title="norm of the state, largest head", xlabel="tokens", yscale="log" if largest > 10 else "linear")
     if len(layers) <= len(PALETTE):
-        axis.legend(title="layer", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        axis.legend(title="layer", frameon=False, fontsize="small", ncols=2)  # inside, or it moves the colour bar above

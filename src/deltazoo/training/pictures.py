@@ -81,7 +81,8 @@ def draw_conversion(
         bits = [(entry["step"], entry["eval_bits_per_byte"]) for entry in history if "eval_bits_per_byte" in entry]
         axis.plot(*zip(*losses, strict=True), color=BLUE, linewidth=1.5, label="the stage's loss (left)")
         right.plot(*zip(*bits, strict=True), "o--", color=ORANGE, markersize=4, label="held-out, some rows (right)")
-        right.plot(losses[-1][0], scores[stage], "*", color=ORANGE, markersize=13, label="held-out, all rows (right)")
+        star = {"color": ORANGE, "markersize": 13, "clip_on": False}  # whole, also on the edge
+        right.plot(losses[-1][0], scores[stage], "*", label="held-out, all rows (right)", **star)
         right.axhline(scores["original"], color=BLACK, linestyle=":", label="original, all rows (right)")
         right.axhline(scores["transfer"], color=GREY, linestyle="-.", label="after transfer, all rows (right)")
         axis.set(xlabel="optimizer step", title=stage)
