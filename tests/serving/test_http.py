@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
 import pytest
 from fake_engine import CONTEXT, FakeEngine, byte_tokenizer, expected_text
 
@@ -28,11 +29,13 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 
 from deltazoo.serving import EngineError, Piece, RequestError, background_server, create_app  # noqa: E402
 from deltazoo.serving import server as server_module  # noqa: E402
+from deltazoo.serving import text as text_module  # noqa: E402
 from deltazoo.serving.api import Answer, CompletionBody  # noqa: E402
 from deltazoo.serving.pipe import EngineEnd, RemoteEngine  # noqa: E402
 from deltazoo.serving.server import _config, _Connection, _Server, bind, url_of  # noqa: E402
 from deltazoo.serving.text import TextLogprob  # noqa: E402
 
+SLEEP = "import time; time.sleep(600)"
 TEMPLATE = (
     "{% if loud %}loud {% endif %}{% for message in messages %}"
     "{% if message.content == 'forbidden' %}{{ raise_exception('not that') }}{% endif %}"
@@ -583,26 +586,33 @@ def test_idle_connections_give_way(served: Any, monkeypatch: pytest.MonkeyPatch)
             connection.close()
 
 
-def test_a_client_that_hangs_up_while_its_prompt_waits_is_forgotten(served: Any) -> None:
-    """A long text is being read; of two more that wait, one is let go of."""
-    engine, go_on, read = FakeEngine(byte_tokenizer()), threading.Event(), []
+def test_a_client_that_hangs_up_ends_the_work_on_its_prompt(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_module, "_CHILD", SLEEP)
 
-    def slow(tokenizer: Any, text: str) -> Any:
-        read.append(len(text))
-        go_on.wait(20)
-        return {"input_ids": [5, 6]}
+    def children() -> list[Any]:
+        return [
+            child for child in psutil.Process().children() if child.status() != "zombie" and SLEEP in child.cmdline()
+        ]
 
-    kind = type(engine.tokenizer)
-    engine.tokenizer.__class__ = type("Slow", (kind,), {"__call__": slow})
+    engine = FakeEngine(byte_tokenizer(TEMPLATE))
+    engine.context_limit = None
     with served(engine) as url, ThreadPoolExecutor(3) as pool:
-        body = {"prompt": "x" * 30_000, "max_tokens": 1}
-        first = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=30)
-        wait_until(lambda: len(read) == 1)
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 30_001, "max_tokens": 1}, timeout=0.3)
-        third = pool.submit(httpx.post, f"{url}/v1/completions", json={**body, "prompt": "x" * 30_002}, timeout=30)
-        assert httpx.get(f"{url}/health").status_code == 200
-        time.sleep(0.3)
-        go_on.set()
-        assert [answer.result().status_code for answer in (first, third)] == [200, 200]
-    assert read == [30_000, 30_002]
+        long = "x" * 150_000
+        bodies = {
+            "completions": {"prompt": long},
+            "chat/completions": {"messages": [{"role": "user", "content": long}]},
+        }
+        clients = [httpx.Client(base_url=f"{url}/v1/", timeout=1) for _ in range(3)]
+        asking = [
+            pool.submit(client.post, path, json=bodies[path])
+            for client, path in zip(clients, [*bodies, "completions"], strict=True)
+        ]
+        wait_until(lambda: len(children()) == 2)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "short", "max_tokens": 1}).status_code == 200
+        for answer in asking:
+            with pytest.raises(httpx.ReadTimeout):
+                answer.result()
+        for client in clients:
+            client.close()
+        wait_until(lambda: not children())
+        assert len(engine.requests) == 1
