@@ -467,7 +467,7 @@ async def burst(url: str, bodies: list[dict[str, Any]]) -> list[Asked]:
 
 @pytest.mark.slow
 def test_a_flood_is_refused_in_part_and_memory_stays(folder: Path, engine: Engine) -> None:
-    """What the queue has no place for is refused, no more; then 2,000 requests; then a stop that cuts off the rest."""
+    """What the queue has no place for is refused, no more; then 700 requests; then a stop that cuts off the rest."""
     wanted = [{**body, "max_tokens": 1 + index % 4} for index, body in enumerate(bodies(100, 60))]
     expected = [alone(engine, body) for body in wanted]
 
@@ -485,9 +485,9 @@ def test_a_flood_is_refused_in_part_and_memory_stays(folder: Path, engine: Engin
     options = ("--widths", str(WIDTH), "--max-queue", str(QUEUE), "--prefix-memory", "0.002", "--stop-timeout", "0.5")
     with deltazoo_serve(folder, *options) as (server, url):
         burst_statuses = check(asyncio.run(burst(url, wanted[: QUEUE + 40])))
-        statuses = flood(url, 5)
+        statuses = flood(url, 2)
         early = memory_of(server.pid)
-        statuses += flood(url, 15 * LONGER)
+        statuses += flood(url, 5 * LONGER)
         late = memory_of(server.pid)
         metrics = httpx.get(f"{url}/metrics", trust_env=False).text
         with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, trust_env=False) as answer:
