@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         message = error.args[0] if isinstance(error, KeyError) and error.args else error
         if isinstance(error, OSError) and error.strerror and error.filename:  # without its number
             message = f"{error.filename}: {error.strerror}"
-        Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), str(message)))
+        errors.print(Text.assemble(("Error: ", "bold red"), str(message)), soft_wrap=True)
         sys.exit(1)
 
 
@@ -388,8 +388,8 @@ def serve(
     name = name or (folder.parent.name if folder.name == "model" else folder.name)
 
     try:
-        from deltazoo.serving.http import check_key
-        from deltazoo.serving.server import bind, run_server, url_of
+        from deltazoo.serving.http import bind, check_key, url_of
+        from deltazoo.serving.pipe import run_server
     except ModuleNotFoundError as error:
         raise ImportError(
             f"deltazoo serve needs {error.name}: pip install '.[serve]' in a checkout of deltazoo, or elsewhere "
