@@ -500,5 +500,12 @@ def test_serve_refuses_bad_options(run: Path, capsys: pytest.CaptureFixture[str]
         port = taken.getsockname()[1]
         assert call("serve", str(run), "--port", str(port)) == 1
     assert f"cannot listen at 127.0.0.1, port {port}" in " ".join(capsys.readouterr().err.split())
+    for key in ("", "a b", "a\n"):
+        assert call("serve", str(run), "--api-key", key) == 1
+        assert "the API key is sent in a header" in " ".join(capsys.readouterr().err.split())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DELTAZOO_API_KEY", "")
+        assert call("serve", str(run)) == 1
+        assert "at least one: got 0 characters" in " ".join(capsys.readouterr().err.split())
     assert call("serve", str(run), "--widths", "8,0") == 1
     assert "--widths takes numbers from 1 on" in " ".join(capsys.readouterr().err.split())

@@ -17,7 +17,7 @@ def test_places(length, places):
 
 
 def test_keys_depend_on_all_tokens_before_and_on_none_after():
-    keys, other = prefix_keys([1, 2, 3, 4, 5, 6], 2), prefix_keys([1, 2, 3, 9, 5, 6, 7], 2)
+    keys, other = prefix_keys((1, 2, 3, 4, 5, 6), 2), prefix_keys((1, 2, 3, 9, 5, 6, 7), 2)
     assert keys[2] == other[2] and keys[4] != other[4] and keys[6] != other[6]
     assert len({*keys.values(), *other.values()}) == 6
 

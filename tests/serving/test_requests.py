@@ -106,3 +106,18 @@ def test_cancelling_tells_the_engine_until_the_end_has_come():
     assert [piece.finish_reason for piece in one] == ["cancelled"]
     one.cancel()
     assert cancelled == [one]
+
+
+def test_in_a_pause_tokens_come_together_and_the_last_one_ends_it():
+    async def read():
+        one, found = stream(), []
+        one.pause = 20.0
+        put(one, 1)
+        async for piece in one:
+            found.append(piece.token_ids)
+            if len(found) == 1:
+                for delay, output in ((0.05, 2), (0.1, 3), (0.15, Piece(token_ids=(4,), finish_reason="length"))):
+                    asyncio.get_running_loop().call_later(delay, put, one, output)
+        return found
+
+    assert asyncio.run(asyncio.wait_for(read(), 10)) == [(1,), (2, 3, 4)]

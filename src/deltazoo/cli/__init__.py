@@ -396,6 +396,8 @@ def serve(
             "pip install fastapi uvicorn openai prometheus_client"
         ) from error
 
+    if api_key is None:  # an empty variable counts as none for typer, and would let everybody in
+        api_key = os.environ.get("DELTAZOO_API_KEY")
     check_key(api_key)
     address = bind(host, port)
     url, is_loopback = url_of(address), ipaddress.ip_address(address.getsockname()[0]).is_loopback

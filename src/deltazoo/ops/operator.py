@@ -51,14 +51,17 @@ class Operator:
         launch: takes the arguments of the schema and returns its results, with the first tensor's device as the
             current one. It may return None for a Tensor. Operators cannot, so this one then returns an empty tensor,
             for which its callers, its gradients and what is saved for them have None again.
+        contiguous: whether `launch` takes the tensors contiguous.
         fake: the same for tensors without data: results of the right shapes and dtypes. By default those of the first
             arguments, as gradients have them.
     """
 
-    def __init__(self, schema: str, launch: Callable[..., Any], fake: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, schema: str, launch: Callable[..., Any], fake: Callable[..., Any] | None = None, contiguous: bool = False
+    ) -> None:
         name = schema.partition("(")[0]
         fake = fake or partial(_like_first_arguments, schema.partition("->")[2].count("Tensor"))
-        launch = _on_its_device(launch)
+        launch = _prepared(launch, schema, contiguous)
         _library.define(schema)
         _library.impl(name, _without_none(launch), "CompositeExplicitAutograd")
         torch.library.register_fake(f"deltazoo::{name}", _without_none(fake), lib=_library)
@@ -79,7 +82,7 @@ class DifferentiableOperator(Operator):
     """An operator with gradients of first order. Calling it gives its results.
 
     Args:
-        schema, launch, fake: as in `Operator`.
+        schema, launch, fake, contiguous: as in `Operator`.
         backward: the operator that launches the kernels of the backward pass.
         refusal: arguments of `refuse_second_derivative`.
         save: `(ctx, arguments, results)`, keeps in `ctx` what the backward pass needs. By default all arguments: the
@@ -99,6 +102,7 @@ class DifferentiableOperator(Operator):
         schema: str,
         launch: Callable[..., Any],
         fake: Callable[..., Any] | None,
+        contiguous: bool = False,
         *,
         backward: Operator,
         refusal: tuple[str, str],
@@ -107,10 +111,12 @@ class DifferentiableOperator(Operator):
         shown: int | None = None,
         infer: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(schema, launch, fake)
+        super().__init__(schema, launch, fake, contiguous)
         launch = self.launch
         self.shown = shown
-        self.infer = _on_its_device(infer or (lambda *arguments: launch(*arguments)[:shown]) if shown else launch)
+        self.infer = launch
+        if shown is not None:
+            self.infer = _prepared(infer or (lambda *arguments: launch(*arguments)[:shown]), schema)
         keep = save or partial(_save_arguments, schema.partition("->")[0].count("Tensor"))
 
         def save_from_operator(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -167,14 +173,21 @@ def _dispatching() -> bool:
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active()
 
 
-def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the device of its first argument as the current one, where Triton launches."""
+def _prepared(function: Callable[..., Any], schema: str, contiguous: bool = False) -> Callable[..., Any]:
+    """The function with its first tensor's device as the current one, where Triton launches, and tensors contiguous."""
+    parameters = schema.partition("(")[2].partition(" -> ")[0].split(", ")
+    tensors = [number for number, name in enumerate(parameters) if contiguous and name.startswith("Tensor")]
 
-    def call(x: Tensor, *arguments: Any, **options: Any) -> Any:
-        if x.is_cuda and x.get_device() != torch.cuda.current_device():
-            with torch.cuda.device(x.get_device()):
-                return function(x, *arguments, **options)
-        return function(x, *arguments, **options)
+    def call(*given: Any, **options: Any) -> Any:
+        for number in tensors:
+            x = given[number]
+            if x is not None and not x.is_contiguous():
+                given = (*given[:number], x.contiguous(), *given[number + 1 :])
+        first = given[0]
+        if first.is_cuda and first.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(first.get_device()):
+                return function(*given, **options)
+        return function(*given, **options)
 
     return call
 

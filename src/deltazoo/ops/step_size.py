@@ -55,13 +55,8 @@ def exact(b: Tensor, k: Tensor) -> Tensor:
     Source: EFLA, arXiv:2512.12602.
 
     Finite, with finite gradients, for every key: as `lam -> 0` it tends to `b`, as `lam -> inf` to `1 / lam`.
-
-    Args:
-        b: `[B, T, HV]`, gate >= 0.
-        k: `[B, T, H, K]` keys as the operator will see them, not normalised; HV is a multiple of H.
-
-    Returns:
-        `[B, T, HV]` float32 (float64 if either input is).
+    The gate b `[B, T, HV]`, not negative, and the key k `[B, T, H, K]`, not normalised, as the operator will see it,
+    HV a multiple of H, give beta `[B, T, HV]` in float32 (float64 if either is).
     """
     return _exact(*gate_and_squared_norm(b, k))
 
@@ -69,14 +64,8 @@ def exact(b: Tensor, k: Tensor) -> Tensor:
 def implicit(b: Tensor, k: Tensor) -> Tensor:
     """Implicit (proximal) step: `beta = b / (1 + b*lam)`.
 
-    Source: Longhorn, arXiv:2407.14207, without its diagonal approximation of `k k^T`.
-
-    Args:
-        b: `[B, T, HV]`, gate >= 0.
-        k: `[B, T, H, K]` keys as the operator will see them, not normalised; HV is a multiple of H.
-
-    Returns:
-        `[B, T, HV]` float32 (float64 if either input is).
+    Source: Longhorn, arXiv:2407.14207, without its diagonal approximation of `k k^T`. Shapes and dtypes as of
+    `exact`.
     """
     return _implicit(*gate_and_squared_norm(b, k))
 
@@ -87,14 +76,8 @@ def kaczmarz(b: Tensor, k: Tensor) -> Tensor:
     Source: arXiv:2605.08587; the constant is that of the authors' code.
 
     The longer a key, the smaller the value stored along it. For a short key beta is large, up to `1e6 * b` for a zero
-    one, and what it writes, `beta k v^T`, at most `500 |v|`, at `|k| = 1e-3`.
-
-    Args:
-        b: `[B, T, HV]`, gate in [0, 1].
-        k: `[B, T, H, K]` keys as the operator will see them, not normalised; HV is a multiple of H.
-
-    Returns:
-        `[B, T, HV]` float32 (float64 if either input is).
+    one, and what it writes, `beta k v^T`, at most `500 |v|`, at `|k| = 1e-3`. Shapes and dtypes as of `exact`, b in
+    [0, 1].
     """
     return _kaczmarz(*gate_and_squared_norm(b, k))
 

@@ -207,10 +207,8 @@ class _Endpoints:
                     if stream.completion_tokens == len(piece.token_ids):
                         self._metrics.time_to_first_token.observe(time.monotonic() - began)
                     found.put_nowait((index, piece))
-                    if piece.finish_reason is None:
-                        await asyncio.sleep(_PAUSE * self._open)
-                    else:
-                        reason = piece.finish_reason
+                    stream.pause(_PAUSE * self._open)
+                    reason = piece.finish_reason or reason
             except Exception as error:
                 reason = "error" if isinstance(error, EngineError) else reason
                 found.put_nowait((index, error))

@@ -27,6 +27,7 @@ from deltazoo.serving.requests import (
     RequestError,
     Status,
     Stream,
+    is_last,
 )
 
 __all__ = ["EngineEnd", "RemoteEngine"]
@@ -95,7 +96,7 @@ class EngineEnd:
 
     def _deliver(self, outputs: Sequence[tuple[int, Output]]) -> None:
         """Called by the engine's thread."""
-        self._running.difference_update(number for number, output in outputs if _is_last(output))
+        self._running.difference_update(number for number, output in outputs if is_last(output))
         self._messages.put(("made", 0, [*outputs]))
 
 
@@ -175,7 +176,7 @@ class RemoteEngine:
         if kind == "made":
             Stream.deliver((self._streams[key], output) for key, output in content)
             for key, output in content:
-                if _is_last(output):
+                if is_last(output):
                     del self._streams[key]
         elif kind == "answer":
             answer, streams = self._asked.pop(number)
@@ -190,7 +191,3 @@ class RemoteEngine:
                 self._take("answer", asked, EngineStopped("its engine has ended"))
             self._take("made", 0, [(key, Piece(finish_reason="cancelled")) for key in self._streams])
             self._on_end()
-
-
-def _is_last(output: Output) -> bool:
-    return isinstance(output, EngineError) or (isinstance(output, Piece) and output.finish_reason is not None)

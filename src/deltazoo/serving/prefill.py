@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -84,7 +85,8 @@ class Task:
         return len(self.request.prompt) - 1 - self.done
 
 
-def prefix_keys(tokens: Sequence[int], piece: int) -> dict[int, bytes]:
+@lru_cache(maxsize=1)  # the choices of one prompt come one after the other
+def prefix_keys(tokens: tuple[int, ...], piece: int) -> dict[int, bytes]:
     """Keys of the positions of a prompt at which its state can be kept or found, by the number of tokens before them.
 
     Args:

@@ -145,14 +145,14 @@ class Piece:
     @staticmethod
     def joined(parts: "Sequence[int | Piece]") -> "Piece":
         """At least one part, a token or a piece, one behind the other, as one piece."""
-        pieces = [part if isinstance(part, Piece) else Piece(token_ids=(part,)) for part in parts]
-        if len(pieces) == 1:
+        pieces = [part for part in parts if isinstance(part, Piece)]
+        if len(pieces) == len(parts) == 1:
             return pieces[0]
         logprobs = tuple(entry for piece in pieces for entry in piece.logprobs or ())
         return Piece(
-            token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+            token_ids=tuple(x for part in parts for x in ((part,) if isinstance(part, int) else part.token_ids)),
             logprobs=None if all(piece.logprobs is None for piece in pieces) else logprobs,
-            finish_reason=pieces[-1].finish_reason,
+            finish_reason=None if isinstance(parts[-1], int) else parts[-1].finish_reason,
             cached_tokens=sum(piece.cached_tokens for piece in pieces),
             text="".join(piece.text for piece in pieces),
         )
@@ -173,6 +173,7 @@ class Stream:
         on_cancel: called with the stream by `cancel`.
 
     Attributes:
+        pause: seconds in which a coroutine that reads gets no further piece, unless it is the last one; 0 at first.
         seed: of the draws.
         prompt_tokens: of the request.
         cached_tokens: tokens of the prompt that were not run, since the prefix cache had their state; known with the
@@ -192,6 +193,8 @@ class Stream:
         self._changed = threading.Condition()
         self._made: list[int | Piece] = []
         self._error: EngineError | None = None
+        self.pause = 0.0
+        self._is_pausing = False
         self._is_read = False
         """Whether the reader has had the last piece or an error."""
         self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
@@ -214,11 +217,16 @@ class Stream:
         with self._changed:
             self._reader = asyncio.get_running_loop(), news
         while not self._is_read:
+            self._is_pausing = False
             news.clear()
-            if self._made or self._error:
-                yield self._take()
-            else:
+            if not self._made and self._error is None:
                 await news.wait()
+                continue
+            self._is_pausing = self.pause > 0
+            yield self._take()
+            if self._is_pausing and not self._is_read:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(news.wait(), self.pause)
 
     def _take(self) -> Piece:
         """All tokens that have come; without any, raises the error that has."""
@@ -245,12 +253,19 @@ class Stream:
                 else:
                     stream._made.append(output)
                 stream._changed.notify()
-                if stream._reader is not None and not stream._reader[1].is_set():
+                if stream._reader is None or stream._reader[1].is_set():
+                    continue
+                if not stream._is_pausing or is_last(output):
                     loop, news = stream._reader
                     arrived.setdefault(loop, []).append(news)
         for loop, events in arrived.items():
             with suppress(RuntimeError):  # the loop is closed, so nobody reads
                 loop.call_soon_threadsafe(_set_all, events)
+
+
+def is_last(output: Output) -> bool:
+    """Whether a request has ended with an output."""
+    return isinstance(output, EngineError) or (isinstance(output, Piece) and output.finish_reason is not None)
 
 
 def _set_all(events: Iterable[asyncio.Event]) -> None:

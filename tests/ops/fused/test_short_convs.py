@@ -36,7 +36,7 @@ def results(
     inputs, weights = [draw(rows, T, C) for C in channels], [draw(C, 1, 4) for C in channels]
     heads, packing = (head, head, v_head), (sequence, cu_seqlens)
     if together:
-        outputs = short_conv._short_convs(*inputs, *weights, *packing, True, *heads)
+        outputs = short_conv._short_convs(*inputs, *weights, *packing, True, head, v_head == head)
     else:
         calls = zip(inputs, weights, heads, strict=True)
         outputs = [short_conv._short_conv(x, weight, None, *packing, True, size) for x, weight, size in calls]
@@ -73,7 +73,7 @@ def check_apart(device: str) -> None:
     x = [torch.randn(1, 5, 16, device=device) for _ in range(3)]
     taps = [torch.randn(16, 4, device=device) for _ in range(3)]
     for heads in ((8, 0, 0), (8, 4, 0), (8, 8, 4)):
-        found = short_conv._short_convs(*x, *taps, None, None, True, *heads)
+        found = short_conv.short_convolutions(tuple(x), tuple(taps), head_dims=heads, fused=True)
         for mine, a, weight, head in zip(found, x, taps, heads, strict=True):
             assert torch.equal(mine, short_conv._short_conv(a, weight, None, None, None, True, head))
 
@@ -94,4 +94,4 @@ if __name__ == "__main__":
     check_apart("cpu")
     x, taps = torch.randn(3, 1, 5, 16, requires_grad=True), torch.randn(3, 16, 4, requires_grad=True)
     leaves = [part.detach().requires_grad_() for part in (*x, *taps)]
-    torch.library.opcheck(short_conv._short_convs.overload, [*leaves, None, None, True, 8, 8, 0])
+    torch.library.opcheck(short_conv._short_convs.overload, [*leaves, None, None, True, 8, False])

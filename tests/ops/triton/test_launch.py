@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from deltazoo.ops.triton import launch as launching  # noqa: E402
@@ -98,27 +99,47 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+class Launcher36:
+    """Launches as Triton 3.6 does: what it compiles for a kernel, here `recorder`, under functions in Python."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = False
+
+    def __init__(self, recorder: Any, source: Any, metadata: Any) -> None:
+        are_tiles = [str(kind).startswith("tensordesc") for kind in source.signature.values()]
+        self.launch = encoding(recorder, are_tiles, metadata.tensordesc_meta) if any(are_tiles) else recorder
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *others: Any) -> None:
+        self.launch(x, y, z, stream, function, self.launch_cooperative_grid, self.launch_pdl, None, None, *others)
+
+
+def encoding(launcher: Any, are_tiles: list[bool], forms: list[Any]) -> Any:
+    """`wrap_handle_tensordesc` of Triton 3.6."""
+
+    def inner(*arguments: Any) -> None:
+        given, rest = list(arguments[:13]), iter(forms)
+        for x, is_tile in zip(arguments[13:], are_tiles, strict=True):
+            given += nvidia.make_tensordesc_arg(x, next(rest)) if is_tile else [x]
+        launcher(*given)
+
+    return inner
+
+
 @pytest.fixture
 def native(driver: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Calls of the function in C that Triton 3.7's launcher of NVIDIA ends in, with the arguments that it keeps."""
-    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
-    if not hasattr(nvidia, "annotate_arguments"):
-        pytest.skip("the launcher of Triton 3.6 is compiled for every kernel")
+    """Calls of the function in C that Triton 3.6 compiles to launch a kernel."""
     calls: list[tuple[Any, ...]] = []
 
-    def launch(*arguments: Any) -> None:
-        *before, metadata, enter, leave, memory, profile, annotations, signature, given = arguments
-        assert memory is profile is None and not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave)
-        kept = [x for x, annotation in zip(given, annotations, strict=True) if annotation.type == "kernel"]
-        assert len(kept) == len(signature)
-        calls.append((*before, signature, [x.data_ptr() if isinstance(x, Tensor) else x for x in kept]))
+    def in_c(*arguments: Any) -> None:
+        metadata, enter, leave, *given = arguments[10:]
+        assert not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave)
+        calls.append((arguments[:10], [x.data_ptr() if isinstance(x, Tensor) else x for x in given]))
 
-    for name, kind in {"ARG_CONSTEXPR": "constant", "ARG_KERNEL": "kernel", "ARG_TUPLE": "tuple"}.items():
-        monkeypatch.setattr(nvidia, name, kind)
-    monkeypatch.setattr(nvidia, "PyKernelArg", SimpleNamespace)
-    driver.utils.launch, driver.utils.build_signature_metadata = launch, tuple
-    driver.utils.fill_tma_descriptor_tiled = lambda *tile: [list(x) if isinstance(x, tuple) else x for x in tile]
-    driver.launcher_cls = nvidia.CudaLauncher  # type: ignore[method-assign]
+    def encoded(*tile: Any) -> list[Any]:
+        return [list(x) if isinstance(x, tuple) else x for x in tile]
+
+    driver.utils.fill_tma_descriptor = driver.utils.fill_tma_descriptor_tiled = encoded
+    driver.launcher_cls = partial(Launcher36, in_c)  # type: ignore[method-assign]
     return calls
 
 
@@ -265,7 +286,7 @@ def test_threads_launch_what_they_asked_for(driver: Recorder) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"n": 1}, {"n": 2**40}], ids=str)
-def test_the_driver_gets_what_tritons_launcher_gives_it(
+def test_the_function_in_c_gets_what_tritons_launcher_gives_it(
     options: dict[str, int], native: list[tuple[Any, ...]], asked: list[str]
 ) -> None:
     x, _, out = tensors()
@@ -275,6 +296,17 @@ def test_the_driver_gets_what_tritons_launcher_gives_it(
             scale(x, offset, out, **options)
         assert native[0] == native[1] == native[2] and len(native) == 3
     assert len(asked) == 2
+
+
+def test_of_other_forms_only_the_launcher_in_python_is_known(native: list[tuple[Any, ...]]) -> None:
+    """That of Triton 3.7, and one that wants memory."""
+    run = Launcher36(native.append, SimpleNamespace(signature={}), SimpleNamespace(tensordesc_meta=None))
+    assert launching._launcher_in_c(run, False) == native.append
+    run.kernel_signature = b""  # type: ignore[attr-defined]
+    assert launching._launcher_in_c(run, False) is None
+    del run.kernel_signature  # type: ignore[attr-defined]
+    run.global_scratch_size = 1
+    assert launching._launcher_in_c(run, False) is None and launching._launcher_in_c(lambda *_: None, False) is None
 
 
 def test_tiles_are_encoded_once_for_an_address(
@@ -290,7 +322,6 @@ def test_tiles_are_encoded_once_for_an_address(
         pass
 
     monkeypatch.setattr(launching, "MOST_ENCODED", 2)
-    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
     encoded: list[int] = []
     make = nvidia.make_tensordesc_arg
 

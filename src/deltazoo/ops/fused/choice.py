@@ -46,23 +46,24 @@ def takes_kernel(
         NotImplementedError: `fused` is True where no kernel runs.
         ValueError: a kernel is to take tensors of several devices.
     """
-    if fused is None:
-        if not _run_on(x) or columns > MOST_COLUMNS or transforming() or not all(map(_has_kernel_dtype, others)):
+    if fused is False:
+        return False
+    if fused:
+        _require(x, others, columns)
+    else:
+        if not x.is_cuda or columns > MOST_COLUMNS or transforming() or triton_obstacle(x.device, x.dtype, 1, 1):
             return False
         if trained and torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in trained):
             return False
-    elif fused:
-        _require(x, others, columns)
-    else:
-        return False
+    device = x.device
     for other in others:
-        if other is not None and other.device != x.device:
-            raise ValueError(f"fused kernels take tensors of one device, got {x.device} and {other.device}")
+        if other is None:
+            continue
+        if not _has_kernel_dtype(other):
+            return False
+        if other.device != device:
+            raise ValueError(f"fused kernels take tensors of one device, got {device} and {other.device}")
     return True
-
-
-def _run_on(x: Tensor) -> bool:
-    return x.is_cuda and triton_obstacle(x.device, x.dtype, 1, 1) is None
 
 
 def _require(x: Tensor, others: tuple[Tensor | None, ...], columns: int) -> None:
@@ -79,6 +80,6 @@ def _require(x: Tensor, others: tuple[Tensor | None, ...], columns: int) -> None
         )
 
 
-def _has_kernel_dtype(x: Tensor | None) -> bool:
+def _has_kernel_dtype(x: Tensor) -> bool:
     """Whether kernels read such a tensor: of their dtypes, or of integers."""
-    return x is None or x.dtype in KERNEL_DTYPES or not x.is_floating_point()
+    return x.dtype in KERNEL_DTYPES or not x.is_floating_point()

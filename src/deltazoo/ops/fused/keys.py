@@ -23,7 +23,7 @@ from deltazoo.ops.fused.choice import takes_kernel
 from deltazoo.ops.fused.device_math import logistic
 from deltazoo.ops.fused.norms import l2_norm
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
-from deltazoo.ops.fused.row_operator import launcher, row_blocks, row_operator
+from deltazoo.ops.fused.row_operator import row_blocks, row_operator
 from deltazoo.ops.operator import Operator
 from deltazoo.ops.recompute import recomputable
 
@@ -377,4 +377,4 @@ def _like_heads(k, *_):
 _squared_norm = row_operator("squared_norm(Tensor k) -> Tensor", _norm_forward, _norm_backward, fake=_like_heads)
 
 _GAIN = "erase_gain(Tensor k, Tensor erase_key) -> Tensor"
-_erase_gain = Operator(_GAIN, launcher(_GAIN, _gain), _like_heads)
+_erase_gain = Operator(_GAIN, _gain, _like_heads, contiguous=True)

@@ -11,7 +11,7 @@ from deltazoo.ops.fused.choice import REFUSAL
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.operator import DifferentiableOperator, Operator
 
-__all__ = ["element_constants", "launcher", "row_blocks", "row_operator", "sum_of_parts", "sums_of_parts"]
+__all__ = ["element_constants", "row_blocks", "row_operator", "sum_of_parts", "sums_of_parts"]
 
 _ELEMENTS = 2048
 """Elements that a program works on at a time: 16 bytes of bfloat16 for each thread of eight warps."""
@@ -41,39 +41,16 @@ def row_operator(
             takes other arguments, `save` and `gradients` are needed, too.
         differentiation: `save` and `gradients`, see `DifferentiableOperator`.
     """
-    name, arguments, results = _parts_of(schema)
     if backward_schema is None:
-        count = results.count("Tensor")
-        upstream = ", ".join(f"Tensor d_{number}" for number in range(count))
-        number = sum(argument.startswith("Tensor") for argument in arguments)
+        call, _, results = schema.partition(") -> ")
+        upstream = ", ".join(f"Tensor d_{number}" for number in range(results.count("Tensor")))
+        number = call.count("Tensor")
         gradients = f"({', '.join(['Tensor'] * number)})" if number > 1 else "Tensor"
-        backward_schema = f"{name}_backward({', '.join(arguments)}, {upstream}) -> {gradients}"
-    backward_operator = Operator(backward_schema, launcher(backward_schema, backward), backward_fake)
+        backward_schema = f"{call.replace('(', '_backward(', 1)}, {upstream}) -> {gradients}"
+    backward_operator = Operator(backward_schema, backward, backward_fake, contiguous=True)
     return DifferentiableOperator(
-        schema, launcher(schema, forward), fake, backward=backward_operator, refusal=REFUSAL, **differentiation
+        schema, forward, fake, contiguous=True, backward=backward_operator, refusal=REFUSAL, **differentiation
     )
-
-
-def launcher(schema: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the tensors among its arguments contiguous."""
-    _, arguments, _ = _parts_of(schema)
-    tensors = [number for number, argument in enumerate(arguments) if argument.startswith("Tensor")]
-
-    def call(*given: Any) -> Any:
-        for number in tensors:
-            x = given[number]
-            if x is not None and not x.is_contiguous():
-                given = (*given[:number], x.contiguous(), *given[number + 1 :])
-        return function(*given)
-
-    return call
-
-
-def _parts_of(schema: str) -> tuple[str, list[str], str]:
-    """Name, arguments and results of a schema."""
-    signature, _, results = schema.partition(" -> ")
-    name, _, arguments = signature.partition("(")
-    return name, arguments.removesuffix(")").split(", "), results
 
 
 def row_blocks(R: int, D: int, most: int | None = None) -> tuple[int, dict[str, int]]:

@@ -134,8 +134,8 @@ def short_convolutions(
     head_dims: tuple[int, int, int] = (0, 0, 0),
     fused: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`short_convolution` of queries, keys and values; without a past one function for autograd, in a third of the
-    host's work.
+    """`short_convolution` of queries, keys and values; without a past one launch and one function for autograd, if they
+    are of one kind, in a third of the host's work.
 
     Args:
         inputs: three `[B, T, C_i]`.
@@ -147,16 +147,24 @@ def short_convolutions(
     Raises:
         ValueError: as `short_convolution`.
     """
-    q, k, v = inputs
-    together = pasts[0] is None and q.dtype == k.dtype == v.dtype and q.numel() and not torch.compiler.is_compiling()
-    if together and takes_kernel(fused, *inputs, *weights, sequence, cu_seqlens):
-        return recomputable(_short_convs, *inputs, *weights, sequence, cu_seqlens, is_silu(activation), *head_dims)
+    head, _, v_head = head_dims
+    together = pasts[0] is None and inputs[0].numel() and not torch.compiler.is_compiling()
+    if together and _alike(inputs, weights, head_dims) and takes_kernel(fused, *inputs, *weights, sequence, cu_seqlens):
+        options = is_silu(activation), head, v_head == head
+        return recomputable(_short_convs, *inputs, *weights, sequence, cu_seqlens, *options)
     packing = {"sequence": sequence, "cu_seqlens": cu_seqlens}
     first, second, third = (
         short_convolution(x, weight, past, **packing, activation=activation, head_dim=head_dim, fused=fused)
         for x, weight, past, head_dim in zip(inputs, weights, pasts, head_dims, strict=True)
     )
     return first, second, third
+
+
+def _alike(inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], head_dims: tuple[int, int, int]) -> bool:
+    """Whether one launch serves all three: tensors of one kind, heads of one size, queries and keys normed alike."""
+    kinds = {(x.dtype, x.shape[:2], w.dtype, w.shape[-1]) for x, w in zip(inputs, weights, strict=True)}
+    q_head, k_head, v_head = head_dims
+    return len(kinds) == 1 and q_head == k_head and v_head in (0, q_head)
 
 
 def is_silu(activation: str) -> bool:
@@ -605,38 +613,19 @@ _short_conv = row_operator(
 )
 
 
-def _together(inputs, weights, heads):
-    """Whether one launch serves all three: tensors of one kind, heads of one size, queries and keys normed alike."""
-    q_head, k_head, v_head = heads
-    alike = {(x.dtype, x.shape[:2], w.dtype, w.shape[-1]) for x, w in zip(inputs, weights, strict=True)}
-    return len(alike) == 1 and q_head == k_head and v_head in (0, q_head)
+def _forward_three(q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, *options):
+    return _convolved((q, k, v), (q_weight, k_weight, v_weight), None, sequence, cu_seqlens, *options)
 
 
-def _forward_three(q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, silu, q_head, k_head, v_head):
-    inputs, weights, heads = (q, k, v), (q_weight, k_weight, v_weight), (q_head, k_head, v_head)
-    if not _together(inputs, weights, heads):
-        calls = zip(inputs, weights, heads, strict=True)
-        return tuple([_forward(x, weight, None, sequence, cu_seqlens, silu, head) for x, weight, head in calls])
-    return _convolved(inputs, weights, None, sequence, cu_seqlens, silu, q_head, v_head == q_head)
-
-
-def _backward_three(
-    q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, silu, q_head, k_head, v_head, d_y, d_y_k, d_y_v
-):
-    inputs, weights, heads = (q, k, v), (q_weight, k_weight, v_weight), (q_head, k_head, v_head)
-    d_results = d_y, d_y_k, d_y_v
-    if not _together(inputs, weights, heads):
-        calls = zip(inputs, weights, heads, d_results, strict=True)
-        pairs = [_backward(x, weight, None, sequence, cu_seqlens, silu, head, d) for x, weight, head, d in calls]
-        return *(d_x for d_x, _ in pairs), *(d_weight for _, d_weight in pairs)
-    options = silu, q_head, v_head == q_head
+def _backward_three(q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, silu, head_dim, norm_v, *d_results):
+    inputs, weights, options = (q, k, v), (q_weight, k_weight, v_weight), (silu, head_dim, norm_v)
     gradients, parts = _convolved_backward(inputs, weights, None, sequence, cu_seqlens, d_results, *options)
     return *gradients, *sums_of_parts(parts, weights)
 
 
 _THREE = (
     "Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, Tensor v_weight, Tensor? sequence, "
-    "Tensor? cu_seqlens, bool silu, int q_head, int k_head, int v_head"
+    "Tensor? cu_seqlens, bool silu, int head_dim, bool norm_v"
 )
 
 _short_convs = row_operator(

@@ -7,6 +7,7 @@ was compiled then.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import getclosurevars
 from typing import Any
 
 import triton
@@ -108,21 +109,15 @@ def launch(kernel: Any, constants: Constants, *tensors: Tensor | TileView | None
         return
     active = driver.active
     device = active.get_current_device()
-    pointers: list[int] = []
-    kinds: list[Any] = [kernel.fn, device]
+    pointers: list[Any] = [None if x is None else x.data_ptr() for x in tensors]
     bits = 0
-    for x in tensors:
-        if x is None:
-            kinds.append(None)
-        else:
-            pointer = x.data_ptr()
+    for pointer in pointers:
+        if pointer is not None:
             bits |= pointer
-            pointers.append(pointer)
-            kinds.append(x.dtype)
     if bits % ALIGNMENT:
         _through_triton(kernel, constants, tensors)
         return
-    kind = tuple(kinds)
+    kind = (kernel.fn, device, *[None if x is None else x.dtype for x in tensors])
     start = constants.compiled.get(kind)
     if start is not None:
         start(active.get_current_stream(device), pointers, tensors)
@@ -133,7 +128,7 @@ def launch(kernel: Any, constants: Constants, *tensors: Tensor | TileView | None
 
 
 _Start = Callable[[int, list[Any], tuple[Tensor | TileView | None, ...]], None]
-"""Starts a compiled kernel on a stream, with the addresses of the tensors that are not None, and all tensors."""
+"""Starts a compiled kernel on a stream, with the addresses of the tensors, and the tensors."""
 
 
 def _through_triton(kernel: Any, constants: Constants, tensors: tuple[Tensor | TileView | None, ...]) -> Any:
@@ -142,48 +137,57 @@ def _through_triton(kernel: Any, constants: Constants, tensors: tuple[Tensor | T
 
 
 def _start_of(compiled: CompiledKernel, constants: Constants, tensors: tuple[Any, ...], named: list[str]) -> _Start:
-    """A start as this one by Triton was: by its driver if that is of a known form, else by its launcher in Python.
+    """A start like that by Triton, which has compiled the kernel for these arguments.
 
     Args:
         compiled: the kernel.
         constants, tensors: its arguments.
         named: names of those that follow the tensors.
     """
-    run, grid, function, packed = compiled.run, (*constants.grid, 1, 1)[:3], compiled.function, compiled.packed_metadata
+    run, (x, y, z), function = compiled.run, (*constants.grid, 1, 1)[:3], compiled.function
     others = [constants.named[name] for name in named]
+    tiles = [i for i, tensor in enumerate(tensors) if type(tensor) is TileView]
+    packed_and_hooks = compiled.packed_metadata, None, None, None
+    in_c = _launcher_in_c(run, bool(tiles))
+    if in_c is None:
 
-    def start_in_python(stream: int, _: list[Any], tensors: tuple[Any, ...]) -> None:
-        given = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
-        run(*grid, stream, function, packed, None, None, None, *given, *others)
+        def start_by_launcher(stream: int, arguments: list[Any], tensors: tuple[Any, ...]) -> None:
+            for i in tiles:
+                arguments[i] = tensors[i]
+            run(x, y, z, stream, function, *packed_and_hooks, *arguments, *others)
 
-    if not hasattr(run, "kernel_signature") or run.global_scratch_size or run.profile_scratch_size:
-        return start_in_python
-    from triton.backends.nvidia.driver import expand_signature, make_tensordesc_arg
+        return start_by_launcher
+    from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    # Triton compiles None and some numbers into a kernel; a tile is its encoded form, and the tensor's geometry.
-    types, forms = [*compiled.src.signature.values()], compiled.metadata.tensordesc_meta
-    numbers = [x for x, kind in zip(others, types[len(tensors) :], strict=True) if kind != "constexpr"]
-    given = [number for number, x in enumerate(tensors) if x is not None]
-    places = [(i, number) for i, number in enumerate(given) if type(tensors[number]) is TileView]
-    encoded_at: list[dict[int, list[Any]]] = [{} for _ in places]
-    tiles = [(*place, *more) for place, *more in zip(places, forms or (), encoded_at, strict=True)][::-1]
-    expanded = zip(run.arg_annotations, expand_signature(types, forms), strict=True)
-    kept = [annotation for annotation, kind in expanded if kind != "constexpr"]
-    call, x, y, z = driver.active.utils.launch, *grid
-    form_of_launch = function, run.launch_cooperative_grid, run.launch_pdl, packed, *[None] * 5
-    signature = run.kernel_signature
+    options = run.launch_cooperative_grid, run.launch_pdl, None, None, *packed_and_hooks
+    forms = compiled.metadata.tensordesc_meta or [None] * len(tiles)
+    known: list[dict[int, list[Any]]] = [{} for _ in tiles]
+    places = [*zip(tiles, forms, known, strict=True)][::-1]  # the last one first, for each takes more than one place
 
-    def start(stream: int, pointers: list[Any], tensors: tuple[Any, ...]) -> None:
-        for i, number, form, encoded in tiles:  # the last one first, as each takes more than one place
-            address = pointers[i]
+    def start(stream: int, arguments: list[Any], tensors: tuple[Any, ...]) -> None:
+        for i, form, encoded in places:
+            address = arguments[i]
             if address not in encoded:
                 if len(encoded) >= MOST_ENCODED:
                     encoded.clear()
-                encoded[address] = make_tensordesc_arg(tensors[number], form)
-            pointers[i : i + 1] = encoded[address]
-        call(x, y, z, stream, *form_of_launch, kept, signature, pointers + numbers)
+                encoded[address] = make_tensordesc_arg(tensors[i], form)
+            arguments[i : i + 1] = encoded[address]
+        in_c(x, y, z, stream, function, *options, *arguments, *others)
 
     return start
+
+
+def _launcher_in_c(run: Any, tiles: bool) -> Callable[..., None] | None:
+    """The function that Triton 3.6 compiles to launch a kernel, under its functions in Python; None for other forms.
+
+    Args:
+        run: Triton's launcher of the kernel.
+        tiles: whether the kernel takes tiles, which one more function in Python encodes.
+    """
+    memory = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    if memory or hasattr(run, "kernel_signature"):  # as of Triton 3.7
+        return None
+    return getclosurevars(run.launch).nonlocals.get("launcher") if tiles else run.launch
 
 
 def _watched(kernel: JITFunction) -> bool:
