@@ -124,7 +124,8 @@ class OptimizationConfig:
         evaluate_every: steps between two validation losses.
         evaluation_rows: held-out rows of a validation loss, evenly spread; ``deltazoo eval`` reads all of the text.
         save_every: steps between checkpoints; a multiple of ``log_every``, so that resumed runs log the same means.
-        keep_checkpoints: how many checkpoints to keep, and the one with the lowest validation loss; older ones are
+            The model with the lowest validation loss so far is saved as well.
+        keep_checkpoints: how many checkpoints to keep beside the one with the lowest validation loss; older ones are
             removed.
         diagnose_every: steps between two diagnoses (`deltazoo.diagnose`) of the model on held-out rows, as many as a
             batch has, beginning before the first step; default: none.
