@@ -224,6 +224,8 @@ def test_an_interrupted_distillation_says_how_to_go_on(
         (["--rank", "--text", "./nowhere"], "there is no file or folder './nowhere'"),
         (["--text", "TEXT", "--output", "x"], "act with --rank and --layers best:K only"),
         (["--rank", "--text", "TEXT", "--layers", "0"], "leave out --layers"),
+        (["--output", "a_file/x"], "cannot write into a_file/x: Not a directory"),
+        (["--rank", "--text", "TEXT", "--output", "a_file/x"], "cannot write into a_file/x: Not a directory"),
     ],
 )
 def test_bad_input_to_a_swap_is_one_message_and_status_1(
@@ -235,8 +237,10 @@ def test_bad_input_to_a_swap_is_one_message_and_status_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("a_file").touch()
     assert call(home, *(str(home / "text") if part == "TEXT" else part for part in arguments)) == 1
-    refused(message, capsys)
+    assert not refused(message, capsys), "nothing is measured first"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a_file"]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +252,7 @@ def test_bad_input_to_a_swap_is_one_message_and_status_1(
         (["--text", "./nowhere"], "there is no file or folder './nowhere'"),
         (["--text", "a", "--set", "data.text=b"], "--text a and --set data.text say the same thing"),
         (["--output", "SWAPPED"], "holds the swapped model itself"),
+        (["--output", "a_file/x"], "cannot write into a_file/x: Not a directory"),
         (["--output", "x", "--resume"], "there is no file or folder 'x'"),
         (["--output", "x", "--original", "SWAPPED", "--recipe", "RECIPE"], "the model was swapped from one of"),
     ],
@@ -262,16 +267,19 @@ def test_bad_input_to_a_distillation_is_one_message_and_status_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("a_file").touch()
     names = {"SWAPPED": str(swapped), "RECIPE": str(home / "recipe.yaml")}
     assert distill(home, *(names.get(part, part) for part in arguments)) == 1
     refused(message, capsys)
 
 
-def refused(message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def refused(message: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a refused command printed, its message aside."""
     captured = capsys.readouterr()
-    assert message in " ".join(captured.err.split())
+    assert message in captured.err.splitlines()[-1], "in one line, in which a path stays whole"
     assert "Traceback" not in captured.err
     assert not (Path("x") / "model").exists()
+    return captured.out
 
 
 def test_a_model_with_learned_positions_takes_no_longer_rows(

@@ -21,7 +21,8 @@ from transitions import factors_and_writes
 import deltazoo
 from deltazoo.cli.options import load_rule_file
 from deltazoo.compat.transformers.layer import AcceleratedLayer
-from deltazoo.diagnosis import Diagnosis, Figures
+from deltazoo.diagnosis import Diagnosis, Figures, pictures
+from deltazoo.diagnosis.pictures import draw_records
 from deltazoo.diagnosis.rule_calls import delta_rule_layers, recorded_calls
 from deltazoo.layers import DeltaRuleAttention, GatedDeltaNet, LayerStates, RuleInputs, make_layer
 from deltazoo.layers.state import LayerState
@@ -358,6 +359,20 @@ def test_records_summary_and_picture(tmp_path: Path) -> None:
     for number, diagnosis in enumerate((found, linear)):
         path = diagnosis.save_picture(tmp_path / f"{number}.png")
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_colour_bar_stands_beside_its_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: drawn.append(figure) or path)
+    found = deltazoo.diagnose(tiny_model("kda"), tokens(2, 200))
+    draw_records(found.records(), tmp_path / "unused.png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    maps = [axis for axis in figure.axes if axis.images]
+    bars = [axis.images[0].colorbar.ax for axis in maps]
+    assert len(bars) == 5
+    for axis, bar in zip(maps, bars, strict=True):
+        assert 0 < bar.get_window_extent().x0 - axis.get_window_extent().x1 < 0.2 * figure.dpi
 
 
 def train_on_noise(mixer: str, folder: Path) -> deltazoo.DiagnoseCallback:

@@ -68,6 +68,17 @@ def test_rows_end_one_by_one(case, device):
     assert (made[:, 5:] == 60).any()
 
 
+def test_rows_that_ended_go_on_in_the_next_stream(captures):
+    """Nor does a row end by what is tried at a capture: the end is the second token, of the first step."""
+    model, ids = tiny_model("gated_deltanet"), tokens(2, 5)
+    ends = {"eos_token_id": plain(model, ids)[0, 6].item(), "pad_token_id": 60}
+    expected = plain(model, ids, attention_mask=torch.ones_like(ids), **ends)
+    decoder = Decoder(model, 2, **ends)
+    for _ in range(2):
+        assert torch.equal(streamed(decoder, model, ids, None, 9), expected)
+    assert len(captures) == 1 and (expected[0, 7:] == 60).all()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_stops_when_all_rows_have_ended(device):
     model, ids = tiny_model("gated_deltanet").to(device), tokens(1, 5).to(device)
@@ -276,6 +287,11 @@ class TestErrors:
     def test_seeds(self, seed):
         with pytest.raises(ValueError, match=f"seed must be a whole number from {-(2**63)} to {2**63 - 2}, got "):
             deltazoo.generate(tiny_model("kda"), tokens(2, 4), seed=seed)
+
+    def test_the_last_seed(self):
+        model, ids, options = tiny_model("kda"), tokens(2, 4), {"max_new_tokens": 4, "temperature": 1.0}
+        made = deltazoo.generate(model, ids, seed=2**63 - 2, **options)
+        assert torch.equal(made[1:], deltazoo.generate(model, ids[1:], seed=2**63 - 1, **options))
 
     def test_sampling_of_another_class(self):
         for sampling in ({"temperature": 1.0}, {}):

@@ -182,6 +182,8 @@ def test_nothing_written_in_the_picture_is_cut_off(
     everything, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
     assert everything.x0 >= 0 and everything.y0 >= 0
     assert everything.x1 <= width and everything.y1 <= height
+    (star, *_) = (line for axis in figure.axes for line in axis.get_lines() if line.get_marker() == "*")
+    assert not star.get_clip_on(), "whole, also where the last score lies at the edge of the panel"
     labels = [axis.yaxis.label.get_window_extent() for axis in figure.axes]
     assert all(label.height <= figure.axes[0].bbox.height for label in labels), "no longer than the axis"
 

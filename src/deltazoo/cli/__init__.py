@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         message = error.args[0] if isinstance(error, KeyError) and error.args else error
         if isinstance(error, OSError) and error.strerror and error.filename:  # without its number
             message = f"{error.filename}: {error.strerror}"
-        Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), str(message)))
+        errors.print(Text.assemble(("Error: ", "bold red"), str(message)), soft_wrap=True)
         sys.exit(1)
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,9 +25,9 @@ from deltazoo.cli.options import (
 )
 from deltazoo.spec import get_rule
 from deltazoo.training.config import STAGES, DataConfig, Recipe, load_as
-from deltazoo.training.console import say
+from deltazoo.training.console import no_transformers_bars, say
 from deltazoo.training.data import open_text
-from deltazoo.training.folder import LOSS_PICTURE, check_run, has_saved
+from deltazoo.training.folder import LOSS_PICTURE, check_run, has_saved, held, whole_or_not_at_all
 from deltazoo.training.locate import find_config, resolve_checkpoint
 
 if TYPE_CHECKING:  # these import torch, which waits until the arguments are checked
@@ -92,7 +93,6 @@ def swap(
     from deltazoo.swap.families import decoder_layers_of, family_of
     from deltazoo.swap.plan import parse_layers
     from deltazoo.training.evaluate import rank_layers, ranking_rows
-    from deltazoo.training.folder import held, whole_or_not_at_all
     from deltazoo.training.loading import load_checkpoint, load_model
 
     if best is None:
@@ -105,28 +105,29 @@ def swap(
     options: dict[str, Any] = {"init": init, "rope": rope, "qk_norm": qk_norm, "grouped": grouped}
     console = Console()
     chosen: Any = layers
-    # Only reading text and saving the model need the tokenizer.
-    alone = dry_run and not ranks
-    model, tokenizer = (load_model(model_path, device), None) if alone else load_checkpoint(model_path, device)
-    if source is not None and tokenizer is not None:
-        num_layers = len(decoder_layers_of(model, family_of(model.config)))
-        if best is not None and not 1 <= best <= num_layers:
-            raise ValueError(f"best:{best} asks for {best} of {num_layers} layers")
-        ranking = rank_layers(model, rule, ranking_rows(model, tokenizer, source, rank_tokens), **options)
-        console.print(ranking_table(ranking))
-        if folder is not None:
-            ranking.save(folder / "ranking.json")
-        if best is None:
+    with nullcontext() if folder is None else held(folder):
+        # Only reading text and saving the model need the tokenizer.
+        alone = dry_run and not ranks
+        model, tokenizer = (load_model(model_path, device), None) if alone else load_checkpoint(model_path, device)
+        if source is not None and tokenizer is not None:
+            num_layers = len(decoder_layers_of(model, family_of(model.config)))
+            if best is not None and not 1 <= best <= num_layers:
+                raise ValueError(f"best:{best} asks for {best} of {num_layers} layers")
+            ranking = rank_layers(model, rule, ranking_rows(model, tokenizer, source, rank_tokens), **options)
+            console.print(ranking_table(ranking))
+            if folder is not None:
+                ranking.save(folder / "ranking.json")
+            if best is None:
+                return
+            chosen = ranking.best(best)
+        console.print(swap_attention(model, rule, layers=chosen, dry_run=dry_run, **options))
+        if dry_run or folder is None or tokenizer is None:
             return
-        chosen = ranking.best(best)
-    console.print(swap_attention(model, rule, layers=chosen, dry_run=dry_run, **options))
-    if dry_run or folder is None or tokenizer is None:
-        return
-    with held(folder), whole_or_not_at_all(folder / "model") as staging:
-        model.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
-    distilling = ["deltazoo", "distill", str(folder), "--original", path, "--output", f"{folder}_distilled"]
-    print_facts({"model": str(folder / "model"), "next": with_loads(distilling, load)})
+        with no_transformers_bars(), whole_or_not_at_all(folder / "model") as staging:
+            model.save_pretrained(staging)
+            tokenizer.save_pretrained(staging)
+        distilling = ["deltazoo", "distill", str(folder), "--original", path, "--output", f"{folder}_distilled"]
+        print_facts({"model": str(folder / "model"), "next": with_loads(distilling, load)})
 
 
 def distill(
@@ -174,6 +175,8 @@ def distill(
         raise ValueError(f"{folder} holds the swapped model itself: choose another --output")
     check_run(config, folder, resume, stages=STAGES)
     open_text(config.data)
+    with held(folder):
+        pass  # it can be written, and nobody else trains there
 
     # These import torch, after the arguments are checked.
     import torch

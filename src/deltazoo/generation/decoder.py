@@ -140,7 +140,7 @@ class Decoder:
     ) -> Iterator[Tensor]:
         self._streams_begun += 1
         number = self._streams_begun
-        torch.arange(seed, seed + len(input_ids), out=self.sampler.seed.view(-1))
+        self.sampler.seed.copy_(torch.arange(len(input_ids), device=input_ids.device)[:, None] + seed)
         self._prefill(input_ids, attention_mask)
         # A GPU works on the next token while the host reads the last one; a CPU does one thing at a time.
         ahead = 1 if self.token.device.type == "cuda" else 0

@@ -58,7 +58,7 @@ class RowTable:
         rows, device = self.widths[-1], model.device
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self.sampling = Sampler(rows, device)
+        self.sampler = Sampler(rows, device)
         cache = cache_of_rows(model, max_length, self.position)
         lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, RowKeyValues)]
         self._columns = torch.arange(lengths[0], device=device) if lengths else None
@@ -97,7 +97,7 @@ class RowTable:
         self._states.put(row, state)
         self.token[row].fill_(token)
         self.position[row].fill_(position)
-        self.sampling.put(row, sampling, seed)
+        self.sampler.put(row, sampling, seed)
 
     @torch.no_grad()
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -106,7 +106,7 @@ class RowTable:
         for x in (self.token, self.position):
             for source, target in zip(sources, targets, strict=True):
                 x[target].copy_(x[source])
-        self.sampling.move(sources, targets)
+        self.sampler.move(sources, targets)
 
     @torch.no_grad()
     def step(self, width: int, way: Way) -> None:
@@ -132,7 +132,7 @@ class RowTable:
             A function that waits for log-probabilities `[M]` of the chosen tokens, `[M, count]` of the likeliest ones
             and their numbers `[M, count]`; they mean nothing in rows of NaN.
         """
-        logits = torch.stack([self._logits(width)[row] for row in rows])
+        logits = torch.stack([self._steps[width].output[row] for row in rows])
         chosen = torch.stack([self.token[row] for row in rows]).clamp(min=0)
         values = logits.float().log_softmax(-1)
         likeliest = values.topk(min(count, values.shape[-1]), dim=-1)
@@ -162,10 +162,7 @@ class RowTable:
         return next_logits(self.model, self.token[:width], cache, visible, position)
 
     def _draw(self, width: int, way: Way) -> None:
-        self.sampling.choose(self._logits(width), self.position[:width], way, self.token[:width])
-
-    def _logits(self, width: int) -> Tensor:
-        return self._steps[width].output
+        self.sampler.choose(self._steps[width].output, self.position[:width], way, self.token[:width])
 
 
 @contextmanager

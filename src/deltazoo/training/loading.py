@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltazoo.training.config import DataConfig
-from deltazoo.training.console import say
+from deltazoo.training.console import no_transformers_bars, say
 from deltazoo.training.data import Corpus, first_documents, open_text, read_corpus
 from deltazoo.training.locate import resolve_checkpoint, training_config_of
 
@@ -113,7 +113,8 @@ def load_model(path: str, device: str | None = None, dtype: torch.dtype | None =
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", output_loading_info=True)
+        with no_transformers_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", output_loading_info=True)
     except SafetensorError as error:
         raise ValueError(f"the weights in {path} are damaged or incomplete: {error}") from error
     model, info = loaded
