@@ -195,7 +195,7 @@ def test_two_processes_have_the_losses_of_one(kind: str, tmp_path: Path, request
 def test_the_model_with_the_lowest_held_out_loss_is_kept(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also between two checkpoints; at a step without a log entry nothing is saved, or resumed runs would log others."""
+    """Also between two of the checkpoints that ``save_every`` asks for."""
     found = iter([(5.0, 1), (4.5, 1), (3.0, 1), (6.0, 1)])
     monkeypatch.setattr("deltazoo.training.trainer.score_rows", lambda *_, **__: next(found))
     training = {"steps": 8, "evaluate_every": 2, "save_every": 8, "keep_checkpoints": 1, "log_every": 2}
