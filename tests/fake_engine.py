@@ -57,10 +57,8 @@ class FakeEngine:
     def __init__(self, tokenizer: Any, *, places: int = 8, max_queue: int = 256, seconds: float = 0.001) -> None:
         self.tokenizer, self.places, self.max_queue, self.seconds = tokenizer, places, max_queue, seconds
         self.context_limit = CONTEXT
-        ids = tokenizer.convert_tokens_to_ids
-        self._tokens = (
-            {letter: ids(letter) for letter in string.ascii_letters} if hasattr(tokenizer, "vocab_size") else {}
-        )
+        ids = getattr(tokenizer, "convert_tokens_to_ids", len)  # a tokenizer may be none
+        self._tokens = {letter: ids(letter) for letter in string.ascii_letters}
         self.steps: threading.Semaphore | None = None
         self.requests: list[Request] = []
         self.is_running = False
