@@ -93,6 +93,8 @@ def _lock(folder: Path, flags: int = 0) -> int | None:
     except BlockingIOError as error:
         os.close(descriptor)
         raise ValueError(f"another process trains in {folder}: wait for its end, or choose another output") from error
+    except OSError:
+        pass  # a file system without locks
     return descriptor
 
 
