@@ -310,7 +310,7 @@ class TestTheOrdinaryLoop:
         assert not captures and "autocast is on" in vars(model)["_captured_steps"].last
 
     def test_too_little_memory_for_all_keys_at_once(self, captures, monkeypatch):
-        monkeypatch.setattr(hf_generate, "_free_bytes", lambda device: 10_000)
+        monkeypatch.setattr(hf_generate, "free_bytes", lambda device: 10_000)
         model = tiny_model("hybrid")
         assert_as_uncaptured(model)
         generate(model)

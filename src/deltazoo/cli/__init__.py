@@ -388,8 +388,8 @@ def serve(
     name = name or (folder.parent.name if folder.name == "model" else folder.name)
 
     try:
-        from deltazoo.serving.http import check_key
-        from deltazoo.serving.server import bind, run_server, url_of
+        from deltazoo.serving.http import bind, check_key, url_of
+        from deltazoo.serving.pipe import run_server
     except ModuleNotFoundError as error:
         raise ImportError(
             f"deltazoo serve needs {error.name}: pip install '.[serve]' in a checkout of deltazoo, or elsewhere "

@@ -6,6 +6,7 @@ again.
 """
 
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["NoWaiting", "capture", "capture_graph", "graphs_run_on"]
+__all__ = ["NoWaiting", "beside_current", "capture", "capture_graph", "free_bytes", "graphs_run_on"]
 
 _WAITING = ("_local_scalar_dense", "nonzero", "lift_fresh", "equal", "masked_select", "_unique2", "unique_dim")
 """Operations that make the host wait for a device."""
@@ -57,10 +58,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def capture_graph(
-    function: Callable[[], object],
-    stream: torch.cuda.Stream,
-    *,
-    pool: Any = None,
+    function: Callable[[], object], stream: torch.cuda.Stream, *, pool: Any = None
 ) -> torch.cuda.CUDAGraph:
     """A graph of one call of a function, which has run before and so has its kernels compiled.
 
@@ -124,7 +122,7 @@ def capture(
         before = [x.clone() for x in changed]
         stream = torch.cuda.Stream()
         try:
-            with _beside_current(stream):
+            with beside_current(stream):
                 step()  # kernels are compiled
                 _copy_all(before, changed)
                 with nullcontext() if compiled else NoWaiting(device):
@@ -137,8 +135,11 @@ def capture(
 
 
 @contextmanager
-def _beside_current(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Within this context a stream is the current one; what comes before and after on the other waits for it."""
+def beside_current(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Within this context a stream, if given, is the current one; it waits for the other, which then waits for it."""
+    if stream is None:
+        yield
+        return
     current = torch.cuda.current_stream()
     stream.wait_stream(current)
     try:
@@ -151,3 +152,11 @@ def _beside_current(stream: torch.cuda.Stream) -> Iterator[None]:
 def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that torch can still give out on a GPU; elsewhere no limit is known."""
+    if device.type != "cuda":
+        return sys.maxsize
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from deltazoo.generation.batch import current_padding, refuse_empty, whole_numbers
 from deltazoo.generation.cache import is_used
 from deltazoo.generation.cache_argument import CACHE, cache_in
-from deltazoo.generation.capture import graphs_run_on
+from deltazoo.generation.capture import free_bytes, graphs_run_on
 from deltazoo.generation.conditions import why_not_these_arguments, why_not_this_call, why_not_this_model
 from deltazoo.generation.static_cache import bytes_when_fixed, fixed_cache, move_cache
 from deltazoo.generation.step import Fingerprint, StaticDecoding
@@ -380,7 +380,7 @@ class GenerateCall:
             kept.cache.reset()
             return kept
         del kept
-        needed, free = bytes_when_fixed(filled, max_length), _free_bytes(model.device)
+        needed, free = bytes_when_fixed(filled, max_length), free_bytes(model.device)
         if 2 * needed > free:
             raise ValueError(
                 f"the keys and values of {max_length} tokens take {needed / 2**30:.1f} GiB at once, and "
@@ -411,13 +411,6 @@ def _is_filled(cache: Any) -> bool:
         layer.has_previous_state[0] if isinstance(layer, LinearAttentionCacheLayerMixin) else layer.is_initialized
         for layer in cache.layers
     )
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return sys.maxsize
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def _total_bytes(device: torch.device) -> int:

@@ -8,7 +8,6 @@ The graphs are captured on aliases of the parameters: parameters of the same mem
 So hooks of the parameters do not run then, and nodes that DDP keeps for them stay on their streams.
 """
 
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deltazoo.generation.capture import capture_graph
+from deltazoo.generation.capture import beside_current, capture_graph, free_bytes
 from deltazoo.models.captured_training.call import StackCall
 from deltazoo.models.captured_training.conditions import Settings, Weights, checkpointing_of, why_not_blocks
 
@@ -153,7 +152,7 @@ class CapturedStack:
         if self.x.is_cuda:
             torch.cuda.empty_cache()  # blocks of the current stream, which are no use on another one
         try:
-            with _beside_current(self.memory.stream), _watched(waits, self.x.is_cuda):
+            with beside_current(self.memory.stream), _watched(waits, self.x.is_cuda):
                 allocated = _allocated(self.x.device)
                 (hidden,) = self._forward()
                 kept = _allocated(self.x.device) - allocated
@@ -172,7 +171,7 @@ class CapturedStack:
             raise NotCapturedError(f"a block waits for the device: {waits[0]}")
         if self.draws and self._runs_twice():
             raise NotCapturedError("blocks that run again in the backward pass would draw other random numbers")
-        if kept * _SPARE > (free := _free(self.x.device)):
+        if kept * _SPARE > (free := free_bytes(self.x.device)):
             raise NotCapturedError(f"{kept * _SPARE / 2**30:.1f} GiB would be needed, and {free / 2**30:.1f} are free")
         used = gradients[1:] if self.x.requires_grad else gradients
         # Autograd runs hooks for a gradient of None, too: DDP would take the parameter for ready.
@@ -315,20 +314,6 @@ def _checkpoints_without_states(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _beside_current(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    if stream is None:
-        yield
-        return
-    current = torch.cuda.current_stream()
-    stream.wait_stream(current)
-    try:
-        with torch.cuda.stream(stream):
-            yield
-    finally:
-        current.wait_stream(stream)
-
-
-@contextmanager
 def _watched(waits: list[str], on_gpu: bool) -> Iterator[None]:
     """Collect what makes the host wait for the device, in the threads of autograd, too."""
     if not on_gpu:
@@ -382,10 +367,3 @@ def _autocast_of(device: str) -> tuple[str, torch.dtype, bool, bool]:
 
 def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _free(device: torch.device) -> int:
-    if device.type != "cuda":
-        return sys.maxsize
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
