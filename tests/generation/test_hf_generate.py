@@ -91,8 +91,11 @@ def test_on_demand(kind, device):
         made = assert_decodes_like_forward(model, loop, mask=mask)
     cache = StaticCache(config=model.config, max_cache_len=40)
     given = {"capture_step": True, "do_sample": False, "past_key_values": cache}
-    first = generate(model, made[:, :9], **given)
-    assert int(cache.get_seq_length()) == 16
+    for ids in (made[:, :1], made[:, :9]):  # a prompt of one token is no step yet
+        cache.reset()
+        first = generate(model, ids, **given)
+        assert torch.equal(first, generate(model, ids, do_sample=False, capture_step=False))
+        assert int(cache.get_seq_length()) == ids.shape[1] + 7
     again = generate(model, torch.cat([first, made[:, :2]], 1), **given)
     assert torch.equal(again, generate(model, again[:, :19], do_sample=False, capture_step=False))
 
