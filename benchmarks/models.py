@@ -10,8 +10,9 @@ A step is forward, backward, clipping and AdamW on random tokens. What was measu
     first_step_s                   first training step of a fresh model, compilation included
     train_tok_s, train_peak_gib    tokens per second; peak memory of such a step, model and optimizer included
 
-Ways to train: `compile` is through torch.compile; `packed` has documents of 64 to 2,048 tokens side by side, which
-transformers' own code does not keep apart; the others are runtime options of our models. Decoding: `decoding.py`.
+Ways to train: `eager` has default options, with which our steps may be captured; `compile` is through torch.compile;
+`packed` has documents of 64 to 2,048 tokens side by side, which transformers' own code does not keep apart; the others
+are runtime options of our models. Decoding: `decoding.py`.
 """
 
 from __future__ import annotations
@@ -203,10 +204,11 @@ class TrainingStep:
 
 
 def measure(candidate: Candidate, setting: Row, device: str, steps: int) -> Iterator[tuple[str, Spread | float]]:
-    """The first step, and after another to warm up the speed and memory of further ones."""
+    """The first step, and after others to warm up, one of which may be captured, speed and memory of further ones."""
     step = TrainingStep(candidate, setting, device)
     yield "first_step_s", step.seconds()
-    step.seconds()
+    for _ in range(3):
+        step.seconds()
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
     seconds = Spread.of([step.seconds() for _ in range(steps)])
