@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
 import pytest
 from fake_engine import CONTEXT, FakeEngine, byte_tokenizer, expected_text
 
@@ -27,12 +28,14 @@ openai = pytest.importorskip("openai", reason=REASON)
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from deltazoo.serving import EngineError, Piece, RequestError, background_server, create_app  # noqa: E402
-from deltazoo.serving import server as server_module  # noqa: E402
+from deltazoo.serving import http as http_module  # noqa: E402
+from deltazoo.serving import text as text_module  # noqa: E402
 from deltazoo.serving.api import Answer, CompletionBody  # noqa: E402
-from deltazoo.serving.pipe import EngineEnd, RemoteEngine  # noqa: E402
-from deltazoo.serving.server import _config, _Connection, _Server, bind, url_of  # noqa: E402
+from deltazoo.serving.http import _Connection, bind, server_config, url_of  # noqa: E402
+from deltazoo.serving.pipe import EngineEnd, RemoteEngine, _Server  # noqa: E402
 from deltazoo.serving.text import TextLogprob  # noqa: E402
 
+SLEEP = "import time; time.sleep(600)"
 TEMPLATE = (
     "{% if loud %}loud {% endif %}{% for message in messages %}"
     "{% if message.content == 'forbidden' %}{{ raise_exception('not that') }}{% endif %}"
@@ -56,7 +59,7 @@ def served(request: pytest.FixtureRequest) -> Any:
         def serve() -> None:
             assert theirs.recv() == "the first message"
             remote = RemoteEngine(theirs, engine.tokenizer, engine.max_queue, engine.context_limit)
-            server = _Server(_config(create_app(remote, model="tiny", **options), 1))
+            server = _Server(server_config(create_app(remote, model="tiny", **options), 1))
             server.engine = remote
             server.run(sockets=[address])
             theirs.close()
@@ -548,7 +551,7 @@ def test_a_body_beyond_the_limit_is_not_read(served: Any, chunked: bool) -> None
 def test_a_request_that_does_not_come_whole_ends_its_connection(
     served: Any, sent: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "_RECEIVE_TIME", 0.3)
+    monkeypatch.setattr(http_module, "_RECEIVE_TIME", 0.3)
     if sent == "body":
         sent = (
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
@@ -583,26 +586,66 @@ def test_idle_connections_give_way(served: Any, monkeypatch: pytest.MonkeyPatch)
             connection.close()
 
 
-def test_a_client_that_hangs_up_while_its_prompt_waits_is_forgotten(served: Any) -> None:
-    """A long text is being read; of two more that wait, one is let go of."""
-    engine, go_on, read = FakeEngine(byte_tokenizer()), threading.Event(), []
+def test_a_client_that_hangs_up_ends_the_work_on_its_prompt(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_module, "_CHILD", SLEEP)
 
-    def slow(tokenizer: Any, text: str) -> Any:
-        read.append(len(text))
-        go_on.wait(20)
-        return {"input_ids": [5, 6]}
+    def children() -> list[Any]:
+        return [
+            child for child in psutil.Process().children() if child.status() != "zombie" and SLEEP in child.cmdline()
+        ]
 
-    kind = type(engine.tokenizer)
-    engine.tokenizer.__class__ = type("Slow", (kind,), {"__call__": slow})
+    engine = FakeEngine(byte_tokenizer(TEMPLATE))
+    engine.context_limit = None
     with served(engine) as url, ThreadPoolExecutor(3) as pool:
-        body = {"prompt": "x" * 30_000, "max_tokens": 1}
-        first = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=30)
-        wait_until(lambda: len(read) == 1)
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 30_001, "max_tokens": 1}, timeout=0.3)
-        third = pool.submit(httpx.post, f"{url}/v1/completions", json={**body, "prompt": "x" * 30_002}, timeout=30)
-        assert httpx.get(f"{url}/health").status_code == 200
-        time.sleep(0.3)
-        go_on.set()
-        assert [answer.result().status_code for answer in (first, third)] == [200, 200]
-    assert read == [30_000, 30_002]
+        long = "x" * 150_000
+        bodies = {
+            "completions": {"prompt": long},
+            "chat/completions": {"messages": [{"role": "user", "content": long}]},
+        }
+        clients = [httpx.Client(base_url=f"{url}/v1/", timeout=1) for _ in range(3)]
+        asking = [
+            pool.submit(client.post, path, json=bodies[path])
+            for client, path in zip(clients, [*bodies, "completions"], strict=True)
+        ]
+        wait_until(lambda: len(children()) == 2)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "short", "max_tokens": 1}).status_code == 200
+        for answer in asking:
+            with pytest.raises(httpx.ReadTimeout):
+                answer.result()
+        for client in clients:
+            client.close()
+        wait_until(lambda: not children())
+        assert len(engine.requests) == 1
+
+
+def test_an_address_that_is_taken_is_an_error_at_once() -> None:
+    """While the first server loads its model, too."""
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        assert url_of(first) == f"http://127.0.0.1:{port}"
+        with pytest.raises(OSError, match=rf"cannot listen at 127\.0\.0\.1, port {port}: .*in use"):
+            bind("127.0.0.1", port)
+    with pytest.raises(OSError, match=r"cannot listen at no\.such\.host\.invalid"):
+        bind("no.such.host.invalid", 0)
+
+
+def test_an_address_is_free_after_use() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"x")
+            served, _ = first.accept()
+            served.recv(1)
+            served.close()  # the side that closes first keeps the address for a minute
+            assert client.recv(1) == b""
+    bind("127.0.0.1", port).close()
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_the_url_of_an_ipv6_address_has_brackets() -> None:
+    try:
+        address = bind("::1", 0)
+    except OSError:
+        pytest.skip("this machine has no IPv6 address of its own")
+    with address:
+        assert url_of(address) == f"http://[::1]:{address.getsockname()[1]}"

@@ -2,8 +2,8 @@
 
 import asyncio
 import random
-import threading
 
+import psutil
 import pytest
 from fake_engine import byte_tokenizer as with_template
 from tiny_serving import byte_tokenizer
@@ -11,8 +11,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from deltazoo.serving import EngineError, Piece, Request, RequestError, Stream, TextStream, TokenLogprob
+from deltazoo.serving import text as text_module
 from deltazoo.serving.text import PromptTokens, bytes_of, text_of
 
+SLEEP = "import time; time.sleep(600)"
 TEXT = "Ein Maß für 👩‍🚀 und 日本, 1 € – é́!"
 
 
@@ -247,42 +249,49 @@ class TestPromptTokens:
     def test_a_text_that_must_be_too_long_is_not_read(self):
         tokenizer = with_template("{{ messages[0].content }}")
         prompts = PromptTokens(tokenizer, 10)
-        prompts._short = prompts._long = (None, None)
+        prompts._thread = prompts._processes = None
         for length in (71, 10**8):
             for work in (prompts.of_text("x" * length), prompts.of_chat([{"content": "x" * length}], {})):
                 with pytest.raises(RequestError, match=f"has {length} characters, which are more than 10 tokens"):
                     asyncio.run(work)
 
-    def test_a_long_text_holds_up_no_other_and_is_forgotten_when_nobody_waits(self):
-        """Two texts wait behind a long one: one is given up and never read; a short text passes all of them."""
-        tokenizer, read, go_on = byte_tokenizer(), [], threading.Event()
+    @pytest.mark.parametrize("length", [20, 100_001])
+    def test_tokens_are_those_of_the_tokenizer(self, length):
+        tokenizer = with_template("<|bos|>{{ messages[0].content }}")
+        prompts, text = PromptTokens(tokenizer, None), "ab€ <|eos|>" * (length // 10)
+        assert asyncio.run(prompts.of_text(text)) == tokenizer(text)["input_ids"]
+        messages = [{"role": "user", "content": text}]
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert asyncio.run(prompts.of_chat(messages, {})) == expected
 
-        class Slow:
-            chat_template = None
+    def test_a_long_text_holds_up_no_other_and_ends_when_nobody_waits(self, monkeypatch):
+        """Two are being read, one waits: all are given up, and their processes end."""
+        monkeypatch.setattr(text_module, "_CHILD", SLEEP)
 
-            def __deepcopy__(self, _):
-                return self
-
-            def get_vocab(self):
-                return tokenizer.get_vocab()
-
-            def __call__(self, text):
-                if len(text) > 100:
-                    go_on.wait(20)
-                read.append(len(text))
-                return tokenizer(text)
+        def children():
+            return [
+                child
+                for child in psutil.Process().children()
+                if child.status() != "zombie" and SLEEP in child.cmdline()
+            ]
 
         async def test():
-            prompts = PromptTokens(Slow(), None)
-            long = [asyncio.create_task(prompts.of_text("x" * length)) for length in (30_001, 30_002, 30_003)]
-            assert await asyncio.wait_for(prompts.of_text("short"), 5) == tokenizer("short")["input_ids"]
-            long[1].cancel()
-            await asyncio.sleep(0)
-            go_on.set()
-            await asyncio.gather(*long, return_exceptions=True)
-            assert read == [5, 30_001, 30_003]
+            prompts = PromptTokens(byte_tokenizer(), None)
+            long = [asyncio.create_task(prompts.of_text("x" * 200_000)) for _ in range(3)]
+            while len(children()) < 2:
+                await asyncio.sleep(0.01)
+            assert await asyncio.wait_for(prompts.of_text("short"), 5) == byte_tokenizer()("short")["input_ids"]
+            for task in long:
+                task.cancel()
+            while children():
+                await asyncio.sleep(0.01)
 
-        asyncio.run(test())
+        asyncio.run(asyncio.wait_for(test(), 20))
+
+    def test_a_process_that_fails_is_an_error(self, monkeypatch):
+        monkeypatch.setattr(text_module, "_CHILD", "raise SystemExit(3)")
+        with pytest.raises(EngineError, match="long text ended with status 3"):
+            asyncio.run(PromptTokens(byte_tokenizer(), None).of_text("x" * 100_001))
 
     def test_variables_of_the_template(self):
         prompts = PromptTokens(with_template("{{ messages[0].content }}{% if thinks %}!{% endif %}"), None)

@@ -20,8 +20,7 @@ from deltazoo.serving.requests import (
 
 if TYPE_CHECKING:
     from deltazoo.serving.engine import Engine
-    from deltazoo.serving.http import create_app
-    from deltazoo.serving.server import background_server
+    from deltazoo.serving.http import background_server, create_app
     from deltazoo.serving.text import TextStream
 
 __all__ = [
@@ -44,8 +43,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "engine": ("Engine",),
-        "http": ("create_app",),
-        "server": ("background_server",),
+        "http": ("background_server", "create_app"),
         "text": ("TextStream",),
     },
 )

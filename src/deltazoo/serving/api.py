@@ -351,7 +351,8 @@ class Answer:
         self, body: "_Body", model: str, tokenizer: Any, streams: Sequence[TextStream], echoes: Sequence[str] | None
     ) -> None:
         self.streams = streams
-        self._body, self._tokenizer, self._echoes = body, tokenizer, echoes
+        self._body, self._tokenizer = body, tokenizer
+        self._begins = dict(enumerate(echoes or [""] * len(streams)))  # of choices that have not begun
         self._is_chat = isinstance(body, ChatBody)
         self._common = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -362,27 +363,11 @@ class Answer:
 
     def whole(self, outputs: Sequence[Piece]) -> str:
         """All of a response that is not streamed, with the output of each choice."""
-        choices = []
-        for index, output in enumerate(outputs):
-            choice = self._choice(index, output)
-            if self._is_chat:
-                del choice["delta"]
-                choice["message"] = {"role": "assistant", "content": output.text, "refusal": None}
-            elif self._echoes is not None:
-                choice["text"] = self._echoes[index] + output.text
-            choices.append(choice)
-        return self._json(ChatCompletion if self._is_chat else _Text, choices, usage=self._usage())
-
-    def first_chunk(self) -> str | None:
-        """The role of a chat's answers, and prompts that were to be repeated."""
-        choices = [self._choice(index, Piece()) for index in range(len(self.streams))]
+        choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         if self._is_chat:
-            choices = [{**choice, "delta": {"role": "assistant", "content": ""}} for choice in choices]
-        elif self._echoes is not None:
-            choices = [{**choice, "text": text} for choice, text in zip(choices, self._echoes, strict=True)]
-        else:
-            return None
-        return self._json(self._chunk, choices)
+            for choice in choices:
+                choice["message"] = {"content": "", "refusal": None, **choice.pop("delta")}
+        return self._json(ChatCompletion if self._is_chat else _Text, choices, usage=self._usage())
 
     def chunk(self, index: int, piece: Piece) -> str:
         """A piece of a choice."""
@@ -406,11 +391,13 @@ class Answer:
         logprobs: Any = piece.logprobs
         if logprobs is not None:
             logprobs = self._logprobs_of_chat(logprobs) if self._is_chat else self._logprobs(logprobs)
-        choice = {"index": index, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        begins = self._begins.pop(index, None)
         if self._is_chat:
-            choice["delta"] = {"content": piece.text} if piece.text else {}
+            delta = {} if begins is None else {"role": "assistant"}
+            choice["delta"] = {**delta, "content": piece.text} if piece.text else delta
         else:
-            choice["text"] = piece.text
+            choice["text"] = (begins or "") + piece.text
         return choice if piece.finish_reason is None else {**choice, "seed": self.streams[index].seed}
 
     def _logprobs(self, entries: Sequence[Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The HTTP application: the endpoints of OpenAI's API before an engine.
+"""The HTTP server: the endpoints of OpenAI's API before an engine, and its connections.
 
 A client that hangs up cancels its request here: `_until_hang_up` while a prompt becomes tokens and a whole answer is
 waited for, `_EventStream` for streamed answers.
@@ -7,12 +7,18 @@ waited for, `_EventStream` for streamed answers.
 import asyncio
 import json
 import re
+import resource
 import secrets
+import socket
+import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from inspect import isawaitable
 from typing import Any
 
+import h11
+import uvicorn
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
@@ -21,13 +27,14 @@ from fastapi.sse import EventSourceResponse, format_sse_event
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deltazoo.serving.api import Answer, ApiError, ChatBody, CompletionBody
 from deltazoo.serving.metrics import METRICS_TYPE, Metrics
 from deltazoo.serving.requests import EngineError, EngineStopped, Piece, QueueFull, RequestError, Status
-from deltazoo.serving.text import PromptTokens, TextStream
+from deltazoo.serving.text import PromptTokens, TextStream, check_tokenizer
 
-__all__ = ["MAX_BODY", "check_key", "create_app"]
+__all__ = ["background_server", "bind", "check_key", "create_app", "server_config", "url_of"]
 
 MAX_BODY = 4_000_000
 """Bytes of a request's body at most, unless told otherwise."""
@@ -36,6 +43,13 @@ _PAUSE = 0.0005
 the event loop leaves most of the interpreter's time to others; tokens made meanwhile become one piece."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Proxies are to pass every event on at once; nginx does it by the second one."""
+_BACKLOG = 4096
+"""Connections that may wait to be accepted: many, as the engine's queue is what refuses, and with a reason."""
+_KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open: longer than clients and proxies keep theirs, who would otherwise send a
+request on a connection that is just being closed."""
+_RECEIVE_TIME = 30.0
+"""Seconds in which a request must have come, headers and body."""
 
 
 def create_app(engine: Any, *, model: str, api_key: str | None = None, max_body: int = MAX_BODY) -> FastAPI:
@@ -57,9 +71,7 @@ def create_app(engine: Any, *, model: str, api_key: str | None = None, max_body:
         ```
     """
     check_key(api_key)
-    if getattr(engine.tokenizer, "backend_tokenizer", None) is None:
-        name = type(engine.tokenizer).__name__
-        raise ValueError(f"text is made by the tokenizers library (tokenizer.json), and {name} is not of it")
+    check_tokenizer(engine.tokenizer)
     app = FastAPI(title="deltazoo", docs_url=None, redoc_url=None)  # those pages load scripts from elsewhere
     app.add_middleware(_Gate, api_key=api_key, max_body=max_body)
 
@@ -183,8 +195,6 @@ class _Endpoints:
 
     async def _events(self, answer: Answer) -> AsyncIterator[bytes]:
         try:
-            if (first := answer.first_chunk()) is not None:
-                yield format_sse_event(data_str=first)
             async for index, piece in self._merged(answer.streams):
                 yield format_sse_event(data_str=answer.chunk(index, piece))
             if (last := answer.last_chunk()) is not None:
@@ -305,3 +315,99 @@ class _Gate:
         return self._key is None or (
             scheme.lower() == "bearer" and secrets.compare_digest(key.strip().encode(), self._key)
         )
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed where a request takes too long to come, or to make room for another one."""
+
+    most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 100)
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._receiving: asyncio.TimerHandle | None = None
+        self._heard = self.loop.time()
+        self._watch()
+        if len(self.connections) > self.most:
+            others: Any = self.connections
+            idle = [other for other in others if other.cycle is None or other.cycle.response_complete]
+            min(idle, key=lambda other: other._heard).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Take a part of a request."""
+        self._heard = self.loop.time()
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        if self._receiving is not None:
+            self._receiving.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        incomplete = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if self._receiving is None and incomplete:
+            self._receiving = self.loop.call_later(_RECEIVE_TIME, self.transport.abort)
+        elif self._receiving is not None and not incomplete:
+            self._receiving.cancel()
+            self._receiving = None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, before the model is loaded: an address that is taken is an error at once.
+
+    Args:
+        host: a name or an address of this machine.
+        port: 0 takes a free one.
+
+    Raises:
+        OSError: no such address here, or another program has it.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise OSError(f"cannot listen at {host}, port {port}: {error.strerror or error}") from error
+
+
+def url_of(address: socket.socket) -> str:
+    """The URL of a server at a bound socket."""
+    host, port = address.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def server_config(app: ASGIApp, timeout: int) -> uvicorn.Config:
+    """uvicorn's settings; `timeout`: seconds in which responses may be sent once the server has been told to stop."""
+    return uvicorn.Config(
+        app,
+        http=_Connection,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=timeout,
+        timeout_keep_alive=_KEEP_ALIVE,
+        backlog=_BACKLOG,
+    )
+
+
+@contextmanager
+def background_server(app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+    """Context in which a thread serves an application, for notebooks and tests; gives the server's URL.
+
+    The caller starts and stops the engine. At the end running requests are cut off.
+
+    Args:
+        app: from `create_app`.
+        host: address to listen at.
+        port: 0: any free one.
+    """
+    address = bind(host, port)
+    server = uvicorn.Server(server_config(app, 1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [address]}, daemon=True)
+    thread.start()
+    try:
+        yield url_of(address)
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -1,4 +1,4 @@
-"""The pipe between the engine's process and the HTTP process.
+"""The server's two processes, the engine and HTTP, and the pipe between them.
 
 Reading requests, making tokens of text and text of tokens takes a processor several times as long as running the
 engine, and Python runs one thread at a time. So each has a process. Down the pipe go requests, cancellations and
@@ -7,16 +7,24 @@ made for all requests. Messages are pickled, so both ends must be the same progr
 """
 
 import asyncio
+import gc
 import itertools
 import logging
 import queue
+import signal
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any
 
+import uvicorn
+
+from deltazoo.serving.http import create_app, server_config
 from deltazoo.serving.requests import (
     EngineError,
     EngineStopped,
@@ -29,10 +37,14 @@ from deltazoo.serving.requests import (
     Stream,
     is_last,
 )
+from deltazoo.serving.text import check_tokenizer
 
-__all__ = ["EngineEnd", "RemoteEngine"]
+__all__ = ["EngineEnd", "RemoteEngine", "run_server"]
 
 _log = logging.getLogger(__name__)
+
+_AFTER_THE_ENGINE = 5
+"""Seconds in which the HTTP process sends the last responses after the engine has stopped."""
 
 
 class EngineEnd:
@@ -191,3 +203,95 @@ class RemoteEngine:
                 self._take("answer", asked, EngineStopped("its engine has ended"))
             self._take("made", 0, [(key, Piece(finish_reason="cancelled")) for key in self._streams])
             self._on_end()
+
+
+def run_server(
+    engine: Any, options: dict[str, Any], address: socket.socket, *, stop_timeout: float, ready: Callable[[], None]
+) -> None:
+    """Serve until SIGINT or SIGTERM. What runs or waits then is finished, new requests are refused.
+
+    Args:
+        engine: an `Engine`, started; stopped when this returns. It stays in this process, HTTP gets another one.
+        options: of `create_app`.
+        address: of `bind`.
+        stop_timeout: seconds after a signal in which requests may finish; the rest is cancelled. A second signal
+            cancels at once, a third one ends this process by the signal's default action.
+        ready: called when connections are accepted.
+
+    Raises:
+        ValueError: see `create_app`. RuntimeError: the HTTP process has ended.
+    """
+    check_tokenizer(engine.tokenizer)
+    events: queue.SimpleQueue[str] = queue.SimpleQueue()
+    context = get_context("spawn")  # a fork would have the engine's threads and GPU
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve_http, args=(theirs, address), daemon=True)
+    process.start()
+    theirs.close()
+    address.close()
+    facts = {name: getattr(engine, name) for name in ("tokenizer", "max_queue", "context_limit")}
+    end = EngineEnd(engine, ours, (facts, options), on_ready=ready, on_end=lambda: events.put("gone"))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: events.put("signal"))
+    _leave_alone_what_is_loaded()
+
+    def stop(timeout: float) -> None:
+        engine.stop(timeout=timeout)
+        events.put("stopped")
+
+    signals = 0
+    try:
+        while (event := events.get()) != "stopped":
+            if event == "signal":
+                signals += 1
+                threading.Thread(target=stop, args=(stop_timeout if signals == 1 else 0,), daemon=True).start()
+            elif signals == 0:
+                process.join(_AFTER_THE_ENGINE)
+                raise RuntimeError(f"the HTTP process has ended with status {process.exitcode}")
+            if signals == 2:
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_DFL)
+        end.close()
+        process.join(_AFTER_THE_ENGINE + 1)
+    finally:
+        gc.unfreeze()
+        process.kill()  # if it still runs
+        engine.stop(timeout=0)
+
+
+def _leave_alone_what_is_loaded() -> None:
+    """Take the objects of all modules out of garbage collections, which stop a process for 0.2 s to look at them."""
+    gc.collect()
+    gc.freeze()
+
+
+def _serve_http(pipe: Connection, address: socket.socket) -> None:
+    """The HTTP process."""
+    try:
+        facts, options = pipe.recv()
+    except EOFError:  # the server was stopped meanwhile
+        return
+    engine = RemoteEngine(pipe, **facts)
+    server = _Server(server_config(create_app(engine, **options), _AFTER_THE_ENGINE))
+    server.engine = engine
+    _leave_alone_what_is_loaded()
+    server.run(sockets=[address])
+
+
+class _Server(uvicorn.Server):
+    """Runs until the engine's process, which signals are for, has ended."""
+
+    engine: RemoteEngine
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections."""
+        await super().startup(sockets)
+        self.engine.begin(self._end)
+
+    def _end(self) -> None:
+        for server in self.servers:  # at once, as the next server may want the port
+            server.close()
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Ctrl-C reaches every process of a terminal."""

@@ -4,12 +4,14 @@ import asyncio
 import copy
 import inspect
 import logging
+import pickle
 import re
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -17,12 +19,17 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deltazoo.serving.requests import EngineError, Piece, RequestError, Stream, TokenLogprob
 
-__all__ = ["PromptTokens", "TextLogprob", "TextStream", "bytes_of", "text_of"]
+__all__ = ["PromptTokens", "TextLogprob", "TextStream", "bytes_of", "check_tokenizer", "text_of"]
 
 _log = logging.getLogger(__name__)
 
-_LONG = 20_000
-"""Characters of a text whose tokenization takes too long for others to wait for it."""
+_LONG = 100_000
+"""Characters of a text whose tokens are made in a process of its own."""
+_CHILD = """
+import pickle, sys
+tokenizer, text, options = pickle.load(sys.stdin.buffer)
+pickle.dump(tokenizer(text, **options)["input_ids"], sys.stdout.buffer)
+"""
 _CONTEXT = 6
 """Tokens of the prompt that are decoded with the first new one: some tokenizers drop a space where a text begins."""
 _INCOMPLETE = "\ufffd"
@@ -33,11 +40,18 @@ _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 _ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise ValueError for a tokenizer of another library than tokenizers, whose tokens do not become text here."""
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        name = type(tokenizer).__name__
+        raise ValueError(f"text is made by the tokenizers library (tokenizer.json), and {name} is not of it")
+
+
 class PromptTokens:
     """Token ids of texts and chats.
 
-    A tokenizer is not made for several threads, so short and long texts have a thread and a tokenizer each. A text that
-    waits for its thread is forgotten when its request is cancelled.
+    A thread makes them, one text at a time, as a tokenizer is not made for several threads. A long text gets a process,
+    so that others do not wait for it, and it ends when the request is cancelled, with its memory.
 
     Args:
         tokenizer: of the model.
@@ -48,37 +62,33 @@ class PromptTokens:
         self.tokenizer = tokenizer
         self._limit = context_limit
         self._longest = max(map(len, tokenizer.get_vocab()))
-        self._short = tokenizer, ThreadPoolExecutor(1, "short texts")
-        self._long = copy.deepcopy(tokenizer), ThreadPoolExecutor(1, "long texts")
+        self._thread = ThreadPoolExecutor(1, "deltazoo tokenizer")
+        self._processes = asyncio.Semaphore(2)
 
     async def of_text(self, text: str) -> list[int]:
         """Token ids of a prompt; RequestError if it is no text, or certainly longer than the context limit."""
         self._check("prompt", [text])
-        return await self._run(len(text), lambda tokenizer: tokenizer(text)["input_ids"])
+        return await self._tokens(text)
 
     async def of_chat(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> list[int]:
         """Token ids of messages by the chat template; RequestError if it refuses them or does not read a variable."""
-        texts = [text for message in messages for text in message.values()]
-        self._check("messages", texts)
+        self._check("messages", [text for message in messages for text in message.values()])
         template = str(self.tokenizer.chat_template)
         taken = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
         for name in variables:
             if name in taken or not re.search(rf"\b{re.escape(name)}\b", template):
                 raise RequestError(f"the chat template does not read {name!r}", param="chat_template_kwargs")
-
-        def tokens(tokenizer: Any) -> list[int]:
-            try:
-                options = {"add_generation_prompt": True, "return_dict": False, **variables}
-                return tokenizer.apply_chat_template(messages, **options)
-            except Exception as error:  # templates raise what they like
-                raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-
-        return await self._run(sum(map(len, texts)), tokens)
+        options = {"tokenize": False, "add_generation_prompt": True, **variables}
+        try:
+            text = await self._in_thread(self.tokenizer.apply_chat_template, messages, **options)
+        except Exception as error:  # templates raise what they like
+            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+        return await self._tokens(text, add_special_tokens=False)
 
     async def text_of(self, tokens: list[int]) -> str:
         """Text of a prompt of token ids, to be repeated before the answer."""
         try:
-            return await self._run(len(tokens), lambda tokenizer: tokenizer.decode(tokens))
+            return await self._in_thread(self.tokenizer.decode, tokens)
         except (OverflowError, TypeError, ValueError) as error:
             message = f"prompt has a token that the tokenizer does not know: {error}"
             raise RequestError(message, param="prompt") from None
@@ -95,9 +105,24 @@ class PromptTokens:
         except UnicodeEncodeError as error:
             raise RequestError(f"{param} is no text: {error}", param=param) from None
 
-    async def _run(self, length: int, work: Callable[[Any], Any]) -> Any:
-        tokenizer, thread = self._long if length > _LONG else self._short
-        return await asyncio.get_running_loop().run_in_executor(thread, work, tokenizer)
+    async def _in_thread(self, work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """The result of work; one that waits is forgotten when it is cancelled."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **options))
+
+    async def _tokens(self, text: str, **options: Any) -> list[int]:
+        if len(text) <= _LONG:
+            return (await self._in_thread(self.tokenizer, text, **options))["input_ids"]
+        async with self._processes:
+            work, pipe = await self._in_thread(pickle.dumps, (self.tokenizer, text, options)), asyncio.subprocess.PIPE
+            child = await asyncio.create_subprocess_exec(sys.executable, "-c", _CHILD, stdin=pipe, stdout=pipe)
+            try:
+                made, _ = await child.communicate(work)
+            finally:
+                if child.returncode is None:
+                    child.kill()
+        if child.returncode != 0:
+            raise EngineError(f"the process that makes tokens of a long text ended with status {child.returncode}")
+        return pickle.loads(made)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 At every launch Triton determines which compiled kernel fits the arguments. That depends on their dtypes, on which of
 them are None or aligned, and on constants. A launch that agrees in all of this with an earlier one uses the kernel that
-was compiled then.
+was compiled then. On Triton 3.6 it calls the function in C that Triton compiled to launch the kernel, on 3.7 Triton's
+launcher, in Python around such a function.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Constants", "TileView", "Tiling", "launch"]
+__all__ = ["Constants", "TileView", "Tiling", "launch", "launches_are_watched"]
 
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
 """Whether this version is known to pass arguments to kernels in the order used here; with others, Triton launches."""
@@ -148,8 +149,8 @@ def _start_of(compiled: CompiledKernel, constants: Constants, tensors: tuple[Any
     others = [constants.named[name] for name in named]
     tiles = [i for i, tensor in enumerate(tensors) if type(tensor) is TileView]
     packed_and_hooks = compiled.packed_metadata, None, None, None
-    in_c = _launcher_in_c(run, bool(tiles))
-    if in_c is None:
+    in_c, forms = _launcher_in_c(run, bool(tiles)), compiled.metadata.tensordesc_meta or []
+    if in_c is None or len(forms) != len(tiles) or None in forms:
 
         def start_by_launcher(stream: int, arguments: list[Any], tensors: tuple[Any, ...]) -> None:
             for i in tiles:
@@ -160,18 +161,18 @@ def _start_of(compiled: CompiledKernel, constants: Constants, tensors: tuple[Any
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     options = run.launch_cooperative_grid, run.launch_pdl, None, None, *packed_and_hooks
-    forms = compiled.metadata.tensordesc_meta or [None] * len(tiles)
     known: list[dict[int, list[Any]]] = [{} for _ in tiles]
     places = [*zip(tiles, forms, known, strict=True)][::-1]  # the last one first, for each takes more than one place
 
     def start(stream: int, arguments: list[Any], tensors: tuple[Any, ...]) -> None:
         for i, form, encoded in places:
             address = arguments[i]
-            if address not in encoded:
+            tile = encoded.get(address)
+            if tile is None:
                 if len(encoded) >= MOST_ENCODED:
                     encoded.clear()
-                encoded[address] = make_tensordesc_arg(tensors[i], form)
-            arguments[i : i + 1] = encoded[address]
+                tile = encoded[address] = make_tensordesc_arg(tensors[i], form)
+            arguments[i : i + 1] = tile
         in_c(x, y, z, stream, function, *options, *arguments, *others)
 
     return start
@@ -193,12 +194,16 @@ def _launcher_in_c(run: Any, tiles: bool) -> Callable[..., None] | None:
 def _watched(kernel: JITFunction) -> bool:
     """Whether launch hooks are set, or an option that changes how kernels are compiled."""
     runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of functions, a function, or None
     return bool(
-        getattr(enter, "calls", enter)
-        or getattr(leave, "calls", leave)
+        launches_are_watched()
         or kernel.pre_run_hooks
         or runtime.debug
         or runtime.add_stages_inspection_hook
         or knobs.compilation.instrumentation_mode
     )
+
+
+def launches_are_watched() -> bool:
+    """Whether hooks for the launches of all kernels are set, as profilers do."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # chains, a function, or None

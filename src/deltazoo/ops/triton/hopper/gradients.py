@@ -77,8 +77,6 @@ def copy_stage(tiles, buffers, bars, gates, beta, G, where, token, slot, n, DECA
     q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles = tiles
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
     full, empty, single = bars
-    q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = first_ten(single)
-    WP_full, WP_empty, WL_full, WL_empty, A_split = last_five(single)
     scale, row, head, column, key_column, first_slot, first, B, T, HV, NC, ZERO = where
     TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_c = gl.arange(0, C, TOKENS)
@@ -108,7 +106,6 @@ def copies(tiles, buffers, bars, gates, beta, G, where, DECAY: gl.constexpr):
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
     full, empty, single = bars
     q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = first_ten(single)
-    WP_full, WP_empty, WL_full, WL_empty, A_split = last_five(single)
     scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = where
     if NC > 0:
         last = slot + (NC - 1) * HV
