@@ -341,7 +341,7 @@ def rank_layers(
     if not math.isfinite(before):
         raise FloatingPointError(f"the original model's loss on this text is {before}: there is no rise to rank by")
     losses = []
-    for layer in track(range(num_layers), "ranking the layers", total=num_layers):
+    for layer in track(range(num_layers), "ranking the layers"):
         swap_attention(model, rule, layers=[layer], keep_teacher=True, **options)
         try:
             losses.append(loss()[0])

@@ -87,7 +87,7 @@ def _lock(folder: Path, flags: int = 0) -> int | None:
     """
     if fcntl is None or os.environ.get("RANK", "0") != "0" or not (flags or (folder / _LOCK).is_file()):
         return None
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | flags)
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | flags, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
