@@ -34,6 +34,7 @@ from benchmarks.common import Results, Row, Spread, clock_for, document_position
 from deltazoo.compat import accelerate
 from deltazoo.layers import RMSNorm, SwiGLU
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
+from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.swap import swap_attention
 
 
@@ -68,9 +69,13 @@ AUTOCAST = "autocast"
 OUR_WAYS: dict[str, dict[str, Any]] = {
     "no-options": {"fuse_linear_cross_entropy": False, "recompute": "none"},
     "recompute-elementwise": {"recompute": "elementwise"},
+    "captured": {"captured_training": "auto"},
 }
-"""Ways that are runtime options of our models, beside the default, `eager`. no-options: as the default was before the
-loss was fused, elementwise results were recomputed, and SwiGLU and norms had kernels."""
+"""Ways that are runtime options of our models, beside `eager`. no-options: as the default was before the loss was
+fused, elementwise results were recomputed, and SwiGLU and norms had kernels. captured: the default, where steps of one
+shape run as CUDA graphs; `captured_training.py` times it without waiting after every step."""
+EAGER = {"captured_training": False} if "captured_training" in RUNTIME_OPTIONS else {}
+"""Options of every other way. Sources from before have none."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +152,9 @@ def _native(size: Size, peer: str) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(NATIVE[peer], **options), attn_implementation="sdpa")
 
 
-def _accelerated(size: Size, peer: str) -> Any:
+def _accelerated(size: Size, peer: str, **runtime: Any) -> Any:
     model = _native(size, peer)
-    accelerate(model)
+    accelerate(model, **runtime)
     return model
 
 
@@ -168,7 +173,8 @@ class TrainingStep:
         self.device, self.clock, way, dtype = device, clock_for(device), setting["way"], setting["dtype"]
         torch.manual_seed(0)
         with torch.device(device):
-            model = candidate.build(**OUR_WAYS.get(way, {}))
+            ours = candidate.library in ("deltazoo", "accelerated")
+            model = candidate.build(**(EAGER | OUR_WAYS.get(way, {}) if ours else {}))
         self.model = model.to(torch.float32 if dtype == AUTOCAST else getattr(torch, dtype)).train()
         if way == "no-options":
             for module in self.model.modules():
