@@ -126,7 +126,7 @@ class PackedTrainer(ShardedTrainer):
             reached = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
             if reached.global_step >= self._settings.steps:  # the Trainer's loop would go on with a stream
                 self.state = reached
-                self._load_whole(checkpoint)
+                self._load_from_checkpoint(str(checkpoint))
                 return None
             if isinstance(self.train_dataset, StreamedRows):
                 self.train_dataset.go_to(json.loads((checkpoint / _STREAM_POSITION).read_text(encoding="utf-8")))
@@ -210,14 +210,8 @@ class PackedTrainer(ShardedTrainer):
             write_served_names(self._model, Path(output_dir or self._folder))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As Trainer, which expects files with the names of the parameters; transformers' models save others."""
-        if has_known_layers(self._model):
-            self._load_whole(Path(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_whole(self, checkpoint: Path) -> None:
-        self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
+        """Load the weights as users do; Trainer expects parameters' own names, and transformers' models save others."""
+        self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(resume_from_checkpoint).state_dict())
 
 
 class Monitor(TrainerCallback):
