@@ -103,7 +103,10 @@ def serve(device: str, rules: list[str]) -> None:
 
     def step(name: str, **changed: int) -> Step:
         size = replace(SIZES["quickstart" if device == "cpu" else "340m"], **changed)
-        return Step(next(c for c in candidates(size, rules, ["llama"]) if c.model == name), setting, device)
+        made = Step(next(c for c in candidates(size, rules, ["llama"]) if c.model == name), setting, device)
+        if "captured_training" in getattr(made.model, "runtime_options", ()):
+            made.model.set_runtime(captured_training=False)
+        return made
 
     kept = cache(step)
     for line in sys.stdin:

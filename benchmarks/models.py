@@ -10,8 +10,9 @@ A step is forward, backward, clipping and AdamW on random tokens. What was measu
     first_step_s                   first training step of a fresh model, compilation included
     train_tok_s, train_peak_gib    tokens per second; peak memory of such a step, model and optimizer included
 
-Ways to train: `compile` is through torch.compile; `packed` has documents of 64 to 2,048 tokens side by side, which
-transformers' own code does not keep apart; the others are runtime options of our models. Decoding: `decoding.py`.
+Ways to train: `eager` has default options, with which our steps may be captured; `compile` is through torch.compile;
+`packed` has documents of 64 to 2,048 tokens side by side, which transformers' own code does not keep apart; the others
+are runtime options of our models. Decoding: `decoding.py`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from benchmarks.common import Results, Row, Spread, clock_for, document_position
 from deltazoo.compat import accelerate
 from deltazoo.layers import RMSNorm, SwiGLU
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
+from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.swap import swap_attention
 
 
@@ -67,9 +69,13 @@ AUTOCAST = "autocast"
 OUR_WAYS: dict[str, dict[str, Any]] = {
     "no-options": {"fuse_linear_cross_entropy": False, "recompute": "none"},
     "recompute-elementwise": {"recompute": "elementwise"},
+    "captured": {"captured_training": "auto"},
 }
-"""Ways that are runtime options of our models, beside the default, `eager`. no-options: as the default was before the
-loss was fused, elementwise results were recomputed, and SwiGLU and norms had kernels."""
+"""Ways that are runtime options of our models, beside `eager`. no-options: as the default was before the loss was
+fused, elementwise results were recomputed, and SwiGLU and norms had kernels. captured: the default, where steps of one
+shape run as CUDA graphs; `captured_training.py` times it without waiting after every step."""
+EAGER = {"captured_training": False} if "captured_training" in RUNTIME_OPTIONS else {}
+"""Options of every other way. Sources from before have none."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +152,9 @@ def _native(size: Size, peer: str) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(NATIVE[peer], **options), attn_implementation="sdpa")
 
 
-def _accelerated(size: Size, peer: str) -> Any:
+def _accelerated(size: Size, peer: str, **runtime: Any) -> Any:
     model = _native(size, peer)
-    accelerate(model)
+    accelerate(model, **runtime)
     return model
 
 
@@ -167,7 +173,8 @@ class TrainingStep:
         self.device, self.clock, way, dtype = device, clock_for(device), setting["way"], setting["dtype"]
         torch.manual_seed(0)
         with torch.device(device):
-            model = candidate.build(**OUR_WAYS.get(way, {}))
+            ours = candidate.library in ("deltazoo", "accelerated")
+            model = candidate.build(**(EAGER | OUR_WAYS.get(way, {}) if ours else {}))
         self.model = model.to(torch.float32 if dtype == AUTOCAST else getattr(torch, dtype)).train()
         if way == "no-options":
             for module in self.model.modules():
@@ -197,10 +204,11 @@ class TrainingStep:
 
 
 def measure(candidate: Candidate, setting: Row, device: str, steps: int) -> Iterator[tuple[str, Spread | float]]:
-    """The first step, and after another to warm up the speed and memory of further ones."""
+    """The first step, and after others to warm up, one of which may be captured, speed and memory of further ones."""
     step = TrainingStep(candidate, setting, device)
     yield "first_step_s", step.seconds()
-    step.seconds()
+    for _ in range(3):
+        step.seconds()
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
     seconds = Spread.of([step.seconds() for _ in range(steps)])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import deltazoo
-from benchmarks import accelerate, decoding, host, models, operators, tables
+from benchmarks import accelerate, captured_training, decoding, host, models, operators, tables
 from benchmarks.inputs import OPERATORS, Shape, gates_of, make_inputs
 from deltazoo import names
 from deltazoo.ops import delta_rule, linear_attention
@@ -96,6 +96,15 @@ def test_before_and_after_accelerating(tmp_path: Path, monkeypatch: pytest.Monke
     for row in rows:
         assert row["after"]["low"] <= row["after"]["tokens_per_s"] <= row["after"]["high"]
         assert (row["before"] is None) == (row["phase"] == "packed training")
+
+
+def test_captured_training_beside_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = "--shapes 1x32 --steps 2 --recipes loop trainer"
+    rows = run(captured_training, tmp_path / "run.json", monkeypatch, options)
+    found = [(row["model"], row["recipe"], row["way"]) for row in rows]
+    ours = [("gated_deltanet", recipe, way) for recipe in ("loop", "trainer") for way in ("eager", "captured")]
+    assert found == [*ours, *[("llama", recipe, "eager") for recipe in ("loop", "trainer")]]
+    assert all(row["value"] > 0 for row in rows)
 
 
 def test_host_times_a_step_of_each_source_by_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

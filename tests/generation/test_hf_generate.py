@@ -91,8 +91,11 @@ def test_on_demand(kind, device):
         made = assert_decodes_like_forward(model, loop, mask=mask)
     cache = StaticCache(config=model.config, max_cache_len=40)
     given = {"capture_step": True, "do_sample": False, "past_key_values": cache}
-    first = generate(model, made[:, :9], **given)
-    assert int(cache.get_seq_length()) == 16
+    for ids in (made[:, :1], made[:, :9]):  # a prompt of one token is no step yet
+        cache.reset()
+        first = generate(model, ids, **given)
+        assert torch.equal(first, generate(model, ids, do_sample=False, capture_step=False))
+        assert int(cache.get_seq_length()) == ids.shape[1] + 7
     again = generate(model, torch.cat([first, made[:, :2]], 1), **given)
     assert torch.equal(again, generate(model, again[:, :19], do_sample=False, capture_step=False))
 
@@ -108,6 +111,12 @@ def test_ways_to_choose_tokens(way, kind, device, request):
     for _ in range(2):
         assert_as_uncaptured(model, IDS.to(device), **WAYS[way])
     assert captures is None or len(captures) == 1
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "llama 1:1", *ACCELERATED[:1]])
+def test_a_graph_finds_all_at_its_addresses(kind, replays):
+    """Beams change rows, and transformers' layers make new tensors of them."""
+    assert_as_uncaptured(model_of(kind), capture_step=True, **WAYS["beam"])
 
 
 @pytest.mark.parametrize("kind", ["kda_without_conv", "hybrid", "llama 1:1", *ACCELERATED[:2]])
@@ -200,6 +209,11 @@ class TestCaches:
             assert [x.data_ptr() for x in FixedTensors(cache).changed] == addresses
             alone = model(torch.cat([IDS[:, 4:], IDS[:, :1]], dim=1)).logits
         torch.testing.assert_close(logits[:, -1], alone[:, -1])
+
+    def test_a_static_one_of_the_user_is_not_kept(self, captures):
+        model = tiny_model("hybrid")
+        generate(model, capture_step=True, past_key_values=StaticCache(config=model.config, max_cache_len=40))
+        assert len(captures) == 1 and kept_by(model) is None
 
     @pytest.mark.parametrize("family", ACCELERATED)
     def test_a_growing_one_of_the_user_keeps_the_ordinary_loop(self, family, captures):
@@ -382,7 +396,8 @@ class TestForwardPasses:
                 return scores
 
         made = generate(model, do_sample=False, logits_processor=LogitsProcessorList([Asking()]))
-        assert torch.equal(made, generate(model, do_sample=False, capture_step=False)) and len(captures) == 1
+        assert how(model).endswith("(the last call: captured)") and len(captures) == 1
+        assert torch.equal(made, generate(model, do_sample=False, capture_step=False))
 
 
 CHANGES = {

@@ -296,8 +296,8 @@ class TestPieces:
     @torch.no_grad()
     def test_the_same_tensor_with_other_values(self, attention):
         x = torch.randn(1, 1, 32, dtype=torch.float64)
-        for _ in range(2):
-            for name in ("q_proj", "k_proj", "v_proj"):
+        for names in (("q_proj", "k_proj", "v_proj"), ("k_proj", "q_proj", "v_proj")):
+            for name in names:
                 self.check(getattr(attention, name), x)
             x.normal_()
 

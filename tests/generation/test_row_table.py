@@ -107,11 +107,11 @@ def test_a_seed_draws_the_same_everywhere(kind, sampling, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", STATES)
 def test_passes_keep_rows_apart(case, device):
-    """Other rows change no bit, and padding differs from none by rounding."""
-    model = tiny_model(case).to(device)
-    empty = RowTable(model, [1], MOST).empty
-    alone, together = (PromptRows(model, [3], PIECE, empty, padded=True, max_length=MOST) for _ in range(2))
-    exact = PromptRows(model, [3], PIECE, empty, padded=False, max_length=MOST)
+    """Other rows change no bit, and padding, here beyond the last column, differs from none by rounding."""
+    model, most = tiny_model(case).to(device), 27
+    empty = RowTable(model, [1], most).empty
+    alone, together = (PromptRows(model, [3], PIECE, empty, padded=True, max_length=most) for _ in range(2))
+    exact = PromptRows(model, [3], PIECE, empty, padded=False, max_length=most)
     ids, lengths = tokens(3, 30).tolist(), {0: 2, 1: 27, 2: 19}  # the first is shorter than the convolution
     expected = {row: state_after(alone, row, ids[row][:length]) for row, length in lengths.items()}
     states = dict.fromkeys(lengths)
@@ -243,17 +243,18 @@ def test_nothing_waits_for_the_device(kind, captures, monkeypatch):
 def test_a_pass_that_waits_runs_without_padding(captures, monkeypatch, caplog):
     model = model_of("qwen3_next")
     table = RowTable(model, [2, 4], MOST)
-    prompts = PromptRows(model, [1], PIECE, table.empty, padded=True, max_length=MOST)
+    prompts = PromptRows(model, [1, 2], PIECE, table.empty, padded=True, max_length=MOST)
     ids = tokens(1, 20)[0].tolist()
     expected = state_after(PromptRows(model, [1], PIECE, table.empty, padded=False, max_length=MOST), 0, ids)
     forward = prompts._forward
 
     def waiting(rows, cache, length=None):
-        return forward(rows, cache, length)[torch.ones(1).nonzero()[0]]
+        states = forward(rows, cache, length)
+        return states if rows.stop == 2 else states[torch.ones(1).nonzero()[0]]
 
     monkeypatch.setattr(prompts, "_forward", waiting)
     prompts.capture()
-    assert not prompts.padded
+    assert len(captures) == 1 and not prompts.padded and not prompts._passes
     assert "prompts run one by one and without CUDA graphs, which makes them slower: nonzero" in caplog.text
     assert equal(state_after(prompts, 0, ids), expected)
 

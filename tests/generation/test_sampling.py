@@ -125,6 +125,15 @@ def test_the_lowest_temperatures_take_the_likeliest(temperature, filters, device
     assert torch.equal(made, logits.argmax(-1))
 
 
+def test_values_beyond_those_of_tensors():
+    """All tokens that the model allows are as likely, and all are kept."""
+    logits = torch.randn(20_000, 6, generator=torch.Generator().manual_seed(0))
+    logits[:, 3] = -INF
+    made = drawn(sampler_of([Sampling(1e300, top_k=2**70)] * 20_000), logits, 9, Way.FILTERED)
+    counts = made.bincount(minlength=6)
+    assert counts[3] == 0 and (counts[[0, 1, 2, 4, 5]] - 4000).abs().max() < 5 * 3200**0.5
+
+
 @pytest.mark.parametrize("top_p", [1e-13, 1e-300])
 def test_a_very_low_top_p_keeps_the_likeliest_token(top_p):
     logits = torch.randn(4, 300)
@@ -161,7 +170,9 @@ def test_numbers_are_uniform_and_independent():
     [
         ({"temperature": -0.1}, "temperature must be 0"),
         ({"temperature": float("nan")}, "temperature must be 0"),
+        ({"temperature": float("inf")}, "temperature must be 0 .* or more, got inf"),
         ({"temperature": 1.0, "top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"temperature": 1.0, "top_k": 2.5}, "top_k must be a whole number, got 2.5"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p must be above 0"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
         ({"top_k": 5}, "temperature=0 makes none"),

@@ -23,7 +23,7 @@ import deltazoo
 from deltazoo import swap_attention
 from deltazoo.compat import accelerate, restore
 from deltazoo.layers.sequences import PackedSequences
-from deltazoo.models.captured_training import conditions, graphs
+from deltazoo.models.captured_training import conditions, graphs, kept
 
 CASES = ["gated_deltanet", "kda", "hybrid", "tied", "micro_steps", "without_conv"]
 
@@ -106,7 +106,7 @@ def assert_trains_alike(
 def test_every_step_but_the_first_two_is_a_replay_of_the_same_bits(case):
     model = assert_trains_alike(lambda: tiny_model(case), plain_batches())
     assert "3 replayed from CUDA graphs, 2 eager" in reasons(model)
-    assert "captured shapes: 2 x 12" in reasons(model)
+    assert "captured shapes: 2 x 12; they share 0.0 GiB" in reasons(model)
 
 
 @pytest.mark.parametrize("level", deltazoo.runtime.RECOMPUTE_LEVELS)
@@ -550,6 +550,36 @@ def test_large_batches_run_eagerly(monkeypatch):
     model = tiny_model("gated_deltanet", captured_training="auto").train()
     warm(model, 4)
     assert "more than 20 tokens keep the GPU busy anyway" in reasons(model)
+
+
+def test_memory_that_runs_out_in_an_eager_step_frees_the_graphs(monkeypatch):
+    model = tiny_model("gated_deltanet", captured_training="auto").train()
+    warm(model)
+    expected = tiny_model("gated_deltanet").train()(**plain_batches(1, (3, 9))[0]).loss
+    original, failed = kept._run, []
+
+    def runs_out(calls: Any, x: Tensor) -> Tensor:
+        if not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("no memory")
+        return original(calls, x)
+
+    monkeypatch.setattr(kept, "_run", runs_out)
+    assert torch.equal(model(**plain_batches(1, (3, 9))[0]).loss, expected)
+    warm(model, 4)
+    assert replayed(model) == 1
+    assert "the graphs were given up" in reasons(model)
+
+
+def test_parameters_of_a_functional_call_get_their_gradients():
+    found = []
+    for model in both(lambda: tiny_model("gated_deltanet")):
+        model.set_runtime(fuse_linear_cross_entropy=False)
+        for inputs in plain_batches(5):
+            others = {name: 2 * p for name, p in model.named_parameters()}
+            output = torch.func.functional_call(model, others, kwargs={**inputs, "use_cache": False})
+            found.append((output.loss, *torch.autograd.grad(output.loss, list(model.parameters()))))
+    assert_same(found[:5], found[5:])
 
 
 def test_what_watches_single_operations_makes_the_step_eager():

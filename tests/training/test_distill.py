@@ -37,7 +37,7 @@ from deltazoo.training.distill import (
     divergence,
     teacher_forced,
 )
-from deltazoo.training.pictures import draw_conversion
+from deltazoo.training.pictures import draw_distillation
 from deltazoo.training.tokens import PackedRows, build_tokenizer, collate_side_by_side, encode_documents, pack_in_order
 from deltazoo.training.trainer import training_arguments
 
@@ -165,7 +165,7 @@ def test_a_model_of_nan_has_no_score(home: Path, tmp_path: Path) -> None:
 
 
 def test_all_curves_come_in_one_picture(unbroken: Distillation, tmp_path: Path) -> None:
-    path = draw_conversion(tmp_path / "loss.png", unbroken.histories, unbroken.scores, "a conversion")
+    path = draw_distillation(tmp_path / "loss.png", unbroken.histories, unbroken.scores, "a distillation")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -176,7 +176,7 @@ def test_nothing_written_in_the_picture_is_cut_off(
     drawn: list[Any] = []
     monkeypatch.setattr(pictures, "save_figure", lambda figure, path, dpi: drawn.append(figure))
     histories = {name: unbroken.histories[name] for name in names}
-    draw_conversion(Path("unused"), histories, unbroken.scores, "kda in 12 of 24 attention slots of " + "folder/" * 8)
+    draw_distillation(Path("unused"), histories, unbroken.scores, "kda in 12 of 24 attention slots of " + "folder/" * 8)
     [figure] = drawn
     figure.draw_without_rendering()
     everything, (width, height) = figure.get_tightbbox(), figure.get_size_inches()

@@ -462,8 +462,8 @@ def evaluate(
     from deltazoo.training.loading import load_checkpoint
 
     model, tokenizer = load_checkpoint(path, device)
-    score = score_documents(model, tokenizer, documents.held_out)
-    others = baselines(documents.train, documents.held_out, primed=primed)
+    score = score_documents(model, tokenizer, documents.validation)
+    others = baselines(documents.train, documents.validation, primed=primed)
     rule = getattr(model.config, "mixer", model.config.model_type)
     ours = Baseline(f"{rule}, {model.num_parameters() / 1e6:.1f} M", score.bits_per_byte, "the training text")
     ranked = sorted([ours, *others], key=lambda row: row.bits_per_byte)
@@ -540,7 +540,7 @@ def diagnose(
     if length is None:
         length = min(2048, learned_positions(model) or 2048)
     check_positions(model, length, f"documents of --length {length}")
-    found = measure_layers(model, text_batch(tokenizer, documents.held_out, length, tokens))
+    found = measure_layers(model, text_batch(tokenizer, documents.validation, length, tokens))
     typer.echo(f"{documents.description}\n{found}")
     if picture is not None:
         found.save_picture(picture)

@@ -168,7 +168,7 @@ def distill(
         import torch
 
         recipe = "swap_gpu" if torch.cuda.is_available() else "swap_cpu"
-    config = load_as(Recipe, find_config(recipe, conversions=True), overrides)
+    config = load_as(Recipe, find_config(recipe, recipes=True), overrides)
     folder = Path(config.output)
     model_path, original_path = resolve_checkpoint(path), resolve_checkpoint(original)
     if (folder / "model").resolve() == Path(model_path).resolve():
@@ -183,7 +183,7 @@ def distill(
 
     from deltazoo.training.distill import distill as train_stages
     from deltazoo.training.loading import load_checkpoint, load_model
-    from deltazoo.training.pictures import draw_conversion
+    from deltazoo.training.pictures import draw_distillation
 
     model, tokenizer = load_checkpoint(model_path, dtype=torch.float32)  # small updates would be lost in 16 bits
     console = Console()
@@ -196,7 +196,7 @@ def distill(
         say(go_on if has_saved(folder, STAGES) else "stopped before anything was saved")
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from stop
     console.print(_scores_table(result, config))
-    picture = where_drawn(lambda: draw_conversion(folder / LOSS_PICTURE, result.histories, result.scores, path))
+    picture = where_drawn(lambda: draw_distillation(folder / LOSS_PICTURE, result.histories, result.scores, path))
     evaluating = with_loads(["deltazoo", "eval", str(folder)], load)
     print_facts({"model": str(result.model_path), "loss curves": picture, "next": evaluating})
 

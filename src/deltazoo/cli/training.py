@@ -179,5 +179,5 @@ def _remark(result: "TrainingResult", folder: Path) -> str | None:
     return (
         f"The held-out loss has risen since step {best} (from {losses[best]:.3f} to {losses[last]:.3f})"
         f"{f', and {read}' if read else ''}: more text, or --set training.steps={best}, would do better"
-        f"{'' if kept is None else f'; the best model that was kept is {kept}'}"
+        f"{'' if kept is None or kept.name == f'checkpoint-{last}' else f'; the best model that was kept is {kept}'}"
     )

@@ -278,6 +278,7 @@ class GenerateCall:
         self._required = required
         self._source: Cache | None = None
         self._decoding: StaticDecoding | None = None
+        self._is_filled = False
         self._captures = 0
 
     def decline(self, reason: str) -> None:
@@ -340,7 +341,10 @@ class GenerateCall:
             return self._prompt(forward, kwargs)
         decoding, ids = self._decoding, kwargs.get("input_ids")
         one_token = ids is not None and ids.shape[1] == 1
-        if decoding is None or cache is not decoding.cache or not one_token or not _is_filled(cache):
+        if decoding is None or cache is not decoding.cache or not one_token:
+            return forward(**kwargs)
+        self._is_filled = self._is_filled or _is_filled(cache)
+        if not self._is_filled:  # the prompt is one token
             return forward(**kwargs)
         logits = decoding.replay(kwargs)
         if logits is None and self._capture(decoding, forward, kwargs):

@@ -106,7 +106,7 @@ def next_logits(
     """
     inputs = prepared_inputs(model, tokens.clamp(min=0), cache, visible, positions)
     mask = inputs.get("attention_mask")
-    if isinstance(mask, dict) and "linear_attention" in mask:  # it hides tokens, and this one is real
+    if isinstance(mask, dict) and "linear_attention" in mask:  # of older versions; this token is real
         inputs["attention_mask"] = mask | {"linear_attention": None}
     return (model if forward is None else forward)(**inputs).logits[:, -1]
 

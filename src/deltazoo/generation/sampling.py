@@ -5,6 +5,7 @@ vocabulary. So a row draws the same tokens whatever the other rows do, alone or 
 generator has a state to keep. No value is read back from the device, so a CUDA graph can hold a draw.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,8 +21,8 @@ NO_TOKEN = -1
 """In the place of a token, where the model computed NaN or infinity. So the fault travels with the tokens, and nothing
 waits for the device to find it."""
 
-_LOWEST = torch.finfo(torch.float32).tiny
-"""Of temperatures above 0: their reciprocals are finite."""
+_LOWEST, _HIGHEST = torch.finfo(torch.float32).tiny, 1e30
+"""Of temperatures above 0; their reciprocals are finite, and beyond them nothing changes."""
 _ALL = torch.iinfo(torch.long).max
 _32_BITS = 0xFFFFFFFF
 
@@ -44,10 +45,12 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be 0 (take the likeliest token) or more, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.top_k is not None and self.top_k % 1:
+            raise ValueError(f"top_k must be a whole number, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.temperature == 0 and (self.top_k or self.top_p):
@@ -100,8 +103,8 @@ class Sampler:
     def put(self, rows: int | slice, sampling: Sampling, seed: int) -> None:
         """Set how the tokens of a row, or of several, are drawn; the seed has 64 bits."""
         temperature = sampling.temperature
-        self.temperature[rows].fill_(max(temperature, _LOWEST) if temperature else 0)
-        self.top_k[rows].fill_(_ALL if sampling.top_k is None else sampling.top_k)
+        self.temperature[rows].fill_(min(max(temperature, _LOWEST), _HIGHEST) if temperature else 0)
+        self.top_k[rows].fill_(_ALL if sampling.top_k is None else min(sampling.top_k, _ALL))
         self.top_p[rows].fill_(1.0 if sampling.top_p is None else sampling.top_p)
         self.seed[rows].fill_(seed)
 

@@ -32,7 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from deltazoo.serving.api import Answer, ApiError, ChatBody, CompletionBody
 from deltazoo.serving.metrics import METRICS_TYPE, Metrics
 from deltazoo.serving.requests import EngineError, EngineStopped, Piece, QueueFull, RequestError, Status
-from deltazoo.serving.text import PromptTokens, TextStream
+from deltazoo.serving.text import PromptTokens, TextStream, check_tokenizer
 
 __all__ = ["background_server", "bind", "check_key", "create_app", "server_config", "url_of"]
 
@@ -71,9 +71,7 @@ def create_app(engine: Any, *, model: str, api_key: str | None = None, max_body:
         ```
     """
     check_key(api_key)
-    if getattr(engine.tokenizer, "backend_tokenizer", None) is None:
-        name = type(engine.tokenizer).__name__
-        raise ValueError(f"text is made by the tokenizers library (tokenizer.json), and {name} is not of it")
+    check_tokenizer(engine.tokenizer)
     app = FastAPI(title="deltazoo", docs_url=None, redoc_url=None)  # those pages load scripts from elsewhere
     app.add_middleware(_Gate, api_key=api_key, max_body=max_body)
 

@@ -37,6 +37,7 @@ from deltazoo.serving.requests import (
     Stream,
     is_last,
 )
+from deltazoo.serving.text import check_tokenizer
 
 __all__ = ["EngineEnd", "RemoteEngine", "run_server"]
 
@@ -218,8 +219,9 @@ def run_server(
         ready: called when connections are accepted.
 
     Raises:
-        RuntimeError: the HTTP process has ended.
+        ValueError: see `create_app`. RuntimeError: the HTTP process has ended.
     """
+    check_tokenizer(engine.tokenizer)
     events: queue.SimpleQueue[str] = queue.SimpleQueue()
     context = get_context("spawn")  # a fork would have the engine's threads and GPU
     ours, theirs = context.Pipe()

@@ -226,7 +226,8 @@ class Stream:
             yield self._take()
             if self._is_pausing and not self._is_read:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(news.wait(), self.pause)
+                    async with asyncio.timeout(self.pause):
+                        await news.wait()
 
     def _take(self) -> Piece:
         """All tokens that have come; without any, raises the error that has."""

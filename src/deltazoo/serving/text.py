@@ -19,7 +19,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deltazoo.serving.requests import EngineError, Piece, RequestError, Stream, TokenLogprob
 
-__all__ = ["PromptTokens", "TextLogprob", "TextStream", "bytes_of", "text_of"]
+__all__ = ["PromptTokens", "TextLogprob", "TextStream", "bytes_of", "check_tokenizer", "text_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _LONG = 100_000
 """Characters of a text whose tokens are made in a process of its own."""
 _CHILD = """
 import pickle, sys
-tokenizer, text, options = (pickle.load(sys.stdin.buffer) for _ in range(3))
+tokenizer, text, options = pickle.load(sys.stdin.buffer)
 pickle.dump(tokenizer(text, **options)["input_ids"], sys.stdout.buffer)
 """
 _CONTEXT = 6
@@ -38,6 +38,13 @@ _MOST_PENDING = 8
 """Tokens without text after which their text is made of them as they are: twice the bytes of a character."""
 _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 _ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise ValueError for a tokenizer of another library than tokenizers, whose tokens do not become text here."""
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        name = type(tokenizer).__name__
+        raise ValueError(f"text is made by the tokenizers library (tokenizer.json), and {name} is not of it")
 
 
 class PromptTokens:
@@ -55,7 +62,6 @@ class PromptTokens:
         self.tokenizer = tokenizer
         self._limit = context_limit
         self._longest = max(map(len, tokenizer.get_vocab()))
-        self._pickled = pickle.dumps(tokenizer)
         self._thread = ThreadPoolExecutor(1, "deltazoo tokenizer")
         self._processes = asyncio.Semaphore(2)
 
@@ -107,10 +113,10 @@ class PromptTokens:
         if len(text) <= _LONG:
             return (await self._in_thread(self.tokenizer, text, **options))["input_ids"]
         async with self._processes:
-            pipe = asyncio.subprocess.PIPE
+            work, pipe = await self._in_thread(pickle.dumps, (self.tokenizer, text, options)), asyncio.subprocess.PIPE
             child = await asyncio.create_subprocess_exec(sys.executable, "-c", _CHILD, stdin=pipe, stdout=pipe)
             try:
-                made, _ = await child.communicate(self._pickled + pickle.dumps(text) + pickle.dumps(options))
+                made, _ = await child.communicate(work)
             finally:
                 if child.returncode is None:
                     child.kill()

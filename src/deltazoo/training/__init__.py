@@ -1,4 +1,4 @@
-"""Training, conversion and evaluation: from one YAML file to a model on disk, through the HF Trainer.
+"""Training, distillation and evaluation: from one YAML file to a model on disk, through the HF Trainer.
 
 Reading configurations and text imports no torch; the other names are imported on first use.
 """

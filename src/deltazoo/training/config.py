@@ -124,7 +124,8 @@ class OptimizationConfig:
         evaluate_every: steps between two validation losses.
         evaluation_rows: held-out rows of a validation loss, evenly spread; ``deltazoo eval`` reads all of the text.
         save_every: steps between checkpoints; a multiple of ``log_every``, so that resumed runs log the same means.
-        keep_checkpoints: how many checkpoints to keep, and the one with the lowest validation loss; older ones are
+            The model with the lowest validation loss so far is saved as well.
+        keep_checkpoints: how many checkpoints to keep beside the one with the lowest validation loss; older ones are
             removed.
         diagnose_every: steps between two diagnoses (`deltazoo.diagnose`) of the model on held-out rows, as many as a
             batch has, beginning before the first step; default: none.
@@ -360,16 +361,13 @@ def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ..
         raise ValueError(f"there is no configuration file {str(path)!r}")
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        if not isinstance(values, dict):
+            raise ValueError(f"must hold a mapping of keys to values, got {type(values).__name__}")
+        for override in sorted(overrides, key=lambda override: not override.startswith("tokenizer.kind=")):
+            _apply(values, override)
+        return from_mapping(cls, values)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a YAML file: {' '.join(str(error).split())}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a mapping of keys to values, got {type(values).__name__}")
-    for override in sorted(overrides, key=lambda override: not override.startswith("tokenizer.kind=")):
-        _apply(values, override)
-    try:
-        return from_mapping(cls, values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -450,12 +448,10 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """As YAML's own."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise ValueError(f"the key {key.value!r} is given twice, again in line {key.start_mark.line + 1}")
-                seen.add(key.value)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for number, key in enumerate(keys):
+            if key.value in (before.value for before in keys[:number]):
+                raise ValueError(f"the key {key.value!r} is given twice, again in line {key.start_mark.line + 1}")
         return node
 
 

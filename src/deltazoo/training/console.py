@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import TypeVar
 
+from rich import progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 T = TypeVar("T")
 
@@ -18,27 +18,11 @@ def say(line: str) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def progress_bar(*columns: str) -> Progress:
-    """A bar with counts and times, followed by ``columns``: templates such as ``"{task.fields[loss]}"``."""
-    return Progress(
-        TextColumn("[progress.description]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        *(TextColumn(column) for column in columns),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-
-def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Iterate over the items and show a bar, which disappears at the end."""
-    if total is None and isinstance(items, Sized):
-        total = len(items)
-    with progress_bar() as progress:
-        yield from progress.track(items, total=total, description=description)
+def track(items: Iterable[T], description: str) -> Iterable[T]:
+    """The items, with a bar on a terminal that disappears at the end."""
+    total = len(items) if isinstance(items, Sized) else None
+    hidden = not console.is_terminal
+    return progress.track(items, description, total=total, console=console, transient=True, disable=hidden)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -340,7 +341,7 @@ def rank_layers(
     if not math.isfinite(before):
         raise FloatingPointError(f"the original model's loss on this text is {before}: there is no rise to rank by")
     losses = []
-    for layer in track(range(num_layers), "ranking the layers", total=num_layers):
+    for layer in track(range(num_layers), "ranking the layers"):
         swap_attention(model, rule, layers=[layer], keep_teacher=True, **options)
         try:
             losses.append(loss()[0])
@@ -356,9 +357,19 @@ def run_harness(arguments: Sequence[str]) -> None:
     a model without a delta-rule layer, and on scoring FloatingPointError if logits hold NaN.
     """
     from lm_eval.__main__ import cli_evaluate
+
+    _register_harness_model()
+    with patch.object(sys, "argv", ["lm_eval", *arguments]):
+        cli_evaluate()
+
+
+@cache
+def _register_harness_model() -> None:
+    """Make the harness know `--model deltazoo`; it takes a name once."""
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 
+    @register_model("deltazoo")
     class DeltazooLM(HFLM):
         def _create_model(self, *args: Any, **kwargs: Any) -> None:
             super()._create_model(*args, **kwargs)
@@ -372,7 +383,3 @@ def run_harness(arguments: Sequence[str]) -> None:
                     "the model computed NaN: deltazoo diagnose says in which module it comes first"
                 )
             return logits
-
-    register_model("deltazoo")(DeltazooLM)
-    with patch.object(sys, "argv", ["lm_eval", *arguments]):
-        cli_evaluate()

@@ -32,7 +32,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = ".unfinished-"
 # What a run writes before its first checkpoint, and the picture at its end.
 _OF_A_TRAINING = (RUN_CONFIG, _TEXT, "tokenizer", LOSS_PICTURE)
-_OF_A_CONVERSION = (RUN_CONFIG, _TEXT, SWAP, SCORES, LOSS_PICTURE)
+_OF_A_DISTILLATION = (RUN_CONFIG, _TEXT, SWAP, SCORES, LOSS_PICTURE)
 # Keys that a resumed run may change: they do not affect the losses of earlier steps.
 _FREE_TO_CHANGE = {"output", "training.steps", "training.save_every", "training.keep_checkpoints"}
 _FREE_TO_CHANGE |= {"training.evaluate_every", "training.evaluation_rows"}
@@ -87,12 +87,14 @@ def _lock(folder: Path, flags: int = 0) -> int | None:
     """
     if fcntl is None or os.environ.get("RANK", "0") != "0" or not (flags or (folder / _LOCK).is_file()):
         return None
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | flags)
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | flags, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
         raise ValueError(f"another process trains in {folder}: wait for its end, or choose another output") from error
+    except OSError:
+        pass  # a file system without locks
     return descriptor
 
 
@@ -140,7 +142,7 @@ def check_run(config: Any, folder: Path, resume: bool, stages: Sequence[str] = (
         if saved:
             raise ValueError(f"{folder} already holds a run: go on with --resume, or choose another output")
         began = written.is_file() and (folder / _TEXT).is_file()
-        for name in () if began else _OF_A_CONVERSION if stages else _OF_A_TRAINING:
+        for name in () if began else _OF_A_DISTILLATION if stages else _OF_A_TRAINING:
             if (folder / name).exists():
                 raise ValueError(
                     f"{folder / name} is there already and of no run that began: remove it or choose another output"

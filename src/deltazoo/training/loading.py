@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from deltazoo.training.config import DataConfig
 from deltazoo.training.console import no_transformers_bars, say
-from deltazoo.training.data import Document, first_documents, open_text, read_corpus
+from deltazoo.training.data import Corpus, first_documents, open_text, read_corpus
 from deltazoo.training.locate import resolve_checkpoint, training_config_of
 
 if TYPE_CHECKING:
@@ -17,22 +17,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-class EvaluationDocuments(NamedTuple):
-    """The text that a model is scored on.
+def choose_documents(path: str, text: DataConfig | None = None, max_bytes: int | None = None) -> Corpus:
+    """The text that a model is scored on, as ``validation``, and that it was trained on, empty if unknown.
 
-    Attributes:
-        train: training documents, for the baselines that need them; empty if unknown.
-        held_out: documents to score.
-        description: where the held-out documents come from.
-    """
-
-    train: Sequence[Document]
-    held_out: Sequence[Document]
-    description: str
-
-
-def choose_documents(path: str, text: DataConfig | None = None, max_bytes: int | None = None) -> EvaluationDocuments:
-    """The held-out part of the text that a model was trained on, or a text of the caller's. Imports no torch.
+    The first is the held-out part of the second, or a text of the caller's. Imports no torch.
 
     Args:
         path: of the model, see `resolve_checkpoint`.
@@ -56,9 +44,9 @@ def choose_documents(path: str, text: DataConfig | None = None, max_bytes: int |
         corpus = None
     if source is None:
         assert corpus is not None
-        return EvaluationDocuments(corpus.train, corpus.validation, f"held-out part of {corpus.description}")
+        return replace(corpus, description=f"held-out part of {corpus.description}")
     held_out = first_documents(source, max_bytes)
-    return EvaluationDocuments(corpus.train if corpus else [], held_out, source.description)
+    return Corpus(corpus.train if corpus else [], held_out, source.description)
 
 
 def check_device(name: str) -> None:

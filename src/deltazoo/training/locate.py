@@ -13,20 +13,20 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parents[1] / "configs"
 
 # What the names of configurations say.
-_CONVERSION = "swap_"  # a recipe to train a swapped model
+_RECIPE = "swap_"  # a recipe to train a swapped model
 _FOR_CPUS = "_cpu"  # the comments of all others name GPUs
 _PAPER, _HYBRID = "paper_", "hybrid_"  # models in the shape of a paper, which a rule brings along
 _EARLIER = re.compile(r"(neg_(?=kda))?(\w+?)(_hybrid)?_(340m|1\.3b)")  # when there was one for every rule
 
 
-def presets(*, conversions: bool = False) -> dict[str, Path]:
-    """Name and file of every training configuration, or of every conversion recipe, that ships with the project."""
+def presets(*, recipes: bool = False) -> dict[str, Path]:
+    """Name and file of every training configuration, or of every distillation recipe, that comes with the project."""
     folder = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
     found = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-    return {name: path for name, path in found.items() if name.startswith(_CONVERSION) == conversions}
+    return {name: path for name, path in found.items() if name.startswith(_RECIPE) == recipes}
 
 
-def find_config(name: str, *, conversions: bool = False) -> Path:
+def find_config(name: str, *, recipes: bool = False) -> Path:
     """The file that ``name`` means: a path, the folder of a run, or a configuration that ships with the project.
 
     Raises:
@@ -41,7 +41,7 @@ def find_config(name: str, *, conversions: bool = False) -> Path:
                 f"the folder {name!r} holds no run: it has no {RUN_CONFIG}; to train on the text in it: --text {name}"
             )
         return path / RUN_CONFIG
-    known = presets(conversions=conversions)
+    known = presets(recipes=recipes)
     if name in known:
         return known[name]
     near = nearest_run(path)

@@ -12,7 +12,7 @@ import numpy as np
 
 from deltazoo.diagnosis.pictures import BLACK, BLUE, GREY, ORANGE, new_figure, save_figure
 
-__all__ = ["curves", "draw_conversion", "draw_loss_curve"]
+__all__ = ["curves", "draw_distillation", "draw_loss_curve"]
 
 _PANEL = 4.6  # inches
 _LOSSES = {
@@ -60,7 +60,7 @@ def draw_loss_curve(log_history: Sequence[dict[str, Any]], path: str | Path, tit
     return save_figure(figure, Path(path), dpi=150)
 
 
-def draw_conversion(
+def draw_distillation(
     path: Path, histories: Mapping[str, Sequence[Mapping[str, Any]]], scores: Mapping[str, float], title: str
 ) -> Path:
     """One panel per stage: its own loss on the left axis, held-out bits per byte of the whole model on the right.

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from deltazoo.diagnosis import DiagnoseCallback
 from deltazoo.distributed.trainer import ShardedTrainer
 from deltazoo.layers import parameter_groups
 from deltazoo.training.config import OptimizationConfig, RunConfig
-from deltazoo.training.console import console, progress_bar, say
+from deltazoo.training.console import console, say
 from deltazoo.training.evaluate import score_rows
 from deltazoo.training.folder import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
 from deltazoo.training.native_model import write_served_names
@@ -125,7 +126,7 @@ class PackedTrainer(ShardedTrainer):
             reached = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
             if reached.global_step >= self._settings.steps:  # the Trainer's loop would go on with a stream
                 self.state = reached
-                self._load_whole(checkpoint)
+                self._load_from_checkpoint(str(checkpoint))
                 return None
             if isinstance(self.train_dataset, StreamedRows):
                 self.train_dataset.go_to(json.loads((checkpoint / _STREAM_POSITION).read_text(encoding="utf-8")))
@@ -209,27 +210,27 @@ class PackedTrainer(ShardedTrainer):
             write_served_names(self._model, Path(output_dir or self._folder))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As Trainer, which expects files with the names of the parameters; transformers' models save others."""
-        if has_known_layers(self._model):
-            self._load_whole(Path(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_whole(self, checkpoint: Path) -> None:
-        self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
+        """Load the weights as users do; Trainer expects parameters' own names, and transformers' models save others."""
+        self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(resume_from_checkpoint).state_dict())
 
 
 class Monitor(TrainerCallback):
-    """Show a progress bar on a terminal and a line per validation; stop a run that computes NaN or infinity.
+    """Show the progress on a terminal and a line per validation; stop a run that computes NaN or infinity.
 
     ``seconds`` and ``steps`` count training only: validation and saving run inside ``pause()``.
     """
 
     def __init__(self, tokens_per_step: int) -> None:
-        self.seconds, self.steps, self.tokens_per_step = 0.0, 0, tokens_per_step
-        self._began = 0.0
-        self._bar = progress_bar("loss {task.fields[loss]}  held-out {task.fields[validation]}  {task.fields[speed]}")
-        self._task = self._bar.add_task("training", loss="-", validation="-", speed="")
+        self.steps, self.tokens_per_step = 0, tokens_per_step
+        self._counted = 0.0
+        self._began: float | None = None  # the time since which seconds are not yet counted
+        self._loss = self._bits = "-"
+        self._progress = console.status("training")
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time of training, up to now."""
+        return self._counted + (0.0 if self._began is None else time.perf_counter() - self._began)
 
     @property
     def tokens_per_second(self) -> float:
@@ -239,26 +240,29 @@ class Monitor(TrainerCallback):
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Do not count the time spent inside."""
-        self.seconds += time.perf_counter() - self._began
+        self._counted, self._began = self.seconds, None
         yield
         self._began = time.perf_counter()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the meter and the bar."""
+        """Start the meter."""
         state.compute_steps(args, state.max_steps)  # a loaded checkpoint carries the intervals of the earlier run
         self._began = time.perf_counter()
-        self._bar.update(self._task, total=state.max_steps, completed=state.global_step)
         if state.is_world_process_zero:
-            self._bar.start()
+            self._progress.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Advance the bar; always log and validate the last step."""
+        """Count the step; always log and validate the last one."""
         self.steps += 1
         if state.global_step == state.max_steps:
             control.should_log = control.should_evaluate = True
-        self._bar.update(self._task, completed=state.global_step)
+        left = self.seconds / self.steps * (state.max_steps - state.global_step)
+        self._progress.update(
+            f"step {state.global_step}/{state.max_steps}  loss {self._loss}  held-out {self._bits}  "
+            f"{self.tokens_per_second:,.0f} tokens/s  {timedelta(seconds=round(left))} left"
+        )
 
     def on_log(
         self,
@@ -280,26 +284,38 @@ class Monitor(TrainerCallback):
                     f"the {what} is {logs[name]} at step {state.global_step}: lower training.learning_rate; "
                     "the checkpoints saved before are intact"
                 )
-        shown, speed = self._bar.tasks[0].fields, f"{self.tokens_per_second:,.0f} tokens/s"
-        loss = f"{logs['loss']:.3f}" if "loss" in logs else shown["loss"]
-        bits = f"{logs['eval_bits_per_byte']:.3f} bits/byte" if "eval_loss" in logs else shown["validation"]
-        self._bar.update(self._task, loss=loss, validation=bits, speed=speed)
+        if "loss" in logs:
+            self._loss = f"{logs['loss']:.3f}"
+        if "eval_loss" in logs:
+            self._bits = f"{logs['eval_bits_per_byte']:.3f} bits/byte"
         if "eval_loss" in logs and state.is_world_process_zero:
-            console.print(
-                f"step {state.global_step:>6}/{state.max_steps}  loss {loss}  "
-                f"held-out {logs['eval_loss']:.3f} ({bits})  {speed}",
-                highlight=False,
+            say(
+                f"step {state.global_step:>6}/{state.max_steps}  loss {self._loss}  "
+                f"held-out {logs['eval_loss']:.3f} ({self._bits})  {self.tokens_per_second:,.0f} tokens/s"
             )
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save the model with the lowest held-out loss so far, where the training loss has been logged too."""
+        lowest = min(entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry)
+        if metrics and metrics.get("eval_loss") == lowest and state.global_step % args.logging_steps == 0:
+            control.should_save = True
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop the meter."""
-        self.seconds += time.perf_counter() - self._began
+        self._counted, self._began = self.seconds, None
 
     def stop(self) -> None:
-        """Remove the bar and show the terminal's cursor again."""
-        self._bar.stop()
+        """Show the terminal's cursor again."""
+        self._progress.stop()
 
 
 class StopOnSignal(TrainerCallback):

@@ -4,8 +4,9 @@ A graph repeats what the device was told while it was captured. Whatever else Py
 Where that would matter, or where nobody knows, the step runs eagerly.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ __all__ = ["MOST_TOKENS", "Settings", "Weights", "checkpointing_of", "why_not_bl
 
 MOST_TOKENS = 32_768
 """Of a captured call. Larger ones keep a GPU busy anyway, and their memory counts."""
-_KNOWN_PACKAGES = ("deltazoo", "torch", "transformers", "peft")
-"""Packages whose modules do nothing in a training step but tell the device what to do."""
+_KNOWN_PACKAGES = ("deltazoo.", "torch.nn.", "transformers.", "peft.")
+"""Packages whose modules do nothing in a training step but tell the device what to do. Those of torch.distributed and
+of torch's compiler do more."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_COMPARED_OTHERWISE = {*vars(nn.Module())} - {"training"}
 
 
 def why_not_now(x: Tensor) -> str | None:
@@ -42,8 +43,10 @@ def why_not_now(x: Tensor) -> str | None:
         return f"the hidden states are a {type(x).__name__}"
     if x.shape[:-1].numel() > MOST_TOKENS:
         return f"more than {MOST_TOKENS:,} tokens keep the GPU busy anyway"
-    if transforming() or is_in_torch_dispatch_mode() or torch._C._len_torch_function_stack():
-        return "a function transform, dispatch mode or default device is active"
+    if x.is_cuda and (torch.cuda.is_current_stream_capturing() or _launches_are_watched()):
+        return "a graph of the whole step is being captured, or hooks watch launches of kernels"
+    if torch.jit.is_tracing() or transforming() or is_in_torch_dispatch_mode() or torch._C._len_torch_function_stack():
+        return "a function transform, a tracer, a dispatch mode or a default device is active"
     if torch.is_anomaly_enabled():
         return "anomaly detection is on"
     if torch.is_inference_mode_enabled():
@@ -55,6 +58,12 @@ def why_not_now(x: Tensor) -> str | None:
     if _has_any_global_hook():
         return "there are hooks for all modules"
     return None
+
+
+def _launches_are_watched() -> bool:
+    from deltazoo.ops.triton.launch import launches_are_watched
+
+    return launches_are_watched()
 
 
 def why_not_blocks(blocks: Sequence[nn.Module], device: torch.device) -> str | None:
@@ -73,7 +82,7 @@ def why_not_blocks(blocks: Sequence[nn.Module], device: torch.device) -> str | N
 
 def _why_not_module(module: Any, device: torch.device) -> str | None:
     kind: Any = type(module)
-    if kind.__module__.partition(".")[0] not in _KNOWN_PACKAGES and not isinstance(module, DeltaRuleAttention):
+    if not (kind.__module__.startswith(_KNOWN_PACKAGES) or isinstance(module, DeltaRuleAttention)):
         return f"it is a {kind.__module__}.{kind.__qualname__}, which may do more than a graph repeats"
     for hooks in _HOOKS:
         if any(not _may_sleep(hook) for hook in getattr(module, hooks).values()):
@@ -88,6 +97,8 @@ def _why_not_module(module: Any, device: torch.device) -> str | None:
             return f"{name} is on {x.device} and the hidden states on {device}"
         if type(x) not in (nn.Parameter, Tensor, nn.Buffer) or hasattr(x, "ds_id"):
             return f"{name} is no plain tensor but a {type(x).__name__}"
+        if x.requires_grad and not isinstance(x, nn.Parameter):
+            return f"{name} requires a gradient and is no parameter"
     return checkpointing_of(module)[1]
 
 
@@ -131,23 +142,36 @@ class Weights:
         for module in _modules(blocks):
             held: tuple[Any, ...] = (module._parameters, module._buffers, vars(module))
             self.places += [(by, name, x) for by in held for name, x in by.items() if isinstance(x, Tensor)]
-        self._form = [(by, name, x, x.data_ptr(), x.requires_grad) for by, name, x in self.places]
-        self.parameters = list({id(x): x for by, name, x in self.places if isinstance(x, nn.Parameter)}.values())
+        unique = {id(x): x for *_, x in self.places}
+        self._tensors, self.parameters = list(unique.values()), [x for x in unique.values() if type(x) is nn.Parameter]
+        self._addresses, self._form = self._read(Tensor.data_ptr), self._read(_FORM)
+
+    def in_place(self) -> bool:
+        """Whether all are where they were, so that a graph may read them; quick, since a step waits for it."""
+        return self._read(Tensor.data_ptr) == self._addresses
 
     def same(self) -> bool:
-        """Whether each is the same object at the same address, with a gradient or without as before."""
-        for by, name, x, address, requires_grad in self._form:
-            if by.get(name) is not x or x.data_ptr() != address or x.requires_grad is not requires_grad:
-                return False
-        return True
+        """Whether they are the same objects in the same places and of the same form, too."""
+        holders, names, tensors = zip(*self.places, strict=True)
+        moved = any(map(is_not, map(dict.get, holders, names), tensors))
+        return not moved and self._read(_FORM) == self._form
 
     def versions(self) -> list[int]:
         """Numbers that rise when a parameter is changed in place."""
-        return [x._version for x in self.parameters]
+        return list(map(_VERSION, self.parameters))
+
+    def _read(self, property_of: Callable[[Any], Any]) -> list[Any]:
+        return list(map(property_of, self._tensors))
+
+
+_FORM = attrgetter("requires_grad", "shape", "dtype")
+_VERSION = attrgetter("_version")
 
 
 class Settings:
     """What the modules of some blocks are: which, with which attributes, hooks and submodules.
+
+    It is compared in every step, so by functions of Python that loop in C.
 
     Args:
         blocks: whose modules they are.
@@ -155,48 +179,33 @@ class Settings:
     """
 
     def __init__(self, blocks: Sequence[nn.Module], config: Any) -> None:
-        self._config, self._config_then = vars(config), _copied(vars(config))
-        # Flat lists, since this is compared in every step.
-        self._modules = _modules(blocks)
-        self._values: list[tuple[dict[str, Any], str, Any]] = []
-        self._containers: list[tuple[dict[str, Any], str, Any]] = []
-        self._registries: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._sizes: list[tuple[dict[str, Any], int]] = []
-        self._tensors: list[tuple[Tensor, Any, torch.dtype]] = []
-        for module in self._modules:
-            attributes = vars(module)
-            own = [(attributes, name, x) for name, x in attributes.items() if name not in _COMPARED_OTHERWISE]
-            self._values += own
-            self._containers += [(*place, _copied(x)) for *place, x in own if isinstance(x, dict | list | set)]
-            registries = [attributes[name] for name in (*_HOOKS, "_modules")]
-            self._registries += [(registry, dict(registry)) for registry in registries]
-            self._sizes += [(x, len(x)) for x in (attributes, module._parameters, module._buffers)]
-            self._tensors += [(x, x.shape, x.dtype) for _, x in _tensors(module)]
+        attributes = [vars(module) for module in _modules(blocks)]
+        self._config = vars(config)
+        self._containers = [
+            x
+            for by in attributes
+            for name, x in by.items()
+            if name not in _OF_ALL_MODULES and isinstance(x, dict | list | set)
+        ]
+        self._nested = _copied([self._config, *self._containers])
+        # Dictionaries compare values by identity first, and modules and most other objects only so.
+        self._now = [*attributes, *[by[name] for by in attributes for name in ("_modules", *_HOOKS) if by[name]]]
+        self._then = [dict(by) for by in self._now]
+        registries = [by[name] for by in attributes for name in _REGISTRIES]
+        self._registries, self._sizes = registries, list(map(len, registries))
 
     def same(self) -> bool:
         """Whether all of it is as it was."""
-        for held, size in self._sizes:
-            if len(held) != size:
-                return False
-        for attributes, name, then in self._values:
-            now = attributes.get(name, _MISSING)
-            if now is not then and not (type(now) is type(then) and type(now) in _COMPARED and now == then):
-                return False
-        for registry, before in self._registries:
-            if (registry or before) and registry != before:
-                return False
-        for x, shape, dtype in self._tensors:
-            if x.shape != shape or x.dtype != dtype:
-                return False
-        for attributes, name, then in self._containers:
-            if _copied(attributes[name]) != then:
-                return False
-        return _copied(self._config) == self._config_then
+        try:
+            alike = self._now == self._then and list(map(len, self._registries)) == self._sizes
+        except RuntimeError:  # two tensors have been compared
+            return False
+        return alike and _copied([self._config, *self._containers]) == self._nested
 
 
-_MISSING = object()
+_REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
+_OF_ALL_MODULES = {*vars(nn.Module())}
 _VALUES = {bool, int, float, str, torch.dtype, torch.device}
-_COMPARED = {*_VALUES, tuple}
 
 
 def _copied(value: Any) -> Any:

@@ -86,6 +86,9 @@ class CapturedStack:
         config: of the model.
         memory: that its graphs share with others of the model.
 
+    Attributes:
+        nbytes: what the graphs keep between forward and backward pass, gradients included.
+
     Raises:
         NotCapturedError: the blocks cannot be captured as they are.
         RuntimeError: the capture failed. Random numbers, buffers, modules and the current stream are as before.
@@ -101,13 +104,13 @@ class CapturedStack:
         self.x = x.detach().clone().requires_grad_(x.requires_grad)
         self.tensors = [tensor.clone() for tensor in call.tensors]
         self.trained: list[Tensor] = [p for p in self.weights.parameters if p.requires_grad]
-        self.draws = False
+        self.draws, self.nbytes = False, 0
         self._live: Tensor | None = None
         state = self.generator.get_state()
         try:
             with torch.cuda.device(x.device) if x.is_cuda else nullcontext(), _checkpoints_without_states(call.blocks):
                 self._capture(state)
-            if not (self.settings.same() and self.weights.same()):
+            if not self.is_up_to_date():
                 raise NotCapturedError("a block changes its own attributes while it runs")
         finally:
             self._live = None
@@ -171,6 +174,7 @@ class CapturedStack:
             raise NotCapturedError(f"a block waits for the device: {waits[0]}")
         if self.draws and self._runs_twice():
             raise NotCapturedError("blocks that run again in the backward pass would draw other random numbers")
+        self.nbytes = kept
         if kept * _SPARE > (free := free_bytes(self.x.device)):
             raise NotCapturedError(f"{kept * _SPARE / 2**30:.1f} GiB would be needed, and {free / 2**30:.1f} are free")
         used = gradients[1:] if self.x.requires_grad else gradients
@@ -192,12 +196,16 @@ class CapturedStack:
             self._live = None
         return [_borrowed(y.detach()) for y in results], graph.replay
 
+    def is_up_to_date(self) -> bool:
+        """Whether modules, settings and weights are those of the capture; whether in place, `weights` says."""
+        return self.weights.same() and self.settings.same()
+
     def run(self, call: StackCall, x: Tensor) -> Tensor | None:
         """Hidden states `[B, T, D]` by a replay; None if the settings have changed, and nothing else then."""
         state = self.generator.get_state() if self.draws else None
         # As `_Replay.apply`, without its looks at every argument: there are no function transforms here.
         out = super(torch.autograd.Function, _Replay).apply(self, call, state, x, *self.trained)
-        if not self.settings.same():  # the device computes meanwhile
+        if not self.is_up_to_date():  # the device computes meanwhile
             if state is not None:
                 self.generator.set_state(state)
             return None
@@ -225,7 +233,7 @@ class CapturedStack:
         self, x: Tensor, tensors: Sequence[Tensor], d_hidden: Tensor, state: Tensor | None
     ) -> list[Tensor | None]:
         """Gradients as of `replay_backward`, from an eager run; differentiable where autograd records."""
-        if not (self.settings.same() and self.weights.same()):
+        if not (self.weights.in_place() and self.is_up_to_date()):
             raise RuntimeError("the model has changed since the forward pass that is differentiated once more")
         create_graph = torch.is_grad_enabled()
         now = self.generator.get_state()
@@ -285,14 +293,14 @@ def _run_again(run: Callable[[], list[Tensor]], outputs: list[Tensor]) -> None:
 @contextmanager
 def _in_place_of_parameters(weights: Weights, others: dict[int, Any]) -> Iterator[None]:
     """Put other tensors in the places of parameters within this context, by the parameters' ids."""
-    places = [(by, name, x) for by, name, x in weights.places if id(x) in others]
-    for by, name, x in places:
-        by[name] = others[id(x)]
+    places = [(by, name, by[name], others[id(x)]) for by, name, x in weights.places if id(x) in others]
+    for by, name, _, other in places:
+        by[name] = other
     try:
         yield
     finally:
-        for by, name, x in places:
-            by[name] = x
+        for by, name, before, _ in places:
+            by[name] = before
 
 
 @contextmanager

@@ -103,6 +103,14 @@ class _KeptStacks:
             self.replayed += 1
             return out
         self.reasons[out] += 1
+        try:
+            return _run(calls, x)
+        except torch.OutOfMemoryError:
+            if not self.stacks:
+                raise
+        self.off = "memory ran out in an eager step, and the graphs were given up"
+        self.stacks.clear()
+        torch.cuda.empty_cache()
         return _run(calls, x)
 
     def _replay(self, config: Any, calls: _Calls, x: Tensor) -> Tensor | str:
@@ -112,24 +120,22 @@ class _KeptStacks:
             return reason
         try:
             call = StackCall(calls)
+            form = call.form, surroundings(x)
+            found = self.stacks.get(form)
         except UnknownArgument as error:
             return str(error)
-        form = call.form, surroundings(x)
-        stack = self.stacks.get(form) or self._capture(form, call, x, config)
+        stack = found or self._capture(form, call, x, config)
         if isinstance(stack, str):
             return stack
         if stack.memory.pending:
             return "the backward pass of an earlier forward pass is still to come"
-        if not stack.weights.same():
-            return self._drop(form, "parameters or buffers have been moved, replaced, frozen or unfrozen")
-        if stack.stale and not stack.settings.same():
-            stack.stale += 1
-            changed = "modules, hooks or settings of the blocks have changed"
-            return self._drop(form, changed) if stack.stale > _PATIENCE else changed
-        out = stack.run(call, x)
+        if not stack.weights.in_place():
+            return self._drop(form, "parameters or buffers have been moved")
+        out = None if stack.stale and not stack.is_up_to_date() else stack.run(call, x)
         if out is None:
-            stack.stale = 1
-            return "modules, hooks or settings of the blocks have changed"
+            stack.stale += 1
+            reason = "modules, weights, hooks or settings of the blocks have changed"
+            return self._drop(form, reason) if stack.stale > _PATIENCE else reason
         stack.stale = 0
         return out
 
@@ -181,6 +187,7 @@ class _KeptStacks:
         eager = sum(self.reasons.values())
         lines = [f"training steps: {self.replayed:,} replayed from CUDA graphs, {eager:,} eager"]
         if shapes:
-            lines.append(f"  captured shapes: {', '.join(shapes)}")
+            most = max(stack.nbytes for stack in self.stacks.values()) / 2**30
+            lines.append(f"  captured shapes: {', '.join(shapes)}; they share {most:.1f} GiB")
         lines += [f"  {count:,} eager: {reason}" for reason, count in self.reasons.most_common()]
         return "\n".join(lines)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deltazoo.generation.batch import PACKING_ARGUMENTS
 from deltazoo.generation.cache_argument import CACHE
+from deltazoo.generation.capture import graphs_run_on
 from deltazoo.models.captured_training.kept import forget_captured, run_blocks, wants_capture
 from deltazoo.models.forward_arguments import remove_pre_hook
 
@@ -124,7 +125,11 @@ def _loop() -> _Loop | None:
 
 def _begin(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a base model."""
-    if torch.compiler.is_compiling() or not (base.training and torch.is_grad_enabled()) or _loop() is not None:
+    loop = _loop()
+    if loop is not None and loop.base is base:  # left by an interrupt, after which no hooks run
+        _end(base, args, None)
+    trains = base.training and torch.is_grad_enabled() and graphs_run_on(base.device)
+    if torch.compiler.is_compiling() or not trains or _loop() is not None:
         return
     unknown = any(value is not None and name not in _KNOWN_ARGUMENTS for name, value in kwargs.items())
     _, blocks = _blocks_of(base)  # type: ignore[misc]

@@ -18,7 +18,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Constants", "TileView", "Tiling", "launch"]
+__all__ = ["Constants", "TileView", "Tiling", "launch", "launches_are_watched"]
 
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
 """Whether this version is known to pass arguments to kernels in the order used here; with others, Triton launches."""
@@ -194,12 +194,16 @@ def _launcher_in_c(run: Any, tiles: bool) -> Callable[..., None] | None:
 def _watched(kernel: JITFunction) -> bool:
     """Whether launch hooks are set, or an option that changes how kernels are compiled."""
     runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of functions, a function, or None
     return bool(
-        getattr(enter, "calls", enter)
-        or getattr(leave, "calls", leave)
+        launches_are_watched()
         or kernel.pre_run_hooks
         or runtime.debug
         or runtime.add_stages_inspection_hook
         or knobs.compilation.instrumentation_mode
     )
+
+
+def launches_are_watched() -> bool:
+    """Whether hooks for the launches of all kernels are set, as profilers do."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # chains, a function, or None

@@ -20,7 +20,7 @@ from deltazoo.training.locate import is_for_gpus, presets, rule_overrides
 from deltazoo.training.run import build_model
 from deltazoo.training.tokens import build_tokenizer
 
-PRESETS, CONVERSIONS = presets(), presets(conversions=True)  # tests/training/test_recipe.py has the latter
+PRESETS, RECIPES = presets(), presets(recipes=True)  # tests/training/test_recipe.py has the latter
 AT_PAPER_SIZE = {"paper_340m": (340e6, 400e6), "paper_1.3b": (1.3e9, 1.4e9), "hybrid_340m": (340e6, 400e6)}
 IN_PRODUCTION = ("gated_deltanet", "neg_gated_deltanet", "kda", "mamba2_style", "lightning_attention")
 """Rules of published models, which are hybrids of them."""
@@ -50,7 +50,7 @@ def softmax_layers(model: Any) -> list[int]:
 
 def test_there_are_eight() -> None:
     assert {*PRESETS} == {"quickstart_cpu", "quickstart_gpu", *AT_PAPER_SIZE, "native_340m"}
-    assert {*CONVERSIONS} == {"swap_cpu", "swap_gpu"}
+    assert {*RECIPES} == {"swap_cpu", "swap_gpu"}
 
 
 @pytest.mark.parametrize("path", PRESETS.values(), ids=lambda path: path.stem)
@@ -72,7 +72,7 @@ def test_a_preset_for_gpus_says_so_in_its_comment(path: Path) -> None:
 def test_every_preset_can_be_shortened_to_a_few_steps() -> None:
     for path in PRESETS.values():
         assert load_config(path, ["training.steps=5"]).training.warmup_steps <= 1
-    for path in CONVERSIONS.values():
+    for path in RECIPES.values():
         load_as(Recipe, path, [f"{stage}.steps=5" for stage in STAGES])
 
 

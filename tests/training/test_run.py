@@ -23,7 +23,7 @@ from tiny_runs import run_config, write_text_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from deltazoo.training import RunConfig, TrainingDiverged, load_config, save_config, train
-from deltazoo.training.folder import SaveError, checkpoints
+from deltazoo.training.folder import SaveError, best_checkpoint, checkpoints
 from deltazoo.training.trainer import Monitor, PackedTrainer, TrainingInterrupted, training_arguments
 
 
@@ -190,6 +190,18 @@ def test_two_processes_have_the_losses_of_one(kind: str, tmp_path: Path, request
     together = json.loads((tmp_path / "two" / "result.json").read_text())
     assert losses(together["log_history"]) == pytest.approx(losses(alone.log_history), rel=1e-6)
     assert [path.name for path in checkpoints(tmp_path / "two")] == ["checkpoint-4", "checkpoint-8"]
+
+
+def test_the_model_with_the_lowest_held_out_loss_is_kept(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also between two of the checkpoints that ``save_every`` asks for."""
+    found = iter([(5.0, 1), (4.5, 1), (3.0, 1), (6.0, 1)])
+    monkeypatch.setattr("deltazoo.training.trainer.score_rows", lambda *_, **__: next(found))
+    training = {"steps": 8, "evaluate_every": 2, "save_every": 8, "keep_checkpoints": 1, "log_every": 2}
+    result = train(run_config(text, tmp_path / "run", training=training))
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-6", "checkpoint-8"]
+    assert best_checkpoint(tmp_path / "run", result.log_history) == tmp_path / "run" / "checkpoint-6"
 
 
 def test_a_full_disk_while_saving_leaves_the_previous_checkpoint_whole(text: Path, tmp_path: Path) -> None:
