@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tiny_serving
-
 from deltazoo.serving import (
     EngineError,
     EngineStopped,
@@ -29,6 +27,8 @@ CONTEXT = 5000
 
 
 def byte_tokenizer(chat_template: str | None = None) -> Any:
+    import tiny_serving  # torch comes with it, which processes that have a tokenizer do not need
+
     tokenizer = copy.deepcopy(tiny_serving.byte_tokenizer())
     tokenizer.chat_template = chat_template
     return tokenizer
@@ -57,6 +57,8 @@ class FakeEngine:
     def __init__(self, tokenizer: Any, *, places: int = 8, max_queue: int = 256, seconds: float = 0.001) -> None:
         self.tokenizer, self.places, self.max_queue, self.seconds = tokenizer, places, max_queue, seconds
         self.context_limit = CONTEXT
+        ids = getattr(tokenizer, "convert_tokens_to_ids", len)  # a tokenizer may be none
+        self._tokens = {letter: ids(letter) for letter in string.ascii_letters}
         self.steps: threading.Semaphore | None = None
         self.requests: list[Request] = []
         self.is_running = False
@@ -124,7 +126,7 @@ class FakeEngine:
     def _step(self) -> None:
         while self._waiting and len(self._running) < self.places:
             entry = self._waiting.pop(0)
-            self._running[entry] = pieces_of(entry.request)
+            self._running[entry] = pieces_of(entry.request, self._tokens)
         made: list[tuple[Entry, Output]] = []
         for entry, pieces in [*self._running.items()]:
             output: Output = pieces.pop(0)
@@ -146,8 +148,8 @@ class FakeEngine:
             entry.deliver([(entry.key, output)])
 
 
-def pieces_of(request: Request) -> list[Piece]:
-    tokens = stream_tokens(expected_text(request, request.seed))
+def pieces_of(request: Request, tokens_of: dict[str, int]) -> list[Piece]:
+    tokens = [tokens_of[character] for character in expected_text(request, request.seed)]
     pieces = []
     for position, token in enumerate(tokens, 1):
         logprobs = None
@@ -157,12 +159,3 @@ def pieces_of(request: Request) -> list[Piece]:
         reason: FinishReason | None = "length" if position == len(tokens) else None
         pieces.append(Piece(token_ids=(token,), logprobs=logprobs, finish_reason=reason))
     return pieces
-
-
-_TOKENS: dict[str, int] = {}
-
-
-def stream_tokens(text: str) -> list[int]:
-    if not _TOKENS:
-        _TOKENS.update({c: byte_tokenizer()(c)["input_ids"][-1] for c in string.ascii_letters})
-    return [_TOKENS[character] for character in text]

@@ -254,7 +254,7 @@ def test_swapped_models(family):
     eager, captured = both(make)
     assert_same(train(eager, plain_batches()), train(captured, plain_batches()))
     if family == "gpt2":  # its blocks take positional arguments
-        assert reasons(captured) == "None"
+        assert "4 eager: the forward pass does more between its blocks" in reasons(captured)
     else:
         assert replayed(captured) == 2  # the first step watches the loop over the blocks
 
@@ -279,8 +279,8 @@ def test_accelerated_models(family):
     accelerate(eager, captured_training=False)
     accelerate(captured)
     assert_same(train(eager, plain_batches()), train(captured, plain_batches()))
-    if family == "glm5_next":  # its base model holds no list of blocks itself
-        assert reasons(captured) == "None"
+    if family == "glm5_next":  # its blocks hand on more than hidden states
+        assert "does more between its blocks" in reasons(captured)
     else:
         assert replayed(captured) == 2  # the first step watches the loop over the blocks
     restore(captured)

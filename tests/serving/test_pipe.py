@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -166,11 +167,12 @@ def test_a_pipe_that_nobody_reads_does_not_hold_up_the_engine() -> None:
 SERVER = """
 import time
 
-from fake_engine import FakeEngine, byte_tokenizer
+from fake_engine import FakeEngine
+from transformers import PreTrainedTokenizerFast
 from deltazoo.serving import http, pipe
 
 pipe._AFTER_THE_ENGINE = 1
-tokenizer = byte_tokenizer()
+tokenizer = PreTrainedTokenizerFast.from_pretrained("TOKENIZER")
 tokenizer.init_kwargs["as large as others"] = "x" * 3_000_000
 
 
@@ -196,7 +198,9 @@ def started(stop_takes: float = 0) -> Iterator[tuple[psutil.Process, str]]:
     """The process with the engine, whose stop takes so many seconds, and the URL."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    program = SERVER.replace("STOP_TAKES", str(stop_takes))
+    folder = tempfile.TemporaryDirectory()
+    byte_tokenizer().save_pretrained(folder.name)
+    program = SERVER.replace("STOP_TAKES", str(stop_takes)).replace("TOKENIZER", folder.name)
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
@@ -210,6 +214,7 @@ def started(stop_takes: float = 0) -> Iterator[tuple[psutil.Process, str]]:
                 child.kill()
         process.kill()
         said.append(process.communicate()[1])
+        folder.cleanup()
 
 
 @pytest.fixture

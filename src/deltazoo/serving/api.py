@@ -336,6 +336,9 @@ class _Text(Completion):
     choices: list[_TextPart]  # type: ignore[assignment]
 
 
+_OBJECTS = {_Text: "text_completion", ChatCompletion: "chat.completion", ChatCompletionChunk: "chat.completion.chunk"}
+
+
 class Answer:
     """A response as JSON, whole or in chunks.
 
@@ -354,6 +357,7 @@ class Answer:
         self._body, self._tokenizer = body, tokenizer
         self._begins = dict(enumerate(echoes or [""] * len(streams)))  # of choices that have not begun
         self._is_chat = isinstance(body, ChatBody)
+        self._chunk: type[BaseModel] = ChatCompletionChunk if self._is_chat else _Text
         self._common = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -378,13 +382,9 @@ class Answer:
         options = self._body.stream_options
         return self._json(self._chunk, [], usage=self._usage()) if options and options.include_usage else None
 
-    @property
-    def _chunk(self) -> type[BaseModel]:
-        return ChatCompletionChunk if self._is_chat else _Text
-
     def _json(self, kind: type[BaseModel], choices: Sequence[dict[str, Any]], **usage: Any) -> str:
-        name = kind.model_fields["object"].annotation.__args__[0]  # type: ignore[union-attr]
-        return kind(**self._common, object=name, choices=choices, **usage).model_dump_json(exclude_unset=True)
+        whole = kind(**self._common, object=_OBJECTS[kind], choices=choices, **usage)
+        return whole.model_dump_json(exclude_unset=True)
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
         """New text, its log-probabilities, and at the end the reason and the seed."""

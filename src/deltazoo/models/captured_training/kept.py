@@ -16,7 +16,7 @@ from deltazoo.models.captured_training.call import StackCall, UnknownArgument, s
 from deltazoo.models.captured_training.conditions import why_not_now
 from deltazoo.models.captured_training.graphs import CapturedStack, GraphMemory, NotCapturedError
 
-__all__ = ["describe_captured", "forget_captured", "run_blocks", "wants_capture"]
+__all__ = ["describe_captured", "forget_captured", "note_eager", "run_blocks", "wants_capture"]
 
 _Calls = Sequence[tuple[nn.Module, Mapping[str, Any]]]
 _ATTRIBUTE = "_captured_training"
@@ -51,6 +51,11 @@ def run_blocks(model: Any, calls: _Calls, x: Tensor, *, wanted: bool = True) -> 
     if wanted and not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
         return _kept(model).run(model.config, calls, x)
     return _run(calls, x)
+
+
+def note_eager(model: Any, reason: str) -> None:
+    """Count a training step that runs eagerly, for `deltazoo.report`."""
+    _kept(model).reasons[reason] += 1
 
 
 def describe_captured(model: nn.Module) -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deltazoo.generation.batch import PACKING_ARGUMENTS
 from deltazoo.generation.cache_argument import CACHE
 from deltazoo.generation.capture import graphs_run_on
-from deltazoo.models.captured_training.kept import forget_captured, run_blocks, wants_capture
+from deltazoo.models.captured_training.kept import forget_captured, note_eager, run_blocks, wants_capture
 from deltazoo.models.forward_arguments import remove_pre_hook
 
 __all__ = ["capture_library_blocks", "release_library_blocks"]
@@ -26,6 +26,7 @@ _KNOWN_ARGUMENTS = (
     *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache", "past_key_values", CACHE),
     *PACKING_ARGUMENTS,
     *("max_length_q", "max_length_k", "num_items_in_batch", "is_causal", "return_dict", "labels", "logits_to_keep"),
+    *("shift_labels", "ignore_index"),
     *("output_hidden_states", "output_attentions", "output_router_logits", "delta_batch", "deltazoo_positions"),
 )
 """Arguments by which a base model does nothing between its blocks; others, such as pictures, may."""
@@ -76,6 +77,8 @@ class _Loop:
         """Put the blocks back."""
         self.base._modules[self.name] = self.blocks
         complete = len(self.calls) == self.last
+        if self.checked is None:
+            note_eager(self.base, "the first step shows what the forward pass does between its blocks")
         if self.checked is None and not failed:
             vars(self.base)[_PUT] = self.is_plain and complete
         elif self.checked and not failed and not complete:
@@ -131,10 +134,15 @@ def _begin(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     trains = base.training and torch.is_grad_enabled() and graphs_run_on(base.device)
     if torch.compiler.is_compiling() or not trains or _loop() is not None:
         return
-    unknown = any(value is not None and name not in _KNOWN_ARGUMENTS for name, value in kwargs.items())
     _, blocks = _blocks_of(base)  # type: ignore[misc]
-    recorded = any(isinstance(block, _Recorder) for block in blocks)  # by another thread
-    if not (unknown or recorded or getattr(base, _PUT, None) is False) and _wants(base):
+    if not _wants(base) or any(isinstance(block, _Recorder) for block in blocks):  # of another thread
+        return
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in _KNOWN_ARGUMENTS]
+    if unknown:
+        note_eager(base, f"{', '.join(unknown)} may act between the blocks")
+    elif getattr(base, _PUT, None) is False:
+        note_eager(base, "the forward pass does more between its blocks than to pass hidden states on")
+    else:
         _of_thread.loop = _Loop(base)
 
 
