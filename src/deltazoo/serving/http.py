@@ -52,6 +52,10 @@ _RECEIVE_TIME = 30.0
 """Seconds in which a request must have come, headers and body."""
 
 
+_NOBODY = Response(status_code=499)
+"""To a client that has hung up."""
+
+
 def create_app(engine: Any, *, model: str, api_key: str | None = None, max_body: int = MAX_BODY) -> FastAPI:
     """The endpoints `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and `/metrics` of an engine.
 
@@ -123,7 +127,7 @@ class _Endpoints:
                 echoes = [text for text in texts for _ in range(body.n)]
             return await self._answer(body, prompts, echoes)
 
-        return await _until_hang_up(http, answer())
+        return await _until_hang_up(http.receive, answer()) or _NOBODY
 
     async def chat_completions(self, body: ChatBody, http: HTTPRequest) -> Response:
         """The next message of a chat."""
@@ -140,7 +144,7 @@ class _Endpoints:
             messages = [message.for_template() for message in body.messages]
             return await self._answer(body, [await self._prompts.of_chat(messages, body.chat_template_kwargs)])
 
-        return await _until_hang_up(http, answer())
+        return await _until_hang_up(http.receive, answer()) or _NOBODY
 
     async def models(self) -> dict[str, Any]:
         """The one model."""
@@ -250,23 +254,22 @@ class _EventStream(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await _until_hang_up(receive, self.stream_response(send))
         finally:
             _cancel(self._streams)
 
 
-async def _until_hang_up(http: HTTPRequest, work: Coroutine[Any, Any, Response]) -> Response:
-    """The response that work makes. A client that closes its connection cancels it."""
+async def _until_hang_up(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of work; None where the client has closed its connection, by which work is cancelled."""
 
-    async def hang_up() -> Response:
-        while (await http.receive())["type"] != "http.disconnect":
+    async def hang_up() -> None:
+        while (await receive())["type"] != "http.disconnect":
             pass
-        return Response(status_code=499)  # nobody reads it
 
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(hang_up())]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return (tasks[0] if tasks[0] in done else tasks[1]).result()
+        return tasks[0].result() if tasks[0] in done else None
     finally:
         for task in tasks:
             task.cancel()

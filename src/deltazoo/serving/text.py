@@ -114,7 +114,8 @@ class PromptTokens:
             return (await self._in_thread(self.tokenizer, text, **options))["input_ids"]
         async with self._processes:
             work, pipe = await self._in_thread(pickle.dumps, (self.tokenizer, text, options)), asyncio.subprocess.PIPE
-            child = await asyncio.create_subprocess_exec(sys.executable, "-c", _CHILD, stdin=pipe, stdout=pipe)
+            command = (sys.executable, "-c", _CHILD)  # in a session of its own, which Ctrl-C does not reach
+            child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
             try:
                 made, _ = await child.communicate(work)
             finally:
