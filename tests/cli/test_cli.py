@@ -26,6 +26,7 @@ import deltazoo
 from deltazoo.cli import main
 from deltazoo.cli.training import configuration
 from deltazoo.training import load_config, save_config
+from deltazoo.training.folder import checkpoints
 from deltazoo.training.locate import find_config, presets
 from deltazoo.training.trainer import TrainingInterrupted
 
@@ -372,7 +373,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(run: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    [saved] = folder.glob("checkpoint-*")
+    saved = checkpoints(folder)[-1]
     assert f"saved in {saved}. To go on: deltazoo train '{folder}' --resume" in said
     assert "Traceback" not in said
 

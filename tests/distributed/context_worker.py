@@ -49,7 +49,8 @@ OPERATORS: dict[str, dict[str, Any]] = {
     "packed": {"decay": "scalar", "lengths": (30, 0, 170, 190, 60, 62)},
     "packed, per channel, a document over all ranks": {"decay": "channel", "beta": 0.9, "lengths": (20, 480, 12)},
     "erase key, undecayed, micro-steps": {"decay": "scalar", **ERASE},
-    "packed, micro-steps": {"decay": "channel", "lengths": (129, 383), **ERASE},
+    # No kernel reads the state before a decay per channel.
+    "packed, micro-steps": {"backend": "chunkwise", "decay": "channel", "lengths": (129, 383), **ERASE},
     "linear attention": {"decay": "scalar", "corrected": False},
     "definition": {"backend": "reference", "decay": "scalar", "T": 256, "dtype": torch.float32},
     # Without a context these heads have fused kernels on a GPU.
@@ -120,7 +121,7 @@ def together(x: Tensor, context: ContextParallel, axis: int) -> Tensor:
 def check_operators(groups: dict[int, Any]) -> dict[str, Any]:
     """By case and degree, the results that differ in any bit from those of one rank.
 
-    The reference backend's differ by rounding on GPUs, where the order of torch's sums depends on how many there are.
+    Those of torch's own backends differ by rounding on GPUs, where the order of its sums depends on how many there are.
     """
     found = {}
     for name, options in OPERATORS.items():
@@ -131,7 +132,7 @@ def check_operators(groups: dict[int, Any]) -> dict[str, Any]:
             if degree > RANK:
                 context = ContextParallel(groups[degree], segment_length=SEGMENT)
                 shared = run_operator(inputs, backend, context, cuts(tokens, degree))
-                if GPU and backend == "reference":
+                if GPU and backend is not None:
                     wrong = beyond_rounding(shared, inputs)
                 else:
                     wrong = [key for key in alone if not torch.equal(alone[key], shared[key])]

@@ -30,6 +30,18 @@ def forward(model, ids):
         return model(ids).logits
 
 
+def threads_with_merged_maps(monkeypatch):
+    """Those that compute merged products from here on."""
+    found, multiply = set(), JointProduct._multiply
+
+    def recorded(product, x):
+        found.add(threading.get_ident())
+        return multiply(product, x)
+
+    monkeypatch.setattr(JointProduct, "_multiply", recorded)
+    return found
+
+
 class Held:
     """Holds the first step of `deltazoo.generate` in one thread, with the forward passes that it has replaced."""
 
@@ -81,11 +93,13 @@ def test_a_step_is_made_while_another_thread_runs_one(kind, monkeypatch):
     held = Held(model, monkeypatch)
     held.seconds = 0.3  # the other thread waits for this one
     held.linear.settings = ReadByOthers(held)
+    merged = threads_with_merged_maps(monkeypatch)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(held.run, model, ids)
         assert held.reached.wait(WAIT)
         second = pool.submit(own_loop, model, others)
         results = first.result(), second.result()
+    assert len(merged) == 2  # the second step waits until the modules have their own forward passes back
     assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
 
 
@@ -95,14 +109,7 @@ def test_other_calls_run_the_modules_own_forward_passes(kind, run, monkeypatch):
     """While a thread holds a step with merged maps, another one computes without them, and does not wait."""
     model, ids, others = model_of(kind), tokens(1, 5), tokens(1, 7, seed=1)
     expected = own_loop(model, ids), run(model, others)
-    held, merged = Held(model, monkeypatch), set()
-    multiply = JointProduct._multiply
-
-    def recorded(product, x):
-        merged.add(threading.get_ident())
-        return multiply(product, x)
-
-    monkeypatch.setattr(JointProduct, "_multiply", recorded)
+    held, merged = Held(model, monkeypatch), threads_with_merged_maps(monkeypatch)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(held.run, model, ids)
         assert held.reached.wait(WAIT)

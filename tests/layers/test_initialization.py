@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deltazoo.layers import DeltaRuleAttention, make_layer
-from deltazoo.layers.initialization import decay_rate_, log_uniform_step_
+from deltazoo.layers.initialization import decay_rate_, log_uniform_step_, nearly_zero_rows_
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.spec import get_rule, list_rules
 from deltazoo.swap import swap_attention, swapped_layers
+from deltazoo.swap.transfer import _probe
 
 
 def spread(values: torch.Tensor, low: float, high: float) -> None:
@@ -119,3 +120,12 @@ def test_meta_device_costs_nothing_and_materialises() -> None:
     assert all(p.is_meta for p in layer.parameters())
     layer.to_empty(device="cpu").init_parameters()
     assert layer(torch.randn(1, 3, 16)).isfinite().all()
+
+
+def test_noise_that_never_changes_is_drawn_on_the_cpu_under_any_default_device() -> None:
+    expected, weight = torch.zeros(3, 5), torch.zeros(3, 5)
+    nearly_zero_rows_(expected)
+    with torch.device("meta"):
+        nearly_zero_rows_(weight)
+        probe = _probe(weight, None)
+    assert torch.equal(weight, expected) and probe.device.type == "cpu"

@@ -607,6 +607,13 @@ def test_outputs_of_layers_do_not_keep_later_steps_from_being_captured():
     assert replayed(model) == 3
 
 
+def test_weights_that_are_moved_free_the_graphs():
+    model = tiny_model("gated_deltanet", captured_training="auto").train()
+    warm(model, 4)
+    model.to(torch.float64)
+    assert deltazoo.report(model).captured is None
+
+
 def test_switched_off():
     model = tiny_model("gated_deltanet", captured_training="auto").train()
     warm(model, 4)

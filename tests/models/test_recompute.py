@@ -283,7 +283,7 @@ def test_what_is_kept_around_kernels(monkeypatch):
     # The norm of the rule's output and the map that reads it are one function at every level.
     monkeypatch.setattr(norms, "_rms_linear_operator", lambda x, *others: like_first(x, *others[:-1]).flatten(2))
     monkeypatch.setattr(glu, "_swiglu_operator", like_first)
-    monkeypatch.setattr(glu, "takes_weight", lambda linear: False)  # as of an adapted map, so that a product is kept
+    monkeypatch.setattr(glu, "trained_weights", lambda *linears: [])  # as of an adapted map, so that a product is kept
 
     like_three = saving_its_inputs([0, 1, 2])
     monkeypatch.setattr(short_conv, "_short_convs", lambda *arguments: like_three(*arguments[:6]))

@@ -223,7 +223,8 @@ def _steps_of(model: Any) -> KeptSteps:
 def _running_call(model: Any) -> "GenerateCall | None":
     """This thread's innermost call of a model's `generate`, None outside."""
     steps = vars(model).get("_captured_steps")
-    return steps.running[-1] if steps is not None and steps.running else None
+    running = [] if steps is None else steps.running
+    return running[-1] if running else None
 
 
 @contextmanager

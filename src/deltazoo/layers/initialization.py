@@ -69,6 +69,6 @@ def nearly_zero_rows_(weight: Tensor) -> None:
 
     Not zeros: DoRA divides by the length of a row.
     """
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0), device="cpu")
     with torch.no_grad():
         weight.copy_(1e-4 * nn.functional.normalize(noise, dim=-1))

@@ -5,7 +5,6 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from deltazoo.ops import fused as fused_ops
-from deltazoo.ops.linear_maps import linear_maps
 
 __all__ = ["SwiGLU", "default_intermediate_size"]
 
@@ -46,5 +45,4 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., hidden_size]` to the same shape."""
-        gate, up = linear_maps(x, (self.gate_proj, self.up_proj))
-        return fused_ops.swiglu_linear(gate, up, self.down_proj, fused=self.fused)
+        return fused_ops.swiglu_mlp(x, self.gate_proj, self.up_proj, self.down_proj, fused=self.fused)

@@ -170,6 +170,11 @@ class ModelWithDeltaLayers(SafetensorsOnly):
         if not wants_capture(options.captured_training):
             forget_captured(self)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        # By this torch moves and casts weights; graphs of training steps read the old ones, and hold memory.
+        forget_captured(self)
+        return super()._apply(*args, **kwargs)
+
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         # The projections are listed for quantisers alone. A float16 model computes them in float16.
         plan = super()._get_dtype_plan(dtype)

@@ -26,7 +26,8 @@ __all__ = [
     "is_plain",
     "is_plain_sequence",
     "linear_maps",
-    "takes_weight",
+    "sum_of_products",
+    "trained_weights",
 ]
 
 
@@ -81,10 +82,15 @@ def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
     return plain and not is_hooked(linear)
 
 
-def takes_weight(linear: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether one function of autograd may compute the map and what stands before it: in training, as it is called."""
-    recording = torch.is_grad_enabled() and not transforming() and not calls_are_watched()
-    return recording and is_plain(linear) and linear.weight.requires_grad
+def trained_weights(*linears: nn.Module) -> list[Tensor]:
+    """The weights of maps that one function of autograd may compute with what stands around them, in training.
+
+    None where autograd records nothing, something watches the calls, or a map is not plain, or not trained.
+    """
+    if not torch.is_grad_enabled() or transforming() or calls_are_watched():
+        return []
+    weights = [linear.weight for linear in linears if is_plain(linear) and linear.weight.requires_grad]
+    return weights if len(weights) == len(linears) else []
 
 
 def is_plain_sequence(module: nn.Module) -> bool:
@@ -131,7 +137,7 @@ class _LinearMaps(torch.autograd.Function):
             pairs.append((d_joined, _joined([weights[i] for i in joint], 0)))
             if any([needed[i] for i in joint]):
                 d_weights |= _parts(d_joined.t() @ rows, joint, weights, 0)
-        d_x = _sum_of_products(rows, pairs).view(x.shape) if needs_x and pairs else None
+        d_x = sum_of_products(rows, pairs).view(x.shape) if needs_x and pairs else None
         return d_x, *[d_weights.get(i) if wanted else None for i, wanted in enumerate(needed)]
 
 
@@ -168,8 +174,8 @@ def _parts(joined: Tensor, maps: list[int], weights: Sequence[Tensor], dim: int)
     return {i: part.contiguous() for i, part in zip(maps, parts, strict=False)}
 
 
-def _sum_of_products(like: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The sum of `gradient @ weight`."""
+def sum_of_products(like: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The sum of `gradient @ weight`, a tensor like `like`."""
     if torch.is_grad_enabled():  # the gradients are to be differentiated
         return torch.stack([d @ weight for d, weight in pairs]).sum(0)
     total = torch.empty_like(like)

@@ -227,7 +227,7 @@ def _to_all_heads(source: Tensor, target: Tensor, delta: DropInDeltaAttention, n
 
 def _probe(weight: Tensor, input_norm: nn.Module | None) -> Tensor:
     """Random hidden states `[tokens, hidden_size]` as the projections receive them, the same ones at every call."""
-    noise = torch.randn(_PROBES, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(_PROBES, weight.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
     noise = noise.to(weight.device, weight.dtype)
     return noise if input_norm is None else input_norm(noise)
 

@@ -18,7 +18,7 @@ STDLIB = "python_stdlib"
 RUN_CONFIG = "config.yaml"  # in the folder of a run: the configuration that it began with
 MODEL_CONFIG = "training.yaml"  # in the folder of a model: the configuration that it was trained with
 BY_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")  # keys of a model's own configuration
-NATIVE_RUNTIME_OPTIONS = ("backend", "fused_kernels")  # those that act on models of transformers
+NATIVE_RUNTIME_OPTIONS = ("backend", "fused_kernels", "captured_training")  # those that act on models of transformers
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 """For a section: unknown keys, infinite numbers and values of another type (true or "3" for a number) are refused."""

@@ -39,8 +39,8 @@ def convolve_three(head_dim: int, packed: bool = False) -> None:
     inputs = empty(1, 32768, 1024), empty(1, 32768, 1024), empty(1, 32768, 2048)
     weights = [empty(x.shape[2], 4, dtype=torch.float32) for x in inputs]
     where = (empty(32768, dtype=torch.int64), empty(4, dtype=torch.int32)) if packed else (None, None)
-    short_conv._forward_three(*inputs, *weights, *where, True, head_dim, head_dim, 0)
-    short_conv._backward_three(*inputs, *weights, *where, True, head_dim, head_dim, 0, *inputs)
+    short_conv._forward_three(*inputs, *weights, *where, True, head_dim, not head_dim)
+    short_conv._backward_three(*inputs, *weights, *where, True, head_dim, not head_dim, *inputs)
 
 
 def step(head_dim: int, rows: int, inplace: bool, kept: int = 3, silu: bool = True) -> None:
@@ -81,9 +81,10 @@ def multiply() -> None:
 
 
 def multiply_and_map() -> None:
-    gate, weight = empty(4, 4096, 2816), empty(1024, 2816)
-    glu._linear_forward(gate, gate, weight)
-    glu._linear_backward(gate, gate, weight, empty(4, 4096, 1024))
+    x, weight = empty(4, 4096, 1024), empty(2816, 1024)
+    weights = weight, weight, empty(1024, 2816)
+    _, gate, up = glu._mlp_forward(x, *weights)
+    glu._mlp_backward(x, gate, up, *weights, x)
 
 
 def decay(*heads: int, saturating: bool = False) -> None:

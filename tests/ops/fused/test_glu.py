@@ -94,11 +94,28 @@ def test_factors_that_do_not_fit() -> None:
 def check_operators() -> None:
     """Fake results are as the real ones, in layout and storage too, and autograd's formula passes torch's tests."""
     x, matrix = torch.randn(2, 5, 8), torch.randn(4, 8)
-    for operator, *arguments in ((glu._swiglu_operator, x, x.flip(0)), (glu._linear_operator, x, x.flip(0), matrix)):
+    maps = matrix, matrix.flip(0), matrix.T.contiguous()
+    for operator, *arguments in ((glu._swiglu_operator, x, x.flip(0)), (glu._mlp_operator, x, *maps)):
         leaves = [y.detach().requires_grad_() if isinstance(y, Tensor) else y for y in arguments]
         torch.library.opcheck(operator.overload, leaves)
 
 
+def check_bits_of_one_function() -> None:
+    """In training one function for all three maps; where one is not trained, several, with the same bits."""
+    module, x = SwiGLU(12, 80, fused=True), torch.randn(2, 7, 12, requires_grad=True)
+    results = []
+    for together in (True, False):
+        module.gate_proj.weight.requires_grad_(together)
+        y = module(x)
+        assert y.grad_fn is not None
+        inputs = {node.name() for node, _ in y.grad_fn.next_functions if node}
+        assert (inputs == {"torch::autograd::AccumulateGrad"}) == together
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, module.up_proj.weight, module.down_proj.weight])])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 if __name__ == "__main__":
     check_operators()
+    check_bits_of_one_function()
     torch.save({case.name: case.run("cpu", fused=True) for case in CASES}, sys.argv[1])

@@ -173,7 +173,7 @@ def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
 def test_operators_of_a_training_step_compile_without_a_graph_break(fake: bool) -> None:
     def run(x: Tensor, taps: Tensor, down: Tensor, scale: Tensor, out: Tensor, *gate: Tensor) -> Tensor:
         q, k, v = short_conv._short_convs(x, 2 * x, 3 * x, taps, taps, taps, None, None, True, 8, False)
-        y = glu._linear_operator(q * k, v, down)
+        (y,) = glu._mlp_operator(q * k, v[0], v[1], down)
         angles = x[:1, :, :8].detach().float()
         y = rotate(y.unflatten(-1, (2, 8)), (angles.cos(), angles.sin()), fused=True)
         y = norms._rms_linear_operator(y, scale, out, 1e-5)
@@ -183,7 +183,7 @@ def test_operators_of_a_training_step_compile_without_a_graph_break(fake: bool) 
         return torch.empty(shape, device="meta", dtype=dtype, requires_grad=not fake)
 
     wide = torch.float32
-    inputs = leaf(2, 20, 24), leaf(24, 4), leaf(16, 24), leaf(8), leaf(5, 16), leaf(5, dtype=wide), leaf(5, dtype=wide)
+    inputs = leaf(2, 20, 24), leaf(24, 4), leaf(16, 20), leaf(8), leaf(5, 16), leaf(5, dtype=wide), leaf(5, dtype=wide)
     output = torch.compile(run, backend="aot_eager", fullgraph=True)(*inputs)
     assert output.dtype == torch.float32
     if not fake:

@@ -125,6 +125,8 @@ class CapturedStack:
         self.d_hidden = torch.zeros_like(self.hidden)
         self.gradients, self._replay_backward = self._record(self._backward)
         self._copies = _Copies(self.gradients)
+        if self.x.is_cuda:
+            self._aliases.clear()  # they would keep the memory of weights that are moved
 
     def _forward(self) -> list[Tensor]:
         with torch.enable_grad(), self._aliased():

@@ -16,7 +16,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "gates": ("log_sigmoid_decay", "rate_and_logit", "sigmoid_gate", "softplus_log_decay"),
-        "glu": ("swiglu", "swiglu_linear"),
+        "glu": ("swiglu", "swiglu_mlp"),
         "keys": ("comba_keys", "erase_gain", "q_delta_key", "qed_key", "squared_norm"),
         "loss": ("IGNORED", "linear_cross_entropy"),
         "moment": ("decayed_sum", "scaled_key", "takes_decayed_sum", "weighted_squares"),

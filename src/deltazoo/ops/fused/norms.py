@@ -23,7 +23,7 @@ from deltazoo.ops.fused.choice import FUSED_ACTIVATIONS, GATE_ACTIVATIONS, L2_NO
 from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.fused.row_operator import row_blocks, row_operator, sum_of_parts
-from deltazoo.ops.linear_maps import takes_weight
+from deltazoo.ops.linear_maps import trained_weights
 from deltazoo.ops.recompute import declare_recomputable, recomputable
 
 __all__ = ["add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm", "rms_norm_linear"]
@@ -135,8 +135,9 @@ def rms_norm_linear(x: Tensor, weight: Tensor, linear: nn.Module, eps: float, *,
         linear: maps `[B, T, H * D]`.
         eps, fused: as of `rms_norm`.
     """
-    if takes_weight(linear) and takes_kernel(fused, x, weight, columns=x.shape[-1]):
-        (matrix,) = cast_for_product(linear.weight)
+    weights = trained_weights(linear)
+    if weights and takes_kernel(fused, x, weight, columns=x.shape[-1]):
+        (matrix,) = cast_for_product(*weights)
         if matrix.dtype == x.dtype:
             return _rms_linear_operator(x, weight, matrix, eps)
     return linear(rms_norm(x, weight, eps, fused=fused).flatten(2))

@@ -97,7 +97,7 @@ def sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
     The programs of a backward pass leave such parts of a parameter's gradient.
     """
-    if len(parts) == 1:
+    if parts.shape[0] == 1:
         return parts[0].to(dtype)
     total = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     launch(sum_of_parts_kernel, _constants(parts.shape[0], total.numel()), parts, total, None, None)

@@ -586,7 +586,7 @@ def _convolved_backward(inputs, weights, past, sequence, cu_seqlens, d_results, 
     """Gradients of the inputs, and parts `[programs, all channels, W]` of those of the weights."""
     programs, constants = _constants_of(inputs, weights, *options)
     gradients = tuple([torch.empty_like(x) for x in inputs])
-    channels = sum([len(weight) for weight in weights])
+    channels = sum([weight.shape[0] for weight in weights])
     parts = inputs[0].new_empty(programs, channels, weights[0].shape[-1], dtype=torch.float32)
     (x, weight, d_y, d_x), *others = zip(inputs, weights, d_results, gradients, strict=True)
     more = [*chain(*others)] or [None] * 8

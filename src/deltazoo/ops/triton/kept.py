@@ -142,8 +142,9 @@ def gradients_in_place(p: Problem, kept: Kept, Z: Tensor | None, d_states: State
 
 def free(tensors: tuple[Tensor | None, ...], used: tuple[Tensor | None, ...]) -> None:
     """Give back the memory of tensors that autograd holds on to, but for those that are used."""
+    needed = set(map(id, used))
     for x in tensors:
-        if x is not None and not any(x is other for other in used):
+        if x is not None and id(x) not in needed:
             storage = x.untyped_storage()
             if storage.resizable():  # not so if a hook for saved tensors took it from elsewhere
                 storage.resize_(0)
