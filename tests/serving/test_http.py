@@ -605,9 +605,9 @@ def test_a_client_that_hangs_up_ends_the_work_on_its_prompt(served: Any, monkeyp
         clients = []
         for path in (*bodies, "completions"):
             content = json.dumps(bodies[path])
-            head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+            head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}"
             clients.append(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))))
-            clients[-1].sendall(f"{head}\r\n\r\n{content}".encode())
+            clients[-1].sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n{content}".encode())
         wait_until(lambda: len(children()) == 2, 20)
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "short", "max_tokens": 1}).status_code == 200
         for client in clients:
