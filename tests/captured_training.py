@@ -8,12 +8,12 @@ from torch import nn
 import deltazoo
 from deltazoo.generation import batch
 from deltazoo.models import modeling
-from deltazoo.models.captured_training import conditions, library_blocks
+from deltazoo.models.captured_training import kept, library_blocks
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if CUDA graphs ran on the CPU: a replay runs the blocks and writes where the last replay wrote."""
-    for module in (conditions, batch, modeling, library_blocks):
+    for module in (batch, kept, modeling, library_blocks):
         monkeypatch.setattr(module, "graphs_run_on", lambda device: True)
 
 

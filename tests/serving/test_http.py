@@ -596,22 +596,20 @@ def test_a_client_that_hangs_up_ends_the_work_on_its_prompt(served: Any, monkeyp
 
     engine = FakeEngine(byte_tokenizer(TEMPLATE))
     engine.context_limit = None
-    with served(engine) as url, ThreadPoolExecutor(3) as pool:
+    with served(engine) as url:
         long = "x" * 150_000
         bodies = {
             "completions": {"prompt": long},
             "chat/completions": {"messages": [{"role": "user", "content": long}]},
         }
-        clients = [httpx.Client(base_url=f"{url}/v1/", timeout=1) for _ in range(3)]
-        asking = [
-            pool.submit(client.post, path, json=bodies[path])
-            for client, path in zip(clients, [*bodies, "completions"], strict=True)
-        ]
-        wait_until(lambda: len(children()) == 2)
+        clients = []
+        for path in (*bodies, "completions"):
+            content = json.dumps(bodies[path])
+            head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}"
+            clients.append(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))))
+            clients[-1].sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n{content}".encode())
+        wait_until(lambda: len(children()) == 2, 20)
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "short", "max_tokens": 1}).status_code == 200
-        for answer in asking:
-            with pytest.raises(httpx.ReadTimeout):
-                answer.result()
         for client in clients:
             client.close()
         wait_until(lambda: not children())

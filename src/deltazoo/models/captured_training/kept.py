@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deltazoo.generation.capture import graphs_run_on
 from deltazoo.models.captured_training.call import StackCall, UnknownArgument, surroundings
 from deltazoo.models.captured_training.conditions import why_not_now
 from deltazoo.models.captured_training.graphs import CapturedStack, GraphMemory, NotCapturedError
@@ -48,7 +49,8 @@ def run_blocks(model: Any, calls: _Calls, x: Tensor, *, wanted: bool = True) -> 
         x: `[B, T, D]`, the input of the first block.
         wanted: whether to capture at all.
     """
-    if wanted and not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
+    trains = model.training and torch.is_grad_enabled() and graphs_run_on(x.device)
+    if wanted and trains and not torch.compiler.is_compiling():
         return _kept(model).run(model.config, calls, x)
     return _run(calls, x)
 
