@@ -121,9 +121,10 @@ INTERNALS = (
     Internal("get_checkpoint_conversion_mapping", "transformers.conversion_mapping", "names in originals' checkpoints"),
     Internal("register_checkpoint_conversion_mapping", "transformers.conversion_mapping", "the same for swapped types"),
     Internal("TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING", "peft.utils.constants", "default targets of LoRA"),
+    # Serving.
+    Internal("bytes_to_unicode", "transformers.convert_slow_tokenizer", "the bytes of a token, for logprobs"),
     # Training.
     Internal("TRAINER_STATE_NAME", "transformers.trainer", "the step of a checkpoint"),
-    Internal("_created_lr_scheduler", "transformers:Trainer", "our schedule takes part in saving"),
     Internal("_get_output_dir", "transformers:Trainer", "overridden: checkpoints appear when complete"),
     Internal("_n_gpu", "transformers:TrainingArguments", "no DataParallel"),
     Internal("_save_checkpoint", "transformers:Trainer", "overridden: checkpoints appear when complete"),
@@ -152,6 +153,7 @@ INTERNALS = (
     Internal("_autograd", "torch._C", "hooks on saved tensors"),
     Internal("_backward_hooks", "torch.nn.modules.module", "a module with hooks is called"),
     Internal("_backward_pre_hooks", "torch.nn.modules.module", "a module with hooks is called"),
+    Internal("_backward_cls", "torch.autograd:Function", "its backward pass is found without a look-up by name"),
     Internal("_base", "torch:Tensor", "views share one saved tensor"),
     Internal("_c10d_functional", "torch.ops", "collectives that the compiler knows, started before they are awaited"),
     Internal("_cdata", "torch:UntypedStorage", "identity of memory"),
