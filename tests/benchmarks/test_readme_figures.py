@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = {"DeltaNet": "delta_net", "Gated DeltaNet": "gated_deltanet", "KDA": "kda"}
 ROWS = {
@@ -23,7 +24,7 @@ def content_of(name: str) -> Any:
 
 
 def test_the_table_of_speed() -> None:
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Speed")[1].split("\n## ")[0]
+    section = README.read_text(encoding="utf-8").split("## Speed")[1].split("\n## ")[0]
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
     (_, *columns), _, *rows = table
     assert {row[0] for row in rows} == ROWS.keys(), "a row of the table that this test does not know"
@@ -37,7 +38,7 @@ def test_the_table_of_speed() -> None:
 
 
 def test_the_share_of_generate_that_the_server_reaches() -> None:
-    said = re.search(r"the server reaches (\d+)% to (\d+)%", (ROOT / "README.md").read_text(encoding="utf-8"))
+    said = re.search(r"the server reached (\d+)% to (\d+)%", README.read_text(encoding="utf-8"))
     assert said is not None, "the README no longer says what this test compares"
     speeds: dict[str, dict[int, float]] = {}
     for run in content_of("serving_http_h200.json")["runs"]:
@@ -46,3 +47,13 @@ def test_the_share_of_generate_that_the_server_reaches() -> None:
     [served] = [found for label, found in speeds.items() if label.startswith("gated_deltanet, deltazoo serve")]
     shares = [speed / speeds["deltazoo.generate"][clients] for clients, speed in served.items() if clients > 1]
     assert [int(percent) for percent in said.groups()] == [round(100 * min(shares)), round(100 * max(shares))]
+
+
+def test_the_speed_of_captured_steps() -> None:
+    said = re.search(
+        r"at ([\d,]+) tokens/s with captured steps, the default, and at ([\d,]+) without", README.read_text()
+    )
+    rows = content_of("captured_training_h200.json")["rows"]
+    [row] = [row for row in rows if row["batch"] == [1, 2048] and row["loop"].startswith("plain")]
+    assert said is not None
+    assert list(said.groups()) == [f"{row[way]['tokens_per_second']:,.0f}" for way in ("captured", "eager")]

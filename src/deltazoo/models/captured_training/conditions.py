@@ -194,15 +194,32 @@ class Settings:
     def same(self) -> bool:
         """Whether all of it is as it was."""
         try:
-            alike = self._now == self._then and list(map(len, self._registries)) == self._sizes
+            alike = self._now == self._then or self._made_anew_alike()
+            alike = alike and list(map(len, self._registries)) == self._sizes
         except RuntimeError:  # two tensors have been compared
             return False
         return alike and _copied([self._config, *self._containers]) == self._nested
+
+    def _made_anew_alike(self) -> bool:
+        """Whether all that differs is functions with the same options, as TRL's DPO makes them for every reference."""
+        for now, then in zip(self._now, self._then, strict=True):
+            if now.keys() != then.keys():
+                return False
+            for name, x in now.items():
+                if x is not (y := then[name]) and x != y and _parts(x) != _parts(y):
+                    return False
+        self._then = [dict(by) for by in self._now]
+        return True
 
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
 _OF_ALL_MODULES = {*vars(nn.Module())}
 _VALUES = {bool, int, float, str, torch.dtype, torch.device}
+
+
+def _parts(value: Any) -> Any:
+    """Function and options of a partial one; else the identity."""
+    return (value.func, value.args, value.keywords) if isinstance(value, partial) else id(value)
 
 
 def _copied(value: Any) -> Any:

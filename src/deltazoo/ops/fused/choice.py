@@ -51,7 +51,7 @@ def takes_kernel(
     if fused:
         _require(x, others, columns)
     else:
-        if not x.is_cuda or columns > MOST_COLUMNS or transforming() or triton_obstacle(x.device, x.dtype, 1, 1):
+        if columns > MOST_COLUMNS or not _run_on(x):
             return False
         if trained and torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in trained):
             return False
@@ -64,6 +64,11 @@ def takes_kernel(
         if other.device != device:
             raise ValueError(f"fused kernels take tensors of one device, got {device} and {other.device}")
     return True
+
+
+def _run_on(x: Tensor) -> bool:
+    """Whether kernels run on this tensor here and now."""
+    return x.is_cuda and not transforming() and not triton_obstacle(x.device, x.dtype, 1, 1)
 
 
 def _require(x: Tensor, others: tuple[Tensor | None, ...], columns: int) -> None:
