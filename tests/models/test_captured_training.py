@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from captured_training import as_on_a_gpu, reasons, replayed
-from foreign_models import INSTALLED, foreign_model
+from foreign_models import FUSED, foreign_model
 from tiny_families import OWN, tiny_original
 from tiny_models import tiny_model, tokens
 from torch import Tensor, nn
@@ -273,7 +273,7 @@ def test_swapped_llama_on_all_kinds_of_batches(kind):
     assert replayed(captured) >= 2, reasons(captured)
 
 
-@pytest.mark.parametrize("family", INSTALLED)
+@pytest.mark.parametrize("family", FUSED)
 def test_accelerated_models(family):
     eager, captured = foreign_model(family).train(), foreign_model(family).train()
     accelerate(eager, captured_training=False)

@@ -174,6 +174,7 @@ def test_a_killed_process_goes_on_to_the_same_weights(
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["text", "records"])
 def test_two_processes_have_the_losses_of_one(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     source = request.getfixturevalue(kind)
