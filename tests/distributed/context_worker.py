@@ -49,8 +49,9 @@ OPERATORS: dict[str, dict[str, Any]] = {
     "packed": {"decay": "scalar", "lengths": (30, 0, 170, 190, 60, 62)},
     "packed, per channel, a document over all ranks": {"decay": "channel", "beta": 0.9, "lengths": (20, 480, 12)},
     "erase key, undecayed, micro-steps": {"decay": "scalar", **ERASE},
+    "packed, micro-steps": {"decay": "channel", "lengths": (129, 383), **ERASE, "erase_reads": "decayed"},
     # No kernel reads the state before a decay per channel.
-    "packed, micro-steps": {"backend": "chunkwise", "decay": "channel", "lengths": (129, 383), **ERASE},
+    "packed, undecayed, micro-steps": {"backend": "chunkwise", "decay": "channel", "lengths": (129, 383), **ERASE},
     "linear attention": {"decay": "scalar", "corrected": False},
     "definition": {"backend": "reference", "decay": "scalar", "T": 256, "dtype": torch.float32},
     # Without a context these heads have fused kernels on a GPU.

@@ -174,7 +174,7 @@ class _KeptStacks:
             self.failed[form] = str(error)
             self.seen[form] = -_CALLS_UNTIL_NEXT_TRY * 2 ** self.tries[form]
             self.tries[form] += 1
-        except Exception as error:
+        except Exception as error:  # blocks and drivers raise what they like: the step runs eagerly
             self.failed[form] = f"the capture failed ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
             self.seen[form] = -sys.maxsize
             self.failures += 1
