@@ -1,8 +1,8 @@
 """Modules that compute otherwise within a step give what they give alone, and the model stays what it was around it.
 
 Weights that decoding has merged in memory are saved, loaded, cast, copied, trained and adapted as before. Norms and
-MLPs of transformers in our kernels run on a GPU and interpreted, in a child process, as the interpreter has to be chosen
-before Triton is imported.
+MLPs of transformers in our kernels run on a GPU and interpreted: in a child process, as the interpreter has to be
+chosen before Triton is imported.
 """
 
 from __future__ import annotations
