@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deltazoo.generation.merged import is_plain
+from deltazoo.generation.step_modules import is_unhooked
 from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.layers.rotary import Rotary
 from deltazoo.layers.short_convolution import ShortConvolution
@@ -53,7 +53,7 @@ def why_not_this_rule(layer: DeltaRuleAttention) -> str | None:
 
 def is_plain_linear(x: Any) -> bool:
     """Whether a module is a linear map whose weight a step may read itself."""
-    return type(x) is nn.Linear and is_plain(x)
+    return type(x) is nn.Linear and is_unhooked(x)
 
 
 def _low_rank(layer: Any) -> list[str]:
@@ -102,10 +102,6 @@ class FusedRule:
         if layer.step_form.decay == "fixed":  # made once, not for every token
             x = layer.o_norm.weight.new_empty(1, 1, layer.hidden_size)
             self._fixed_decay = layer.log_decay(LayerInput(x, layer)).flatten()
-
-    def is_current(self) -> bool:
-        """Whether the layer's rule and sizes are still what they were."""
-        return self._shape == self._rule_shape()
 
     def convolution(self, state: LayerState) -> Any:
         """The layer's short convolutions, whose windows advance."""
