@@ -79,7 +79,7 @@ REPLACED = {
     "chunk_kda": "the function of this name (Kimi Linear)",
     "fused_recurrent_kda": "the function of this name",
     "causal_conv1d_fn": "the function of this name: SiLU or no activation, with or without a bias",
-    "causal_conv1d_update": "the function of this name, for inference",
+    "causal_conv1d_update": "the function of this name",
     "RMSNormGated": "gated norms of these models: SiLU or sigmoid",
 }
 

@@ -121,9 +121,9 @@ class causal_conv1d_fn(nn.Module):
 
 
 class causal_conv1d_update(nn.Module):
-    """Causal depthwise convolution of the tokens after a state, which it moves on in place."""
+    """Causal depthwise convolution of the tokens after a state, which it moves on in place; with gradients."""
 
-    has_backward = False
+    has_backward = True
     can_torch_compile = True
 
     def forward(
@@ -138,10 +138,10 @@ class causal_conv1d_update(nn.Module):
 
         Args:
             hidden_states: `[B, C, T]`.
-            conv_state: `[B, C, S]`, the last S >= W - 1 inputs before these, oldest first; overwritten.
+            conv_state: `[B, C, S]`, the last S >= W - 1 inputs before these, oldest first; overwritten, no gradient.
             weight, bias, activation: as of `causal_conv1d_fn`.
         """
-        past = conv_state[..., conv_state.shape[-1] - weight.shape[-1] + 1 :]
+        past = conv_state[..., conv_state.shape[-1] - weight.shape[-1] + 1 :].clone()
         y = _convolve(hidden_states, weight, past, bias, activation, None)
         conv_state.copy_(torch.cat([conv_state, hidden_states], dim=-1)[..., hidden_states.shape[-1] :])
         return y
