@@ -15,11 +15,11 @@ from transformers.cache_utils import StaticCache
 
 from deltazoo.generation.batch import BatchDescription
 from deltazoo.generation.cache_argument import CACHE
-from deltazoo.generation.next_token import prepared_inputs, wait_for
+from deltazoo.generation.capture import wait_for
 from deltazoo.generation.row_table import cache_of_rows
 from deltazoo.generation.states import RowStates, Snapshot, restore
 from deltazoo.generation.static_cache import some_rows
-from deltazoo.generation.step import CapturedStep
+from deltazoo.generation.step import CapturedStep, prepared_inputs
 from deltazoo.layers import RightPaddedSequences, describe_sequences
 
 __all__ = ["PromptRows"]

@@ -17,13 +17,12 @@ from torch import Tensor
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer, RowKeyValues
-from deltazoo.generation.capture import capture
-from deltazoo.generation.conditions import IMPLEMENTATIONS
-from deltazoo.generation.next_token import check_model, next_logits, read_later
+from deltazoo.generation.capture import capture, read_later
+from deltazoo.generation.conditions import IMPLEMENTATIONS, check_model
 from deltazoo.generation.sampling import Sampler, Sampling, Way
 from deltazoo.generation.states import RowStates, Snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
-from deltazoo.generation.step import CapturedStep
+from deltazoo.generation.step import CapturedStep, next_logits
 
 __all__ = ["RowTable", "cache_of_rows", "has_softmax_layers"]
 
