@@ -25,9 +25,8 @@ from deltazoo.layers.sequences import Sequences, describe_sequences, describe_sh
 from deltazoo.layers.short_convolution import Convolutions, ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
 from deltazoo.names import function_of
-from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay, fused
+from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.linear_maps import is_hooked
 from deltazoo.ops.recompute import recomputable
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import Promises, RuleSpec, StepForm, get_rule, registered_layer, registered_promises
@@ -248,7 +247,7 @@ class DeltaRuleAttention(Float32Parameters):
         inputs = self.rule_inputs(x, q, k, v).mask_padding(sequences)
         inputs, auxiliary = self.with_auxiliary_state(x, inputs, past, sequences)
         output, state = self.apply_rule(inputs, past, sequences.meanwhile(x.project_ahead))
-        y = self._project_output(output, x)
+        y = self.o_proj(self._norm_and_gate(output, x).flatten(2))
         past.keep(conv_state, state, auxiliary, num_new_tokens=sequences.row_length(x.hidden_states))
         return sequences.restore(y)
 
@@ -373,13 +372,6 @@ class DeltaRuleAttention(Float32Parameters):
 
     def _precision(self) -> str | None:
         return precision_for(self.spec, allow_neg_eigval=self.allow_neg_eigval) if self._gain_at_most_one else None
-
-    def _project_output(self, output: Tensor, x: LayerInput) -> Tensor:
-        # The gated norm stays apart: a kernel for both is slower than the two that it would replace (docs/log.md).
-        norm = self.o_norm
-        if type(norm) is RMSNorm and not is_hooked(norm):
-            return fused.rms_norm_linear(output, norm.weight, self.o_proj, norm.eps, fused=norm.fused)
-        return self.o_proj(self._norm_and_gate(output, x).flatten(2))
 
     def _norm_and_gate(self, output: Tensor, x: LayerInput) -> Tensor:
         if self.spec.output_gate == "none":
