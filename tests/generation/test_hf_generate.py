@@ -37,7 +37,8 @@ from transformers.generation.streamers import BaseStreamer
 import deltazoo
 from deltazoo.generation import Decoder, generate_call, step
 from deltazoo.generation.capture import capture
-from deltazoo.generation.static_cache import FixedTensors, fixed_cache, move_cache
+from deltazoo.generation.states import move_cache
+from deltazoo.generation.static_cache import FixedTensors, fixed_cache
 
 WAYS = {
     "sample": {"do_sample": True, "top_k": 20},

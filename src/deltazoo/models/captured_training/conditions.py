@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import output_capturing
 
 from deltazoo._report import report
-from deltazoo.generation.conditions import IMPLEMENTATIONS
+from deltazoo.generation.static_cache import IMPLEMENTATIONS
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.models.captured_training.blocks_state import HOOKS
 from deltazoo.ops.autograd_modes import transforming
