@@ -1,5 +1,5 @@
-"""Decay between tokens of a chunk, one per key channel, as factors in the range of a dtype; sums of log-decays over tokens
-on the matrix unit.
+"""Decay between tokens of a chunk, one per key channel, as factors in the range of a dtype; sums of log-decays over
+tokens on the matrix unit.
 """
 
 import triton
