@@ -380,9 +380,9 @@ def _forward(q, k, v, q_weight, k_weight, v_weight, past, sequence, cu_seqlens, 
 def _backward(q, k, v, q_weight, k_weight, v_weight, past, sequence, cu_seqlens, *options_and_gradients):
     *options, d_y, d_y_k, d_y_v = options_and_gradients
     programs, constants = _constants_of(q, k, v, q_weight, options)
-    weights = (q_weight,) if k is None else (q_weight, k_weight, v_weight)
+    weights = q_weight, k_weight, v_weight
     d_q, d_k, d_v = (None if x is None else torch.empty_like(x) for x in (q, k, v))
-    channels = sum([weight.shape[0] for weight in weights])
+    channels = sum([weight.shape[0] for weight in weights if weight is not None])
     parts = q.new_empty(programs, channels, q_weight.shape[-1], dtype=torch.float32)
     launch(
         short_conv_backward_kernel, constants, q, q_weight, past, sequence, cu_seqlens, d_y, d_q, parts, k, k_weight,
