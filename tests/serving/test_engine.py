@@ -14,7 +14,7 @@ from tiny_families import tiny_original
 from tiny_serving import tiny
 
 import deltazoo
-from deltazoo.generation.prompt_rows import PromptRows
+from deltazoo.generation.row_table import PromptRows
 from deltazoo.serving import Engine, EngineError, EngineStopped, QueueFull, Request, RequestError
 from deltazoo.serving import engine as serving_engine
 from deltazoo.serving.engine import _sizes_of_passes
@@ -110,8 +110,7 @@ def test_a_model_without_our_layers_is_refused(engine_of):
 
 def with_sizes(engine, sizes):
     """Passes over several prompts, with padding."""
-    empty, limit = engine.table.empty, engine.context_limit
-    engine.prompts = PromptRows(engine.model, sizes, 8, empty, padded=True, max_length=limit)
+    engine.prompts = PromptRows(engine.table, sizes, 8, padded=True)
     engine._prefill = Prefill(engine.prompts, engine.prefixes)
     return engine
 

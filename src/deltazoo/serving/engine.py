@@ -27,8 +27,7 @@ import torch
 from deltazoo.generation import Sampling
 from deltazoo.generation.conditions import max_positions
 from deltazoo.generation.nan_origin import origin_of_nan
-from deltazoo.generation.prompt_rows import PromptRows
-from deltazoo.generation.row_table import RowTable, has_softmax_layers
+from deltazoo.generation.row_table import PromptRows, RowTable, has_softmax_layers
 from deltazoo.generation.sampling import NO_TOKEN
 from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.serving.prefill import Deliver, Prefill, PrefixCache, Task, prefix_keys
@@ -119,7 +118,7 @@ class Engine:
         self.table = RowTable(model, widths, context_limit)
         padded = model.device.type == "cuda"
         sizes = _sizes_of_passes(model, several=len(self.table.widths) > 1) if padded else (1,)
-        self.prompts = PromptRows(model, sizes, prompt_piece, self.table.empty, padded=padded, max_length=context_limit)
+        self.prompts = PromptRows(self.table, sizes, prompt_piece, padded=padded)
         self.prefixes = PrefixCache(prefix_memory)
         self._ends = _end_tokens(model, tokenizer, eos_token_id)
         self._vocabulary = model.get_input_embeddings().num_embeddings

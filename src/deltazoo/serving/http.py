@@ -11,7 +11,7 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
@@ -196,7 +196,7 @@ class _Endpoints:
                 found[index].append(piece)
         return Response(answer.whole([*map(Piece.joined, found)]), media_type="application/json")
 
-    async def _events(self, answer: Answer, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[bytes]:
+    async def _events(self, answer: Answer, pieces: AsyncGenerator[tuple[int, Piece]]) -> AsyncIterator[bytes]:
         try:
             async with aclosing(pieces):
                 async for index, piece in pieces:
@@ -209,7 +209,7 @@ class _Endpoints:
 
     async def _pieces(
         self, choices: Sequence[TextStream], news: asyncio.Event, last: asyncio.Event
-    ) -> AsyncIterator[tuple[int, Piece]]:
+    ) -> AsyncGenerator[tuple[int, Piece]]:
         """Pieces with the number of their choice, and pauses between them that grow with the number of open choices."""
         began, left = time.monotonic(), dict(enumerate(choices))
         self._open += len(choices)

@@ -7,8 +7,9 @@ import logging
 import pickle
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -50,8 +51,9 @@ def check_tokenizer(tokenizer: Any) -> None:
 class PromptTokens:
     """Token ids of texts and chats.
 
-    A thread makes them, one text at a time, as a tokenizer is not made for several threads. A long text gets a process,
-    so that others do not wait for it, and it ends when the request is cancelled, with its memory.
+    A thread makes them, as a tokenizer is not made for several threads; the tokenizers library divides the texts that
+    wait among all processors. A long text gets a process, so that others do not wait for it, and it ends when the
+    request is cancelled, with its memory.
 
     Args:
         tokenizer: of the model.
@@ -63,6 +65,8 @@ class PromptTokens:
         self._limit = context_limit
         self._longest = max(map(len, tokenizer.get_vocab()))
         self._thread = ThreadPoolExecutor(1, "deltazoo tokenizer")
+        self._waiting: dict[bool, deque[tuple[str, Future[list[int]]]]] = {True: deque(), False: deque()}
+        """Short texts and where their tokens go, by whether special tokens are added."""
         self._processes = asyncio.Semaphore(2)
 
     async def of_text(self, text: str) -> list[int]:
@@ -83,7 +87,7 @@ class PromptTokens:
             text = await self._in_thread(self.tokenizer.apply_chat_template, messages, **options)
         except Exception as error:  # templates raise what they like
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        return await self._tokens(text, add_special_tokens=False)
+        return await self._tokens(text, special=False)
 
     async def text_of(self, tokens: list[int]) -> str:
         """Text of a prompt of token ids, to be repeated before the answer."""
@@ -109,11 +113,36 @@ class PromptTokens:
         """The result of work; one that waits is forgotten when it is cancelled."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **options))
 
-    async def _tokens(self, text: str, **options: Any) -> list[int]:
+    def _make_tokens(self, special: bool) -> None:
+        """Make the tokens of texts that wait, of no more characters together than one text may have."""
+        batch, length = list[tuple[str, Future[list[int]]]](), 0
+        while (waiting := self._waiting[special]) and length + len(waiting[0][0]) <= _LONG:
+            text, tokens = waiting.popleft()
+            length += len(text)
+            if tokens.set_running_or_notify_cancel():
+                batch.append((text, tokens))
+        try:
+            found = (
+                self.tokenizer([text for text, _ in batch], add_special_tokens=special)["input_ids"] if batch else []
+            )
+            for (_, tokens), ids in zip(batch, found, strict=True):
+                tokens.set_result(ids)
+        except Exception:  # of one text, for which the others must not fail
+            for text, tokens in batch:
+                try:
+                    tokens.set_result(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+                except Exception as error:
+                    tokens.set_exception(error)
+
+    async def _tokens(self, text: str, special: bool = True) -> list[int]:
         if len(text) <= _LONG:
-            return (await self._in_thread(self.tokenizer, text, **options))["input_ids"]
+            tokens: Future[list[int]] = Future()
+            self._waiting[special].append((text, tokens))
+            self._thread.submit(self._make_tokens, special)  # one call per text, so the last makes what is left
+            return await asyncio.wrap_future(tokens)
         async with self._processes:
-            work, pipe = await self._in_thread(pickle.dumps, (self.tokenizer, text, options)), asyncio.subprocess.PIPE
+            work = await self._in_thread(pickle.dumps, (self.tokenizer, text, {"add_special_tokens": special}))
+            pipe = asyncio.subprocess.PIPE
             command = (sys.executable, "-c", _CHILD)  # in a session of its own, which Ctrl-C does not reach
             child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
             try:

@@ -141,12 +141,6 @@ def turn(heads: int, channels: int = 128) -> None:
     rotary._turn(x, angles, angles, True)
 
 
-def normalize_and_map() -> None:
-    x, weight, linear = empty(4, 4096, 8, 128), empty(128), empty(1024, 1024)
-    norms._linear_forward(x, weight, linear, 1e-5)
-    norms._linear_backward(x, weight, linear, 1e-5, empty(4, 4096, 1024))
-
-
 def lose() -> None:
     loss._cross_entropy(empty(2048, 32000), empty(2048, dtype=torch.int64), torch.float32, fused=True)
 
@@ -178,7 +172,6 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "plain_norm_sum_1024": (8, lambda: normalize_plainly(1024, torch.bfloat16)),
     "plain_norm_sum_2048": (8, lambda: normalize_plainly(2048, torch.bfloat16)),
     "plain_norm_autocast_1024": (8, lambda: normalize_plainly(1024, torch.float32)),
-    "plain_norm_and_linear_map": (8, normalize_and_map),
     "l2_norm_128": (8, lambda: normalize_heads(128)),
     "l2_norm_one_token": (8, lambda: normalize_heads(128, 1)),
     "decay": (5, lambda: decay(8, 128)),
