@@ -30,13 +30,13 @@ class Reader:
 
     def __init__(self, prompt=(0,), stop=(), tokenizer=None):
         self.cancelled = []
-        self._stream = Stream(Request(prompt=tuple(prompt), seed=1), self.cancelled.append)
+        self._stream = Stream(Request(prompt=tuple(prompt), seed=1), lambda: self.cancelled.append(True))
         self.text = TextStream(self._stream, tokenizer or byte_tokenizer(), stop)
         self._pieces = iter(self.text)
 
     def add(self, tokens, reason=None, logprobs=None):
         piece = Piece(token_ids=tuple(tokens), logprobs=logprobs, finish_reason=reason)
-        Stream.deliver([(self._stream, piece)])
+        self._stream.put(piece)
         return next(self._pieces)
 
     def all_of(self, tokens, at_once=1):
