@@ -1,4 +1,4 @@
-"""The ``deltazoo`` command: list, show, check, train, swap, distill, generate, serve, eval, diagnose, lm-eval.
+"""The ``deltazoo`` command: list, show, check, train, swap, distill, export, generate, serve, eval, diagnose, lm-eval.
 
 What imports torch stands inside the commands, after the checks of their arguments: help and a typo's message are quick.
 """
@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deltazoo import __version__, spec
+from deltazoo.cli.exporting import export
 from deltazoo.cli.options import (
     CheckpointArgument,
     DeviceOption,
@@ -37,6 +38,7 @@ from deltazoo.cli.options import (
 )
 from deltazoo.cli.swapping import distill, swap
 from deltazoo.cli.training import train
+from deltazoo.compat.native.formats import targets_of
 from deltazoo.names import unknown
 from deltazoo.training.config import DataConfig
 from deltazoo.training.console import console as errors
@@ -150,6 +152,7 @@ def show(
         "output gate": "none" if no_gate else f"{found.output_gate}, {spec.choice_name(found.gate_activation)}",
         "layer": f"head_dim is {_HEAD_DIM} unless given, {found.expand_v:g} * head_dim for values",
         "model_type": f"{model_type}{mixer}; head_dim is {of_models} unless given",
+        "exports to": ", ".join(targets_of(found.name)) or "no format of others",
         "at paper size": ", ".join(f"{key}: {value}" for key, value in paper_shape(found).items()),
         "trained by": with_loads(["deltazoo", "train", "paper_340m", "--rule", found.name], load),
     }
@@ -260,6 +263,10 @@ app.command(
     epilog="Examples: [bold]deltazoo distill runs/kda --original my_llama --text my_texts --output runs/distilled[/], "
     "[bold]deltazoo distill runs/kda --original my_llama --output runs/distilled --resume[/]"
 )(distill)
+app.command(
+    epilog="Examples: [bold]deltazoo export runs/quickstart --to qwen3_5_text --out exported[/], "
+    "[bold]deltazoo export exported --to fla --out back[/] (a checkpoint of such a type as one of ours)"
+)(export)
 
 
 @app.command(epilog='Example: [bold]deltazoo generate runs/quickstart --prompt "def read(self, size=-1):"[/]')

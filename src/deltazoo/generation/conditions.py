@@ -24,11 +24,10 @@ from transformers.generation.utils import is_fsdp_managed_module
 from deltazoo._report import RunsDeltaRule
 from deltazoo.generation.cache import DeltaRuleCacheLayer, is_used
 from deltazoo.generation.capture import graphs_run_on
-from deltazoo.generation.static_cache import check_fixed, describe_layer, fixed_cache
+from deltazoo.generation.static_cache import IMPLEMENTATIONS, check_fixed, describe_layer, fixed_cache
 from deltazoo.layers import DeltaRuleAttention
 
 __all__ = [
-    "IMPLEMENTATIONS",
     "check_model",
     "check_positions",
     "learned_positions",
@@ -38,8 +37,6 @@ __all__ = [
     "why_not_this_model",
 ]
 
-IMPLEMENTATIONS = ("sdpa", "eager")
-"""Of softmax attention; others read masks that grow, or that are no tensors."""
 _LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 """Names under which models of transformers hold a table of learned positions."""
 _ONE_TOKEN_AT_A_TIME = (

@@ -23,7 +23,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from deltazoo.generation.cache_argument import CACHE, cache_in
 from deltazoo.generation.capture import free_bytes, graphs_run_on
 from deltazoo.generation.conditions import why_not_these_arguments, why_not_this_call, why_not_this_model
-from deltazoo.generation.static_cache import bytes_when_fixed, fixed_cache, move_cache
+from deltazoo.generation.states import move_cache
+from deltazoo.generation.static_cache import bytes_when_fixed, fixed_cache
 from deltazoo.generation.step import CapturedStep, Fingerprint
 
 __all__ = ["GenerateCall", "KeptSteps", "StaticDecoding", "generate_call", "running_call", "steps_of"]

@@ -165,7 +165,7 @@ class DeltaRuleAttention(Float32Parameters):
         if self.spec.corrects:
             self.b_proj = nn.Linear(hidden_size, self.projected_steps * self.num_v_heads, bias=given.beta_bias)
         self.make_decay_gate()
-        self._make_output_gate(given.norm_eps)
+        self._make_output_gate(given.norm_eps, given.gate_bias)
         self.o_proj = linear(value_dim, hidden_size)
         self.make_parameters()
         self.init_parameters()
@@ -419,7 +419,11 @@ class DeltaRuleAttention(Float32Parameters):
         if self.decay_lower_bound is not None:
             self.decay_gate = partial(decay.bounded_decay, lower_bound=self.decay_lower_bound)
 
-    def _make_output_gate(self, norm_eps: float) -> None:
+    def _make_output_gate(self, norm_eps: float, gate_bias: bool) -> None:
+        if not gate_bias and self.spec.output_gate != "low_rank":
+            raise ValueError(
+                f"rule {self.spec.name!r} has no low-rank output gate, whose bias gate_bias=False leaves out"
+            )
         if self.spec.output_gate == "none":
             self.o_norm: RMSNorm = RMSNorm(self.head_v_dim, norm_eps, fused=self.fused_kernels)
             return
@@ -427,7 +431,7 @@ class DeltaRuleAttention(Float32Parameters):
         self.g_proj: nn.Module = (
             nn.Linear(self.hidden_size, value_dim, bias=False)
             if self.spec.output_gate == "full"
-            else self.low_rank(value_dim, bias=True)
+            else self.low_rank(value_dim, bias=gate_bias)
         )
         self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, self.spec.gate_activation, fused=self.fused_kernels)
 
