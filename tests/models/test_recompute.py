@@ -284,7 +284,7 @@ def test_what_is_kept_around_kernels(monkeypatch):
     monkeypatch.setattr(glu, "trained_weights", lambda *linears: [])  # as of an adapted map, so that a product is kept
 
     like_three = saving_its_inputs([0, 1, 2])
-    monkeypatch.setattr(short_conv, "_short_convs", lambda *arguments: like_three(*arguments[:6]))
+    monkeypatch.setattr(short_conv, "short_convs", lambda *arguments: like_three(*arguments[:6]))
     monkeypatch.setattr(short_conv, "takes_kernel", lambda fused, *_, **__: fused)
 
     def rule(q, k, v, beta, *_, **__):

@@ -306,8 +306,11 @@ class TestSampling:
         streams = [engine.submit(request(temperature=2.0, seed=seed, max_tokens=20)) for seed in seeds]
         made = [tuple(tokens_of(stream)) for stream in streams]
         assert made[0] == made[1] and len(set(made)) == 4
-        assert streams[0].seed == 1
-        assert tuple(tokens_of(engine.submit(request(temperature=2.0, seed=streams[3].seed, max_tokens=20)))) == made[3]
+        assert streams[0].request.seed == 1
+        assert (
+            tuple(tokens_of(engine.submit(request(temperature=2.0, seed=streams[3].request.seed, max_tokens=20))))
+            == made[3]
+        )
 
     def test_logprobs(self, engine_of):
         engine = engine_of()

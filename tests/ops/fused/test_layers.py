@@ -32,11 +32,11 @@ pytest.importorskip("triton")
 
 from deltazoo.ops.fused import (  # noqa: E402
     glu,
-    short_conv,
     short_convolution,
     sigmoid_gate,
     softplus_log_decay,
 )
+from deltazoo.ops.fused.short_conv_kernels import short_convs  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "autograd"])
 def test_operators_of_a_training_step_compile_without_a_graph_break(fake: bool) -> None:
     def run(x: Tensor, taps: Tensor, down: Tensor, scale: Tensor, out: Tensor, *gate: Tensor) -> Tensor:
-        q, k, v = short_conv._short_convs(x, 2 * x, 3 * x, taps, taps, taps, None, None, True, 8, False)
+        q, k, v = short_convs(x, 2 * x, 3 * x, taps, taps, taps, None, None, None, True, 8, False)
         (y,) = glu._mlp_operator(q * k, v[0], v[1], down)
         angles = x[:1, :, :8].detach().float()
         y = rotate(y.unflatten(-1, (2, 8)), (angles.cos(), angles.sin()), fused=True)
