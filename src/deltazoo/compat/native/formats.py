@@ -184,11 +184,12 @@ FORMATS: Mapping[str, Format] = {
             Need("num_v_heads", "num_heads", "it has as many heads of values as of keys"),
         ),
         keys={**_KEYS, "linear_num_heads": "num_heads", "linear_head_dim": "head_dim"},
-        constants={"hidden_act": "silu", "mla_use_nope": True, "moe_router_activation_func": "sigmoid"},
+        constants={"hidden_act": "silu"},
         derived=_kimi_layers,
         filler={
-            **{"q_lora_rank": None, "kv_lora_rank": 512},
+            **{"q_lora_rank": None, "kv_lora_rank": 512, "mla_use_nope": True},
             **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+            **{"rope_theta": 10000.0, "moe_router_activation_func": "sigmoid"},  # MLX and llama.cpp ask for them
         },
         layer="self_attn",
         names={"f_proj.0": "f_a_proj", "f_proj.1": "f_b_proj", "g_proj.0": "g_a_proj", "g_proj.1": "g_b_proj"},
