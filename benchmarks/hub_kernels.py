@@ -104,6 +104,7 @@ def main() -> int:
     arguments = parser.parse_args()
     device, results = torch.device(arguments.device), Results(arguments)
     results.run["kernels"] = package_version("kernels")
+    torch.backends.cudnn.allow_tf32 = False  # float32 convolutions of torch are otherwise rounded to 10 bits
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "deltazoo-kernels"
