@@ -403,7 +403,7 @@ def test_a_fixed_decay_is_that_of_the_layers_heads(on_any_device):
         mixer.num_heads = mixer.num_v_heads = 1
         mixer.head_share = (1, 2)
     for block, expected in zip(blocks_of(model), of_all_heads, strict=True):
-        assert torch.equal(block._fixed_decay, expected[1:])
+        assert torch.equal(block._rule._fixed_decay, expected[1:])
 
 
 def test_a_gate_of_low_rank_with_an_adapter_runs_as_it_is(on_any_device):
