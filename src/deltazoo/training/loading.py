@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltazoo.training.config import DataConfig
 from deltazoo.training.console import no_transformers_bars, say
-from deltazoo.training.data import Corpus, first_documents, open_text, read_corpus
+from deltazoo.training.data import Corpus, first_texts, open_text, read_corpus
 from deltazoo.training.locate import resolve_checkpoint, training_config_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def choose_documents(path: str, text: DataConfig | None = None, max_bytes: int |
     if source is None:
         assert corpus is not None
         return replace(corpus, description=f"held-out part of {corpus.description}")
-    held_out = first_documents(source, max_bytes)
+    held_out = first_texts(source, max_bytes)
     return Corpus(corpus.train if corpus else [], held_out, source.description)
 
 

@@ -27,7 +27,7 @@ from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import get_rule
 from deltazoo.training.config import MODEL_CONFIG, RunConfig, save_config
 from deltazoo.training.console import no_transformers_bars, say
-from deltazoo.training.data import DEFAULT_TOKENIZER_SAMPLE, Corpus, Records, TextFiles, open_text, read_corpus
+from deltazoo.training.data import Corpus, Records, TextFiles, open_text, read_corpus
 from deltazoo.training.folder import (
     RESULT,
     as_json,
@@ -49,6 +49,7 @@ from deltazoo.training.tokens import (
     collate,
     collate_side_by_side,
     encode_documents,
+    num_tokens,
     pack_in_order,
     spread,
 )
@@ -121,7 +122,7 @@ def _train(config: RunConfig, folder: Path, resume: bool) -> TrainingResult:
     arguments = training_arguments(config)  # joins the other processes of a distributed run
     processes, steps = PartialState(), config.training.steps
     source = open_text(config.data)
-    corpus = read_corpus(source, config.data, config.tokenizer.training_bytes or DEFAULT_TOKENIZER_SAMPLE)
+    corpus = read_corpus(source, config.data)
     if resume:
         refuse_other_text(corpus, folder, config.data)
     stored = _stored_result(folder, corpus) if resume else None
@@ -233,7 +234,7 @@ def _trainer(
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     validation_rows = pack_in_order(validation, settings.row_length)
-    if len(validation_rows[-1]["input_ids"]) < settings.context_parallel:  # every process needs a token
+    if num_tokens(validation_rows[-1]) < settings.context_parallel:  # every process needs a token
         del validation_rows[-1]
     return PackedTrainer(
         model=model,
