@@ -142,7 +142,7 @@ def test_where_nothing_can_be_written_is_said_before_the_text_is_read(
 def result(losses: dict[int, float], passes: float | None) -> TrainingResult:
     history = [{"step": step, "eval_loss": loss} for step, loss in losses.items()]
     corpus = Corpus([], ["text"], "text")
-    return TrainingResult(Path("model"), history, 1, 1, 1.0, 1.0, "CPU", "fp32", corpus, passes)
+    return TrainingResult(Path("model"), corpus, history, 1, 1, 1.0, 1.0, "CPU", "fp32", passes)
 
 
 def test_a_text_learnt_by_heart_is_one_closing_sentence(tmp_path: Path) -> None:

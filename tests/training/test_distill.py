@@ -41,6 +41,7 @@ from deltazoo.training.pictures import draw_distillation
 from deltazoo.training.tokens import (
     PackedRows,
     Row,
+    TokenizedText,
     build_tokenizer,
     collate_side_by_side,
     encode_documents,
@@ -110,19 +111,10 @@ def held_out_rows(home: Path) -> list[Row]:
 
 def trainer_of(config: Recipe, name: str, home: Path, model: Any) -> DistillationTrainer:
     run = module._as_run(name, config, "gated_deltanet")
-    rows = held_out_rows(home)
-    return DistillationTrainer(
-        stage=config.stages[name],
-        original=original_of(home),
-        model=model,
-        tokenizer=AutoTokenizer.from_pretrained(home / "original"),
-        config=run,
-        arguments=training_arguments(run),
-        train_rows=rows,
-        validation_rows=rows[:4],
-        bytes_per_token=1.0,
-        collate_rows=collate_side_by_side,
-    )
+    source = open_text(config.data)
+    tokenizer = AutoTokenizer.from_pretrained(home / "original")
+    text = TokenizedText(source, config.data, read_corpus(source, config.data), tokenizer)
+    return DistillationTrainer(config.stages[name], original_of(home), model, run, training_arguments(run), text)
 
 
 @pytest.fixture(scope="module")

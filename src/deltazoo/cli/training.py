@@ -161,7 +161,7 @@ def _report(run: RunConfig, result: "TrainingResult", load: list[Path] | None) -
 
 def _prompt(result: "TrainingResult") -> str:
     """The beginning of a line of the held-out text, which a shell takes as it is once it is quoted."""
-    lines = (line.strip() for document in result.corpus.validation for line in document.text.splitlines())
+    lines = (line.strip() for text in result.corpus.validation for line in text.splitlines())
     line = next(filter(str.isprintable, filter(None, lines)), "The")
     return line if len(line) <= 24 else line[:24].rpartition(" ")[0] or line[:24]
 

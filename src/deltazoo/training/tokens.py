@@ -8,7 +8,7 @@ import copy
 import re
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from deltazoo.training.config import DataConfig, TokenizerConfig
+from deltazoo.training.config import DataConfig, OptimizationConfig, TokenizerConfig
 from deltazoo.training.console import console, say, track
-from deltazoo.training.data import Records, is_held_out
+from deltazoo.training.data import Corpus, Records, TextFiles, is_held_out
 from deltazoo.training.locate import check_on_hub
 
 BOS, EOS = "<|bos|>", "<|eos|>"
@@ -314,6 +314,36 @@ def pack_in_order(documents: Iterable[np.ndarray], row_length: int) -> list[Row]
     while pieces:
         rows.append(_take_row(pieces, row_length))
     return rows
+
+
+class TokenizedText:
+    """The text of a run for its tokenizer: rows to train on, and the held-out documents.
+
+    Attributes:
+        tokenizer: of the run.
+        validation: token ids of each held-out document.
+        bytes_per_token: of the held-out text.
+    """
+
+    def __init__(
+        self, source: TextFiles | Records, data: DataConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.validation = encode_documents(tokenizer, corpus.validation, "tokenizing the held-out text")
+        self.bytes_per_token = corpus.validation_bytes / sum(len(ids) - 1 for ids in self.validation)
+        self._source, self._data, self._corpus = source, data, corpus
+
+    @cached_property
+    def _training(self) -> list[np.ndarray]:
+        return encode_documents(self.tokenizer, self._corpus.train, "tokenizing the training text", with_end=True)
+
+    def training_rows(self, settings: OptimizationConfig, seed: int) -> PackedRows | StreamedRows:
+        """The rows that a run reads, the same for any number of processes; a stream is tokenized while it is read."""
+        size, count = settings.row_length, settings.steps * settings.rows_of_a_step
+        if self._data.streaming and isinstance(self._source, Records):
+            remembered = 4 * settings.rows_of_a_step
+            return StreamedRows(self._source, self._data, self.tokenizer, size, num_rows=count, remembered=remembered)
+        return PackedRows(self._training, size, num_rows=count, seed=seed)
 
 
 def spread(rows: Sequence[Row], count: int) -> list[Row]:
