@@ -19,14 +19,15 @@ from tiny_runs import write_text_folder
 from transformers import AutoModelForCausalLM
 
 import deltazoo
+from deltazoo.compat.transformers import new_model
+from deltazoo.compat.transformers.new_model import architectures, refuse_unrunnable
 from deltazoo.layers import parameters_without_decay
 from deltazoo.runtime import RuntimeOptions
-from deltazoo.training import RunConfig, TokenizerConfig, TrainingResult, native_model, train
+from deltazoo.training import RunConfig, TokenizerConfig, TrainingResult, train
 from deltazoo.training.config import as_mapping
 from deltazoo.training.evaluate import packs_documents, score_documents
 from deltazoo.training.folder import checkpoints
 from deltazoo.training.loading import load_checkpoint
-from deltazoo.training.native_model import architectures, refuse_unrunnable
 from deltazoo.training.run import build_model
 from deltazoo.training.tokens import build_tokenizer, collate_side_by_side
 from deltazoo.training.trainer import PackedTrainer
@@ -194,7 +195,7 @@ def test_files_have_the_names_that_other_programs_read(runs: dict[str, Any], tmp
         assert {f"0.linear_attn.{x}_conv1d" for x in "qkv"} < norms
     model = AutoModelForCausalLM.from_pretrained(runs["olmo_hybrid"][1].model_path)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    native_model.write_served_names(model, tmp_path)
+    new_model.write_served_names(model, tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -262,7 +263,6 @@ def test_runtime_options_reach_the_layers() -> None:
         ("qwen3_5_text", {"hidden_act": "sillu"}, "qwen3_5_text cannot be built with these fields: KeyError: 'sillu'"),
         ("qwen3_5_text", {"dtype": "bfloat16"}, "model.dtype has no effect on the training of qwen3_5_text"),
         ("qwen3_5_text", {"use_cache": False}, "model.use_cache has no effect"),
-        ("qwen3_5_text", {"eos_token_id": 3}, "model.eos_token_id is set by the tokenizer"),
         ("qwen3_5_moe_text", {"num_experts_per_tok": 5}, "qwen3_5_moe_text cannot run with these fields"),
         ("qwen3_next", {"num_experts": 0}, "output_router_logits=true balances experts, of which no layer has any"),
         ("kimi_linear", {"moe_intermediate_size": 12}, "model.moe_intermediate_size=12 must be a multiple of 8"),
@@ -316,7 +316,7 @@ def test_a_tokenizer_that_would_not_come_back_is_refused(
 ) -> None:
     """As for `qwen3_5_moe_text` in transformers 5.23, whose checkpoints get Qwen3.5's tokenizer whatever is saved."""
     byte = build_tokenizer(TokenizerConfig("byte"), [])
-    monkeypatch.setattr(native_model.AutoTokenizer, "from_pretrained", lambda folder: byte)
+    monkeypatch.setattr(new_model.AutoTokenizer, "from_pretrained", lambda folder: byte)
     with pytest.raises(
         ValueError, match="with every checkpoint of qwen3_5_text, which would split text in another way"
     ):

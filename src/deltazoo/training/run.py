@@ -13,11 +13,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     set_seed,
 )
 
+from deltazoo.compat.transformers.new_model import build_native_model, refuse_replaced_tokenizer, refuse_unrunnable
 from deltazoo.models import DeltaRuleConfig  # registers our model types with the Auto classes, too
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import get_rule
@@ -35,7 +37,6 @@ from deltazoo.training.folder import (
     whole_or_not_at_all,
     write_whole,
 )
-from deltazoo.training.native_model import build_native_model, refuse_replaced_tokenizer, refuse_unrunnable
 from deltazoo.training.tokens import TokenizedText, begin_id, build_tokenizer, byte_tokenizer
 from deltazoo.training.trainer import PackedTrainer, training_arguments
 
@@ -190,8 +191,17 @@ def build_model(
         ValueError: an unknown rule or key, a value of the wrong type, or sizes that do not fit together.
     """
     runtime = runtime or RuntimeOptions()
-    if "architecture" in section:
-        return build_native_model(section, tokenizer, runtime)
+    tokens = {"vocab_size": len(tokenizer), "bos_token_id": begin_id(tokenizer)}
+    tokens |= {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
+    try:
+        if "architecture" in section:
+            return build_native_model(section, tokens, runtime)
+        return AutoModelForCausalLM.from_config(_own_configuration(section, tokens), **runtime.given())
+    except StrictDataclassError as error:  # a value of the wrong type
+        raise ValueError(f"model: {str(error).splitlines()[-1].strip()}") from error
+
+
+def _own_configuration(section: dict[str, Any], tokens: dict[str, Any]) -> PreTrainedConfig:
     keys = dict(section)
     # A preset's default ratio may stand beside a width that is set for one run.
     usual = (None, DeltaRuleConfig.hidden_ratio)
@@ -203,16 +213,6 @@ def build_model(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", ".*keys that do not act on this model")
-            config = AutoConfig.for_model(
-                spec.hub_model_type or "delta_rule",
-                vocab_size=len(tokenizer),
-                bos_token_id=begin_id(tokenizer),
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-                **keys,
-            )
+            return AutoConfig.for_model(spec.hub_model_type or "delta_rule", **tokens, **keys)
     except UserWarning as idle:
         raise ValueError(f"model: {idle}") from idle
-    except StrictDataclassError as error:  # a value of the wrong type
-        raise ValueError(f"model: {str(error).splitlines()[-1].strip()}") from error
-    return AutoModelForCausalLM.from_config(config, **runtime.given())

@@ -22,6 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from deltazoo.compat.transformers import has_known_layers
+from deltazoo.compat.transformers.new_model import write_served_names
 from deltazoo.diagnosis import DiagnoseCallback
 from deltazoo.distributed.trainer import ShardedTrainer
 from deltazoo.layers import parameter_groups
@@ -29,7 +30,6 @@ from deltazoo.training.config import MODEL_CONFIG, OptimizationConfig, RunConfig
 from deltazoo.training.console import console, no_transformers_bars, say
 from deltazoo.training.evaluate import score_rows
 from deltazoo.training.folder import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
-from deltazoo.training.native_model import write_served_names
 from deltazoo.training.tokens import (
     StreamedRows,
     TokenizedText,
