@@ -27,7 +27,7 @@ from deltazoo.cli import main
 from deltazoo.cli.training import configuration
 from deltazoo.training import load_config, save_config
 from deltazoo.training.folder import checkpoints
-from deltazoo.training.locate import find_config, presets
+from deltazoo.training.loading import find_config, presets
 from deltazoo.training.trainer import TrainingInterrupted
 
 COMMANDS = ["list", "show", "check", "train", "swap", "distill", "generate", "serve", "eval", "diagnose", "lm-eval"]

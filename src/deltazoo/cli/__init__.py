@@ -41,9 +41,9 @@ from deltazoo.names import unknown
 from deltazoo.training.config import DataConfig
 from deltazoo.training.console import console as errors
 from deltazoo.training.console import say
-from deltazoo.training.folder import as_json
-from deltazoo.training.loading import choose_documents
-from deltazoo.training.locate import paper_shape, resolve_checkpoint
+from deltazoo.training.data import choose_documents
+from deltazoo.training.folder import write_json
+from deltazoo.training.loading import paper_shape, resolve_checkpoint
 
 __all__ = ["app", "main"]
 
@@ -486,7 +486,7 @@ def evaluate(
             "score": asdict(score),
             "baselines": [asdict(baseline) for baseline in others],
         }
-        Path(json_file).write_text(as_json(figures, indent=1) + "\n", encoding="utf-8")
+        write_json(Path(json_file), figures)
 
 
 @app.command(
@@ -545,7 +545,7 @@ def diagnose(
     if picture is not None:
         found.save_picture(picture)
     if json_file is not None:
-        Path(json_file).write_text(as_json(found.records(), indent=1), encoding="utf-8")
+        write_json(Path(json_file), found.records())
     if found.not_finite is not None:
         raise typer.Exit(1)
 

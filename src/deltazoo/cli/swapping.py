@@ -28,7 +28,7 @@ from deltazoo.training.config import STAGES, DataConfig, Recipe, load_as
 from deltazoo.training.console import no_transformers_bars, say
 from deltazoo.training.data import open_text
 from deltazoo.training.folder import LOSS_PICTURE, check_run, has_saved, held, whole_or_not_at_all
-from deltazoo.training.locate import find_config, resolve_checkpoint
+from deltazoo.training.loading import find_config, resolve_checkpoint
 
 if TYPE_CHECKING:  # these import torch, which waits until the arguments are checked
     from deltazoo.training.distill import Distillation
@@ -173,7 +173,7 @@ def distill(
     model_path, original_path = resolve_checkpoint(path), resolve_checkpoint(original)
     if (folder / "model").resolve() == Path(model_path).resolve():
         raise ValueError(f"{folder} holds the swapped model itself: choose another --output")
-    check_run(config, folder, resume, stages=STAGES)
+    check_run(config, resume)
     open_text(config.data)
     with held(folder):
         pass  # it can be written, and nobody else trains there

@@ -12,7 +12,7 @@ from deltazoo.training.config import DataConfig, RunConfig, load_config
 from deltazoo.training.console import say
 from deltazoo.training.data import open_text
 from deltazoo.training.folder import LOSS_PICTURE, best_checkpoint, check_run, checkpoints
-from deltazoo.training.locate import find_config, is_for_gpus, rule_overrides
+from deltazoo.training.loading import find_config, is_for_gpus, rule_overrides
 
 if TYPE_CHECKING:  # imports torch, which waits until the arguments are checked
     from deltazoo.training.run import TrainingResult
@@ -56,7 +56,7 @@ def train(
     """
     run = configuration(config, rule, text, output, list(override or []))
     folder = Path(run.output)
-    check_run(run, folder, resume)
+    check_run(run, resume)
     started = os.environ.get("WORLD_SIZE")  # set by torchrun and accelerate launch
     run.training.divided(int(started or 1))
     if started is None and config is not None and is_for_gpus(config):

@@ -387,8 +387,13 @@ def as_mapping(config: Any) -> dict[str, Any]:
 
 def save_config(config: Any, path: str | Path) -> None:
     """Write the configuration with all defaults, whole or not at all, so that the file alone reproduces the run."""
-    draft = Path(path).with_name(Path(path).name + ".part")
-    draft.write_text(yaml.safe_dump(as_mapping(config), sort_keys=False), encoding="utf-8")
+    write_whole(Path(path), yaml.safe_dump(as_mapping(config), sort_keys=False))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file whole or not at all: a killed process leaves no partial file that a resumed run would read."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(text, encoding="utf-8")
     draft.replace(path)
 
 

@@ -4,14 +4,14 @@ import hashlib
 import mimetypes
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from deltazoo.names import unknown
 from deltazoo.training.config import STDLIB, DataConfig
 from deltazoo.training.console import say, track
-from deltazoo.training.locate import check_on_hub
+from deltazoo.training.loading import check_on_hub, training_config_of
 
 RECORD_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 MAX_DOCUMENT = 2**20  # characters; a larger file comes as several documents, since each is tokenized as a whole
@@ -315,3 +315,35 @@ def first_texts(source: TextFiles | Records, max_bytes: int | None = None) -> li
     if not texts:
         raise ValueError(f"{source.description} holds no text{'' if max_bytes is None else ' in so few bytes'}")
     return texts
+
+
+def choose_documents(path: str, text: DataConfig | None = None, max_bytes: int | None = None) -> Corpus:
+    """The text that a model is scored on, as ``validation``, and that it was trained on, empty if unknown.
+
+    The first is the held-out part of the second, or a text of the caller's.
+
+    Args:
+        path: of the model, see `resolve_checkpoint`.
+        text: all of this text instead; nothing of it is held out.
+        max_bytes: of ``text``, from its beginning.
+
+    Raises:
+        ValueError: no ``text`` for a model that does not say what it was trained on, or there is no text.
+    """
+    config = training_config_of(path)
+    source = None if text is None else open_text(text)
+    if text is None and config is None:
+        where = path if Path(path).expanduser().is_dir() else f"{path}, which is no folder here,"
+        raise ValueError(f"{where} does not say what text it was trained on: name a text with --text")
+    try:
+        corpus = read_corpus(open_text(config.data), config.data) if config else None
+    except ValueError as error:  # the model may have been trained on another machine
+        if text is None:
+            raise
+        say(f"the baselines do without the training text: {error}")
+        corpus = None
+    if source is None:
+        assert corpus is not None
+        return replace(corpus, description=f"held-out part of {corpus.description}")
+    held_out = first_texts(source, max_bytes)
+    return Corpus(corpus.train if corpus else [], held_out, source.description)

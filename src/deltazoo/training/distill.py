@@ -34,13 +34,12 @@ from deltazoo.training.folder import (
     RESULT,
     SCORES,
     SWAP,
-    as_json,
     begin_run,
     check_run,
     checkpoints,
     held,
     refuse_other_text,
-    write_whole,
+    write_json,
 )
 from deltazoo.training.tokens import IGNORED, TokenizedText, collate_side_by_side, pack_in_order
 from deltazoo.training.trainer import PackedTrainer, training_arguments
@@ -100,7 +99,7 @@ def distill(
     folder = Path(recipe.output)
     _check_models(model, original, recipe)
     device: Any = PartialState().device
-    check_run(recipe, folder, resume, stages=STAGES)
+    check_run(recipe, resume)
     with held(folder):
         run = _Run(recipe, tokenizer, model, resume)
         original = original.requires_grad_(False).eval().to(device)
@@ -140,7 +139,7 @@ class _Run:
         else:
             (self.folder / SCORES).unlink(missing_ok=True)  # left by a run that saved nothing else
         begin_run(recipe, self.folder, corpus)
-        _write(self.folder / SWAP, swap)
+        write_json(self.folder / SWAP, swap)
         self.scores: dict[str, float] = _read(self.folder / SCORES) if (self.folder / SCORES).is_file() else {}
 
     def score(self, name: str, model: PreTrainedModel) -> None:
@@ -156,7 +155,7 @@ class _Run:
         if not math.isfinite(nats):
             raise FloatingPointError(f"the model's negative log-likelihood of the held-out text is {nats}")
         self.scores[name] = nats / tokens / math.log(2) / self.text.bytes_per_token
-        _write(self.folder / SCORES, self.scores)
+        write_json(self.folder / SCORES, self.scores)
         console.print(f"[bold]{name}[/]: {self.scores[name]:.3f} held-out bits per byte", highlight=False)
 
     def train(self, name: str, model: PreTrainedModel, original: PreTrainedModel, model_path: Path) -> None:
@@ -169,7 +168,7 @@ class _Run:
         latest = checkpoints(folder)[-1:]
         begun = f"going on from {latest[0]}" if latest else f"{stage.steps} steps"
         console.print(f"[bold]{name}[/]: {begun}", highlight=False)
-        _write(folder / RESULT, trainer.run(latest[0] if latest else None, model_path))
+        write_json(folder / RESULT, trainer.run(latest[0] if latest else None, model_path))
 
 
 class DistillationTrainer(PackedTrainer):
@@ -321,7 +320,3 @@ def _model_path(name: str, recipe: Recipe) -> Path:
 
 def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _write(path: Path, values: Any) -> None:
-    write_whole(path, as_json(values, indent=1))

@@ -28,7 +28,7 @@ from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.surgery import swap_attention, unswap_attention
 from deltazoo.training.console import console, track
 from deltazoo.training.data import Records, TextFiles, first_texts, num_bytes
-from deltazoo.training.folder import as_json
+from deltazoo.training.folder import write_json
 from deltazoo.training.tokens import IGNORED, Row, collate, collate_side_by_side, encode_documents, pack_in_order
 
 __all__ = [
@@ -294,7 +294,7 @@ class Ranking:
         layers = [{"layer": n, "loss": loss, "rise": loss - self.loss} for n, loss in enumerate(self.losses)]
         figures = {"rule": self.rule, "loss": self.loss, "tokens": self.tokens, "layers": layers}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(as_json(figures, indent=1) + "\n", encoding="utf-8")
+        write_json(path, figures)
 
 
 def ranking_rows(

@@ -28,14 +28,13 @@ from deltazoo.training.console import say
 from deltazoo.training.data import Corpus, open_text, read_corpus
 from deltazoo.training.folder import (
     RESULT,
-    as_json,
     begin_run,
     check_run,
     held,
     latest_checkpoint,
     refuse_other_text,
     whole_or_not_at_all,
-    write_whole,
+    write_json,
 )
 from deltazoo.training.tokens import TokenizedText, begin_id, build_tokenizer, byte_tokenizer
 from deltazoo.training.trainer import PackedTrainer, training_arguments
@@ -92,7 +91,7 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
         SaveError: the disk is full; earlier saves are intact.
     """
     folder = Path(config.output)
-    check_run(config, folder, resume)
+    check_run(config, resume)
     with held(folder):
         return _train(config, folder, resume)
 
@@ -133,7 +132,7 @@ def _train(config: RunConfig, folder: Path, resume: bool) -> TrainingResult:
     figures = trainer.run(latest, folder / "model")
     result = stored if stored is not None and finished else TrainingResult(folder / "model", corpus, **figures)
     if processes.is_main_process:
-        write_whole(folder / RESULT, as_json({name: getattr(result, name) for name in figures}, indent=1))
+        write_json(folder / RESULT, {name: getattr(result, name) for name in figures})
     processes.wait_for_everyone()
     return result
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from deltazoo.training.config import DataConfig, OptimizationConfig, TokenizerConfig
 from deltazoo.training.console import console, say, track
 from deltazoo.training.data import Corpus, Records, TextFiles, is_held_out
-from deltazoo.training.locate import check_on_hub
+from deltazoo.training.loading import check_on_hub
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 IGNORED = -100  # the label that the loss of transformers ignores
