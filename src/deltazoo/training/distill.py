@@ -44,16 +44,6 @@ from deltazoo.training.folder import (
 from deltazoo.training.tokens import IGNORED, TokenizedText, collate_side_by_side, pack_in_order
 from deltazoo.training.trainer import PackedTrainer, training_arguments
 
-__all__ = [
-    "Distillation",
-    "DistillationTrainer",
-    "choose_trained_parameters",
-    "distill",
-    "divergence",
-    "next_token_loss",
-    "teacher_forced",
-]
-
 
 @dataclass(frozen=True)
 class Distillation:

@@ -31,20 +31,6 @@ from deltazoo.training.data import Records, TextFiles, first_texts, num_bytes
 from deltazoo.training.folder import write_json
 from deltazoo.training.tokens import IGNORED, Row, collate, collate_side_by_side, encode_documents, pack_in_order
 
-__all__ = [
-    "Baseline",
-    "Ranking",
-    "Score",
-    "baselines",
-    "check_vocabulary",
-    "packs_documents",
-    "rank_layers",
-    "ranking_rows",
-    "run_harness",
-    "score_documents",
-    "score_rows",
-]
-
 _BYTES_PER_TOKEN = 16  # more than with any tokenizer on ordinary text, so that enough text is read
 
 

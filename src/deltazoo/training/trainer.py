@@ -117,7 +117,7 @@ class PackedTrainer(ShardedTrainer):
         """
         first = self.args.should_save
         with no_transformers_bars():
-            self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            self._train_from(checkpoint)
             with whole_or_not_at_all(model_path) if first else nullcontext(model_path) as staging:
                 self.save_model(str(staging))
                 if first:
@@ -135,6 +135,24 @@ class PackedTrainer(ShardedTrainer):
             "passes": None if size is None else tokens / size,
         }
 
+    def _train_from(self, checkpoint: Path | None) -> None:
+        if checkpoint is not None:
+            refuse_damaged(checkpoint)
+            reached = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+            if reached.global_step >= self._settings.steps:  # the Trainer's loop would go on with a stream
+                self.state = reached
+                self._load_from_checkpoint(str(checkpoint))
+                return
+            if isinstance(self.train_dataset, StreamedRows):
+                self.train_dataset.go_to(json.loads((checkpoint / _STREAM_POSITION).read_text(encoding="utf-8")))
+        try:
+            with self._stop.listening(several_processes=self.args.world_size > 1):
+                self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        finally:
+            self.monitor.stop()
+        if self._stop.signal is not None and self.state.global_step < self.state.max_steps:
+            raise TrainingInterrupted(self._stop.signal)
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW over the two parameter groups."""
         if self.optimizer is None:
@@ -143,27 +161,6 @@ class PackedTrainer(ShardedTrainer):
                 groups, lr=self._settings.learning_rate, betas=self._settings.betas, fused=True
             )
         return self.optimizer
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train from the beginning or from a checkpoint; after the last step only load the checkpoint."""
-        if resume_from_checkpoint:
-            checkpoint = Path(str(resume_from_checkpoint))
-            refuse_damaged(checkpoint)
-            reached = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-            if reached.global_step >= self._settings.steps:  # the Trainer's loop would go on with a stream
-                self.state = reached
-                self._load_from_checkpoint(str(checkpoint))
-                return None
-            if isinstance(self.train_dataset, StreamedRows):
-                self.train_dataset.go_to(json.loads((checkpoint / _STREAM_POSITION).read_text(encoding="utf-8")))
-        try:
-            with self._stop.listening(several_processes=self.args.world_size > 1):
-                output = super().train(resume_from_checkpoint, *args, **kwargs)
-        finally:
-            self.monitor.stop()
-        if self._stop.signal is not None and self.state.global_step < self.state.max_steps:
-            raise TrainingInterrupted(self._stop.signal)
-        return output
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
