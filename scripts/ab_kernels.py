@@ -86,7 +86,7 @@ RULES: dict[str, dict[str, dict[str, Any]]] = {
         "BK 32, BV 64": tile(2, BV=64),
     },
     # No tiles of 16 channels: ptxas 12.8 loses a descriptor of shared memory there.
-    "chunk_gradients_strong": {
+    "chunk_gradients_levels(strong)": {
         "2 stages": tile(2),
         "8 warps": tile(num_warps=8),
         "8 warps, 2 stages": tile(2, num_warps=8),
@@ -102,7 +102,7 @@ WRITTEN = {
     "reverse_scan(keep)": ("Z_out", "d_states", "d_initial"),
     "chunk_gradients": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
     "chunk_gradients_channel": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
-    "chunk_gradients_strong": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
+    "chunk_gradients_levels(strong)": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
 }
 IN_FLOAT32 = ("scan", "scan(keep)", "reverse_scan(keep)", "chunk_gradients", "chunk_gradients_channel")
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import deltazoo
 from deltazoo.generation import Sampling
-from deltazoo.generation.prompt_rows import PromptRows
-from deltazoo.generation.row_table import RowTable
+from deltazoo.generation.row_table import PromptRows, RowTable
 from deltazoo.generation.sampling import Way
 
 Loop = Callable[[Any, Tensor, Tensor, int], Tensor]
@@ -111,7 +110,7 @@ def in_a_table(
     """Rows of a table that begin apart from each other and move half-way, in steps of two widths; row i has seed i."""
     sampling, rows, most = sampling or Sampling(), len(ids), ids.shape[1] + count
     table = RowTable(model, [rows, 2 * rows], most)
-    prompts = PromptRows(model, [2], PIECE, table.empty, padded=padded, max_length=most)
+    prompts = PromptRows(table, [2], PIECE, padded=padded)
     prompts.capture()
     waits = model.device.type == "cuda" and "experts" in str(model).lower()  # in float32: `NoWaiting`
     assert prompts.padded == (padded and not waits)

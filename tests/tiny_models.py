@@ -43,7 +43,7 @@ HYBRID: dict[str, Any] = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {mixer: {"mixer": mixer} for mixer in deltazoo.list_rules()} | {
     "without_conv": {"use_short_conv": False},
-    "kda_without_conv": {"mixer": "kda", "use_short_conv": False},
+    "kda_without_conv": {"mixer": "kda", "use_short_conv": False, "gate_bias": False},
     "grouped_values": {"num_v_heads": 4, "expand_v": 1.5},
     "micro_steps": {"mixer": "neg_gated_deltanet", "num_micro_steps": 2},
     "erase_only": {"mixer": "neg_delta_net", "neg_eigval": "erase"},
@@ -51,7 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {mixer: {"mixer": mixer} for mixer in delta
     "hybrid": HYBRID,
     "hybrid_softmax_first": {**HYBRID, "layer_types": ["full_attention", "linear_attention"]},
     "hybrid_without_conv": {**HYBRID, "use_short_conv": False},
-    "hybrid_kda": {**HYBRID, "mixer": "kda", "qkv_bias": True},
+    "hybrid_kda": {**HYBRID, "mixer": "kda", "qkv_bias": True, "softmax_qk_norm": True},
     "softmax_only": {**HYBRID, "layer_types": ["full_attention", "full_attention"]},
 }
 """Every mixer, and what else may change how states are kept."""

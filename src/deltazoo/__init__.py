@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     from deltazoo import training as training
     from deltazoo._report import report as report
     from deltazoo.compat import accelerate as accelerate
+    from deltazoo.compat import export as export
     from deltazoo.compat import restore as restore
     from deltazoo.diagnosis import DiagnoseCallback as DiagnoseCallback
     from deltazoo.diagnosis import diagnose as diagnose
@@ -76,6 +77,7 @@ __all__ = [
     "delta_rule",
     "delta_rule_step",
     "diagnose",
+    "export",
     "generate",
     "get_rule",
     "linear_attention",
@@ -94,7 +96,7 @@ _NAMES = {
     "_report": ("report",),
     "distributed": ("context_parallel",),
     "generation": ("generate",),
-    "compat": ("accelerate", "restore"),
+    "compat": ("accelerate", "export", "restore"),
     "layers": (
         "EFLA",
         "DeltaNet",

@@ -30,7 +30,20 @@ from deltazoo.training.folder import checkpoints
 from deltazoo.training.loading import find_config, presets
 from deltazoo.training.trainer import TrainingInterrupted
 
-COMMANDS = ["list", "show", "check", "train", "swap", "distill", "generate", "serve", "eval", "diagnose", "lm-eval"]
+COMMANDS = [
+    "list",
+    "show",
+    "check",
+    "train",
+    "swap",
+    "distill",
+    "export",
+    "generate",
+    "serve",
+    "eval",
+    "diagnose",
+    "lm-eval",
+]
 
 
 @pytest.fixture(scope="module")

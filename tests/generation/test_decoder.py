@@ -106,6 +106,19 @@ def test_weights_that_moved_are_captured_anew(kind, captures):
         model.load_state_dict({key: 1.1 * x for key, x in model.state_dict().items()}, assign=assign)
 
 
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_hooks_between_streams_are_seen(how, replays):
+    """A graph captured before would go on without them."""
+    model = tiny_model("hybrid")
+    decoder, norm = Decoder(model, 2, max_length=20, eos_token_id=[]), model.model.norm
+    assert_decodes_like_forward(model, partial(streamed, decoder))
+    if how == "hook":
+        norm.register_forward_hook(lambda module, args, output: output.flip(-1))
+    else:
+        norm.forward = lambda x: x.flip(-1)
+    assert_decodes_like_forward(model, partial(streamed, decoder))
+
+
 def test_the_streams_of_a_decoder_draw_by_their_seed():
     model, ids = tiny_model("kda"), tokens(2, 5)
     decoder = Decoder(model, 2, sampling=Sampling(1.0), seed=4)

@@ -24,9 +24,8 @@ from transformers import DynamicCache, StaticCache
 import deltazoo
 from deltazoo.generation import fused_blocks
 from deltazoo.generation.cache import DeltaRuleCacheLayer
-from deltazoo.generation.merged import merged_products
 from deltazoo.generation.static_cache import fixed_cache
-from deltazoo.generation.step import StepModules
+from deltazoo.generation.step_modules import merged_products, replaced
 from deltazoo.layers import LayerInput, layer_class
 from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.ops.step_size import STEP_SIZES
@@ -206,11 +205,12 @@ def last_results(model, ids, *, fused=None):
     products = merged_products(model)
     blocks = fused_blocks.fused_blocks(model, products)
     assert fused is None or len(blocks) == (len(swapped_layers(model)) or len(model.model.layers))
-    parts = [] if fused is None else [*products, *(blocks if fused else [])]
+    replacements = [] if fused is None else [x for product in products for x in product.replacements]
+    replacements += [block.replacement for block in blocks if fused]
     cache = fixed_cache(model, 100)
     with torch.no_grad():
         model(ids[:, :-2], past_key_values=cache)
-        with StepModules(parts).replaced():
+        with replaced(replacements):
             for token in ids[:, -2:].split(1, dim=1):
                 logits = model(token, past_key_values=cache).logits[:, -1].double()
     states = {
@@ -255,6 +255,10 @@ def on_any_device(monkeypatch):
 
 def blocks_of(model):
     return fused_blocks.fused_blocks(model, merged_products(model))
+
+
+def in_fused_blocks(model):
+    return replaced([block.replacement for block in blocks_of(model)])
 
 
 def reason(model, index=0):
@@ -412,27 +416,15 @@ def test_nothing_runs_fused_on_a_cpu():
     assert not blocks_of(model)
 
 
-def test_a_block_that_changes_later_runs_as_it_is(on_any_device):
-    model, ids = tiny_model("delta_net"), tokens(1, 4)
-    blocks = StepModules(blocks_of(model))
-    for block in model.model.layers:
-        block.attn.o_norm.register_forward_hook(lambda *args: None)
-    cache = StaticCache(config=model.config, max_cache_len=10)
-    with torch.no_grad(), blocks.replaced():
-        for piece in ids.split(1, dim=1):
-            model(piece, past_key_values=cache)
-
-
 @pytest.mark.parametrize("kind", ["two tokens", "gradients", "dynamic cache", "no cache", "padding"])
 def test_calls_that_cannot_run_fused_run_as_they_are(kind, on_any_device):
     model = tiny_model("delta_net")
     rows = 2
     ids = tokens(rows, 8)
-    blocks = StepModules(blocks_of(model))
     expected = tiny_model("delta_net")(ids).logits[:, -1:]
     cache = DynamicCache(config=model.config) if kind == "dynamic cache" else StaticCache(model.config, max_cache_len=9)
     last = -2 if kind == "two tokens" else -1
-    with torch.set_grad_enabled(kind == "gradients"), blocks.replaced():
+    with torch.set_grad_enabled(kind == "gradients"), in_fused_blocks(model):
         assert all("forward" in vars(block) for block in model.model.layers)
         if kind == "no cache":
             found = model(ids, use_cache=False).logits[:, -1:]
@@ -455,19 +447,9 @@ def test_a_block_makes_the_norm_of_the_block_after_it_alone(on_any_device):
     assert first.following is second and second.following is None and last.following is None
 
 
-def test_no_norm_is_kept_for_a_block_that_changes(on_any_device):
-    model = tiny_model("delta_net")
-    blocks = blocks_of(model)
-    model.model.layers[1].attn.o_norm.register_forward_hook(lambda *args: None)
-    with StepModules(blocks).replaced():
-        blocks[1].ready = torch.zeros(1), torch.zeros(1)
-    assert blocks[1].ready is None
-
-
 def test_a_call_that_can_run_fused_does(on_any_device):
     model = tiny_model("delta_net")
     cache = StaticCache(model.config, max_cache_len=9)
-    blocks = StepModules(blocks_of(model))
-    with torch.no_grad(), blocks.replaced(), pytest.raises(AssertionError, match="fused"):
+    with torch.no_grad(), in_fused_blocks(model), pytest.raises(AssertionError, match="fused"):
         for _ in range(2):
             model(tokens(2, 1), past_key_values=cache)

@@ -35,9 +35,10 @@ from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
 import deltazoo
-from deltazoo.generation import Decoder, hf_generate, step
+from deltazoo.generation import Decoder, generate_call, step
 from deltazoo.generation.capture import capture
-from deltazoo.generation.static_cache import FixedTensors, fixed_cache, move_cache
+from deltazoo.generation.states import move_cache
+from deltazoo.generation.static_cache import FixedTensors, fixed_cache
 
 WAYS = {
     "sample": {"do_sample": True, "top_k": 20},
@@ -324,7 +325,7 @@ class TestTheOrdinaryLoop:
         assert not captures and "autocast is on" in vars(model)["_captured_steps"].last
 
     def test_too_little_memory_for_all_keys_at_once(self, captures, monkeypatch):
-        monkeypatch.setattr(hf_generate, "free_bytes", lambda device: 10_000)
+        monkeypatch.setattr(generate_call, "free_bytes", lambda device: 10_000)
         model = tiny_model("hybrid")
         assert_as_uncaptured(model)
         generate(model)
@@ -495,7 +496,7 @@ class TestBetweenCalls:
 
     def test_much_memory_is_freed(self, captures, monkeypatch):
         model = tiny_model("gated_deltanet")
-        monkeypatch.setattr(hf_generate, "_total_bytes", lambda device: 64_000)
+        monkeypatch.setattr(generate_call, "_total_bytes", lambda device: 64_000)
         generate(model)
         assert kept_by(model) is None
 

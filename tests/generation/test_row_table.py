@@ -11,8 +11,7 @@ from tiny_models import CASES, STATES, tiny_model, tokens
 
 import deltazoo
 from deltazoo.generation import Sampling, row_table, step
-from deltazoo.generation.prompt_rows import PromptRows
-from deltazoo.generation.row_table import RowTable
+from deltazoo.generation.row_table import PromptRows, RowTable
 from deltazoo.generation.sampling import Way
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -87,7 +86,7 @@ def test_a_seed_draws_the_same_everywhere(kind, sampling, device):
     assert made[0] != made[1] != made[2]
 
     table = RowTable(model, [3], MOST)
-    passes = PromptRows(model, [1], PIECE, table.empty, padded=False, max_length=MOST)
+    passes = PromptRows(table, [1], PIECE, padded=False)
 
     def begin(row, number):
         prompt = prompts[number].tolist()
@@ -109,9 +108,8 @@ def test_a_seed_draws_the_same_everywhere(kind, sampling, device):
 def test_passes_keep_rows_apart(case, device):
     """Other rows change no bit, and padding, here beyond the last column, differs from none by rounding."""
     model, most = tiny_model(case).to(device), 27
-    empty = RowTable(model, [1], most).empty
-    alone, together = (PromptRows(model, [3], PIECE, empty, padded=True, max_length=most) for _ in range(2))
-    exact = PromptRows(model, [3], PIECE, empty, padded=False, max_length=most)
+    table = RowTable(model, [1], most)
+    alone, together, exact = (PromptRows(table, [3], PIECE, padded=padded) for padded in (True, True, False))
     ids, lengths = tokens(3, 30).tolist(), {0: 2, 1: 27, 2: 19}  # the first is shorter than the convolution
     expected = {row: state_after(alone, row, ids[row][:length]) for row, length in lengths.items()}
     states = dict.fromkeys(lengths)
@@ -134,7 +132,7 @@ def test_passes_keep_rows_apart(case, device):
 def test_sizes_of_passes_differ_by_rounding(case, device):
     """A pass takes the smallest size with its rows, and leaves rows beyond it as they are."""
     model = tiny_model(case).to(device)
-    prompts = PromptRows(model, [1, 4, 2], PIECE, RowTable(model, [1]).empty, padded=True)
+    prompts = PromptRows(RowTable(model, [1]), [1, 4, 2], PIECE, padded=True)
     assert [prompts.best_count(waiting) for waiting in range(1, 7)] == [1, 2, 2, 4, 4, 4]
     assert [prompts.size_for(count) for count in range(1, 5)] == [1, 2, 4, 4]
     piece = tokens(1, PIECE)[0].tolist()
@@ -158,7 +156,7 @@ def test_other_rows_change_no_bit(kind, way, device):
     model = model_of(kind).to(device)
     samplings = {Way.GREEDY: Sampling(), Way.DRAWN: Sampling(1.0), Way.FILTERED: Sampling(1.0, 20, 0.9)}
     table = RowTable(model, [8], MOST)
-    prompts = PromptRows(model, [1], PIECE, table.empty, padded=False, max_length=MOST)
+    prompts = PromptRows(table, [1], PIECE, padded=False)
     ids = tokens(8, 12).tolist()
     states = [state_after(prompts, 0, row) for row in ids]
 
@@ -182,7 +180,7 @@ def test_nan_stays_in_its_row_and_goes_with_it(kind, way, device):
     sampling = {Way.GREEDY: Sampling(), Way.DRAWN: Sampling(1.0), Way.FILTERED: Sampling(1.0, 20, 0.9)}[way]
     table = RowTable(model, [2], MOST)
     padded = kind != "qwen3_next"  # its experts wait for the device, which a padded pass must not
-    prompts = PromptRows(model, [2], PIECE, table.empty, padded=padded, max_length=MOST)
+    prompts = PromptRows(table, [2], PIECE, padded=padded)
     ids = tokens(3, 20)
 
     def begin(row, ids):
@@ -215,7 +213,7 @@ def test_nan_stays_in_its_row_and_goes_with_it(kind, way, device):
 def test_widths_differ_by_rounding(case, device):
     model = tiny_model(case).to(device)
     table = RowTable(model, [1, 3, 16], MOST)
-    prompts = PromptRows(model, [1], PIECE, table.empty, padded=False, max_length=MOST)
+    prompts = PromptRows(table, [1], PIECE, padded=False)
     state, found = state_after(prompts, 0, tokens(1, 12)[0].tolist()), []
     for width in table.widths:
         table.put(0, state, 5, 11, Sampling(), 0)
@@ -235,7 +233,7 @@ def test_nothing_waits_for_the_device(kind, captures, monkeypatch):
     table.capture()
     assert len(captures) == 2 + 2 * len(Way)
     sizes = [1, 2, 4]
-    prompts = PromptRows(model, sizes, PIECE, table.empty, padded=True, max_length=MOST)
+    prompts = PromptRows(table, sizes, PIECE, padded=True)
     prompts.capture()
     assert prompts.padded and len(captures) == 2 + 2 * len(Way) + len(sizes)
 
@@ -243,9 +241,9 @@ def test_nothing_waits_for_the_device(kind, captures, monkeypatch):
 def test_a_pass_that_waits_runs_without_padding(captures, monkeypatch, caplog):
     model = model_of("qwen3_next")
     table = RowTable(model, [2, 4], MOST)
-    prompts = PromptRows(model, [1, 2], PIECE, table.empty, padded=True, max_length=MOST)
+    prompts = PromptRows(table, [1, 2], PIECE, padded=True)
     ids = tokens(1, 20)[0].tolist()
-    expected = state_after(PromptRows(model, [1], PIECE, table.empty, padded=False, max_length=MOST), 0, ids)
+    expected = state_after(PromptRows(table, [1], PIECE, padded=False), 0, ids)
     forward = prompts._forward
 
     def waiting(rows, cache, length=None):
@@ -264,7 +262,7 @@ def test_a_pass_that_waits_runs_without_padding(captures, monkeypatch, caplog):
 def test_taking_and_putting_states_waits_for_nothing(case):
     model = tiny_model(case).cuda()
     table = RowTable(model, [2])
-    prompts = PromptRows(model, [2], PIECE, table.empty, padded=True)
+    prompts = PromptRows(table, [2], PIECE, padded=True)
     table.capture()
     prompts.capture()
     torch.cuda.set_sync_debug_mode("error")
@@ -284,7 +282,7 @@ def test_taking_and_putting_states_waits_for_nothing(case):
 def test_rows_that_are_not_in_use_may_be_past_the_end():
     model = tiny_model("hybrid")
     table = RowTable(model, [2], 4)
-    prompts = PromptRows(model, [1], PIECE, table.empty, padded=False, max_length=4)
+    prompts = PromptRows(table, [1], PIECE, padded=False)
     state = state_after(prompts, 0, [3, 4])
     expected = None
     for _ in range(3):

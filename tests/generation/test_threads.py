@@ -10,7 +10,7 @@ from decoding_loops import model_of, ordinary, own
 from tiny_models import tokens
 
 from deltazoo.generation import Decoder, conditions
-from deltazoo.generation.merged import JointProduct, merged_products
+from deltazoo.generation.step_modules import JointProduct, merged_products
 
 KINDS = ["gated_deltanet", "hybrid", "llama 1:1", "qwen3_next"]
 WAIT = 5.0

@@ -432,6 +432,7 @@ def test_a_shared_description_equals_its_mask() -> None:
         ({"neg_eigval": "erase"}, "neg_eigval='erase' acts only with allow_neg_eigval=True"),
         ({"rule": "linear_attention", "allow_neg_eigval": True}, "'linear_attention' has no correction term"),
         ({"rule": "mamba2_style", "beta_bias": True}, "'mamba2_style' has no step size"),
+        ({"rule": "gated_deltanet", "gate_bias": False}, "'gated_deltanet' has no low-rank output gate"),
         ({"rule": "efla", "decay_lower_bound": -5.0}, "'efla' has no decay"),
         ({"rule": "kda", "decay_lower_bound": 5.0}, "must be negative, got 5.0"),
         ({"rule": "kda", "decay_lower_bound": math.nan}, "decay_lower_bound must be finite, got nan"),

@@ -437,6 +437,11 @@ def changes() -> dict[str, Callable[[Any], None]]:
         for p in model.parameters():
             p.data = p.data.clone()
 
+    def transpose(model: Any) -> None:  # at its old address
+        projections = [m for m in model.model.layers[0].modules() if isinstance(m, nn.Linear)]
+        square = next(m for m in projections if m.in_features == m.out_features)
+        square.weight.data = square.weight.data.t()
+
     def replace(model: Any) -> None:
         q = model.model.layers[0].attn.q_proj
         q.weight = nn.Parameter(2 * q.weight.detach())
@@ -456,6 +461,7 @@ def changes() -> dict[str, Callable[[Any], None]]:
 
     return {
         "memory": to_other_memory,
+        "transposed": transpose,
         "parameter": replace,
         "frozen": lambda model: model.model.layers[0].requires_grad_(False),
         "module": replace_module,

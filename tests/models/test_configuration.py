@@ -40,6 +40,13 @@ def test_embeddings_are_divided_under_their_own_name(case):
         config.base_model_tp_plan = {"norm": "rowwise"}
 
 
+def test_the_tensor_parallel_plan_has_the_norms_of_softmax_layers():
+    model = DeltaRuleForCausalLM(tiny_config("hybrid", softmax_qk_norm=True))
+    plan = model.config.base_model_tp_plan
+    assert plan["layers.*.attn.q_norm"] == plan["layers.*.attn.k_norm"] == "delta_rule_shared_norm"
+    assert "layers.*.attn.q_norm" not in tiny_config("hybrid").base_model_tp_plan
+
+
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_default_sizes_fit_together(model_type):
     config = CONFIGS[model_type]()
@@ -284,6 +291,7 @@ def test_every_key_acts():
         "neg_eigval": "erase",
         "decay_lower_bound": -5.0,
         "beta_bias": True,
+        "gate_bias": None,  # with a low-rank gate, below
         "num_micro_steps": 2,
         "intermediate_size": 64,
         "hidden_ratio": None,  # with intermediate_size, below
@@ -294,6 +302,7 @@ def test_every_key_acts():
         "num_attention_heads": 8,
         "num_key_value_heads": 1,
         "qkv_bias": True,
+        "softmax_qk_norm": True,
         "rope_parameters": {"rope_theta": 10.0},
     }
     # These describe no computation of the causal language model; the tests named here hold them.
@@ -332,6 +341,7 @@ def test_every_key_acts():
         assert other_shapes != shapes or not torch.equal(other_logits, logits), f"{key}={value!r} changes nothing"
     assert len(fingerprint(num_hidden_layers=1, layer_types=["linear_attention"], num_attention_heads=None,
                            num_key_value_heads=None, rope_parameters=None)[0]) < len(shapes)  # fmt: skip
+    assert len(fingerprint(mixer="kda", gate_bias=False)[0]) < len(fingerprint(mixer="kda")[0])
     assert DeltaRuleConfig(hidden_ratio=2).intermediate_size < DeltaRuleConfig().intermediate_size
 
 

@@ -268,7 +268,7 @@ def saving_its_inputs(shapes_like):
 
 
 def test_what_is_kept_around_kernels(monkeypatch):
-    """Matrix products, the rule's output and the block's input: 5 + 2 * 2.75 numbers of 19.25 per token and channel."""
+    """Matrix products, the rule's output and the block's input: 5 + 2 * 2.75 numbers of 20.25 per token and channel."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that kernels, which are stand-ins here, pass for a CPU
     like_first, like_third = saving_its_inputs([0]), saving_its_inputs([2])
     layers = deltazoo.layers
@@ -280,13 +280,11 @@ def test_what_is_kept_around_kernels(monkeypatch):
 
     monkeypatch.setattr(norms, "_rms_operator", lambda x, weight, *_: like_first(x, weight))
     monkeypatch.setattr(norms, "_add_rms_operator", lambda x, residual, *_: added(x, residual))
-    # The norm of the rule's output and the map that reads it are one function at every level.
-    monkeypatch.setattr(norms, "_rms_linear_operator", lambda x, *others: like_first(x, *others[:-1]).flatten(2))
     monkeypatch.setattr(glu, "_swiglu_operator", like_first)
     monkeypatch.setattr(glu, "trained_weights", lambda *linears: [])  # as of an adapted map, so that a product is kept
 
     like_three = saving_its_inputs([0, 1, 2])
-    monkeypatch.setattr(short_conv, "_short_convs", lambda *arguments: like_three(*arguments[:6]))
+    monkeypatch.setattr(short_conv, "short_convs", lambda *arguments: like_three(*arguments[:6]))
     monkeypatch.setattr(short_conv, "takes_kernel", lambda fused, *_, **__: fused)
 
     def rule(q, k, v, beta, *_, **__):
@@ -298,7 +296,7 @@ def test_what_is_kept_around_kernels(monkeypatch):
     kept = {level: kept_per_layer(level, case="delta_net", **options) for level in LEVELS[:2]}
     number = 4 * 64
     # The step size and its gate are small; the profiler counts a few bytes per tensor.
-    assert kept["none"] == pytest.approx(19.25 * number, rel=0.05)
+    assert kept["none"] == pytest.approx(20.25 * number, rel=0.05)
     assert kept["elementwise"] == pytest.approx(11.5 * number, rel=0.05)
 
 

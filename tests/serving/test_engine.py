@@ -14,7 +14,7 @@ from tiny_families import tiny_original
 from tiny_serving import tiny
 
 import deltazoo
-from deltazoo.generation.prompt_rows import PromptRows
+from deltazoo.generation.row_table import PromptRows
 from deltazoo.serving import Engine, EngineError, EngineStopped, QueueFull, Request, RequestError
 from deltazoo.serving import engine as serving_engine
 from deltazoo.serving.engine import _sizes_of_passes
@@ -110,8 +110,7 @@ def test_a_model_without_our_layers_is_refused(engine_of):
 
 def with_sizes(engine, sizes):
     """Passes over several prompts, with padding."""
-    empty, limit = engine.table.empty, engine.context_limit
-    engine.prompts = PromptRows(engine.model, sizes, 8, empty, padded=True, max_length=limit)
+    engine.prompts = PromptRows(engine.table, sizes, 8, padded=True)
     engine._prefill = Prefill(engine.prompts, engine.prefixes)
     return engine
 
@@ -307,8 +306,11 @@ class TestSampling:
         streams = [engine.submit(request(temperature=2.0, seed=seed, max_tokens=20)) for seed in seeds]
         made = [tuple(tokens_of(stream)) for stream in streams]
         assert made[0] == made[1] and len(set(made)) == 4
-        assert streams[0].seed == 1
-        assert tuple(tokens_of(engine.submit(request(temperature=2.0, seed=streams[3].seed, max_tokens=20)))) == made[3]
+        assert streams[0].request.seed == 1
+        assert (
+            tuple(tokens_of(engine.submit(request(temperature=2.0, seed=streams[3].request.seed, max_tokens=20))))
+            == made[3]
+        )
 
     def test_logprobs(self, engine_of):
         engine = engine_of()

@@ -1,12 +1,8 @@
-"""The HTTP API before an engine without a model: shapes of responses, bad requests, hang-ups, keys, metrics.
-
-Everything is tried before an engine in the same process, and before one behind a pipe.
-"""
+"""The HTTP API before an engine without a model: shapes of responses, bad requests, hang-ups, keys, metrics."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import socket
 import threading
 import time
@@ -27,13 +23,11 @@ openai = pytest.importorskip("openai", reason=REASON)
 
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
-from deltazoo.serving import EngineError, Piece, RequestError, background_server, create_app  # noqa: E402
+from deltazoo.serving import EngineError, Piece, RequestError, TokenLogprob, background_server, create_app  # noqa: E402
 from deltazoo.serving import http as http_module  # noqa: E402
 from deltazoo.serving import text as text_module  # noqa: E402
 from deltazoo.serving.api import Answer, CompletionBody  # noqa: E402
-from deltazoo.serving.http import _Connection, bind, server_config, url_of  # noqa: E402
-from deltazoo.serving.pipe import EngineEnd, RemoteEngine, _Server  # noqa: E402
-from deltazoo.serving.text import TextLogprob  # noqa: E402
+from deltazoo.serving.http import _Connection, bind, url_of  # noqa: E402
 
 SLEEP = "import time; time.sleep(600)"
 TEMPLATE = (
@@ -43,37 +37,10 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module", params=["in_process", "behind_a_pipe"])
-def served(request: pytest.FixtureRequest) -> Any:
-    @contextmanager
-    def in_process(engine: FakeEngine, **options: Any) -> Iterator[str]:
-        with engine, background_server(create_app(engine, model="tiny", **options)) as url:
-            yield url
-
-    @contextmanager
-    def behind_a_pipe(engine: FakeEngine, **options: Any) -> Iterator[str]:
-        address = bind("127.0.0.1", 0)
-        ours, theirs = multiprocessing.Pipe()
-        ready, url = threading.Event(), url_of(address)
-
-        def serve() -> None:
-            assert theirs.recv() == "the first message"
-            remote = RemoteEngine(theirs, engine.tokenizer, engine.max_queue, engine.context_limit)
-            server = _Server(server_config(create_app(remote, model="tiny", **options), 1))
-            server.engine = remote
-            server.run(sockets=[address])
-            theirs.close()
-
-        thread = threading.Thread(target=serve)
-        with engine:
-            thread.start()
-            end = EngineEnd(engine, ours, "the first message", on_ready=ready.set, on_end=lambda: None)
-            assert ready.wait(10)
-            yield url
-            end.close()
-            thread.join()
-
-    return {"in_process": in_process, "behind_a_pipe": behind_a_pipe}[request.param]
+@contextmanager
+def served(engine: FakeEngine, **options: Any) -> Iterator[str]:
+    with engine, background_server(create_app(engine, model="tiny", **options)) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +49,7 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture(scope="module")
-def url(engine: FakeEngine, served: Any) -> Iterator[str]:
+def url(engine: FakeEngine) -> Iterator[str]:
     with served(engine) as url:
         yield url
 
@@ -220,8 +187,8 @@ def test_log_probabilities(client: Any) -> None:
 def logprobs_of(logprob: float, top: Any) -> Any:
     tokenizer = byte_tokenizer()
     body = CompletionBody(prompt="x")
-    entry = TextLogprob(token_id=99, logprob=logprob, top=top, content=b"b", offset=0)
-    answer = Answer(body, "tiny", tokenizer, [type("S", (), dict.fromkeys(("seed", "prompt_tokens"), 0))], None)
+    entry = TokenLogprob(token_id=99, logprob=logprob, top=top, content=b"b", offset=0)
+    answer = Answer(body, "tiny", tokenizer, [None], None)
     return json.loads(answer.chunk(0, Piece(text="b", token_ids=(99,), logprobs=(entry,))))["choices"][0]["logprobs"]
 
 
@@ -272,7 +239,7 @@ def test_variables_reach_the_chat_template(client: Any, engine: FakeEngine) -> N
         assert prompt.startswith("loud user" if loud else "user")
 
 
-def test_a_chat_needs_a_template(served: Any) -> None:
+def test_a_chat_needs_a_template() -> None:
     with served(FakeEngine(byte_tokenizer())) as url:
         body = {"messages": [{"role": "user", "content": "x"}]}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body)
@@ -359,7 +326,7 @@ def test_a_bad_request_is_told_what_is_wrong(
     assert says in error["message"]
 
 
-def test_the_engine_names_the_field_that_it_refuses(served: Any) -> None:
+def test_the_engine_names_the_field_that_it_refuses() -> None:
     class Refusing(FakeEngine):
         def enter(self, requests: Any, deliver: Any) -> None:
             raise RequestError("the prompt has token 99999", param="prompt")
@@ -419,7 +386,7 @@ def test_models_health_and_metrics(client: Any, url: str) -> None:
     assert all(sample.labels["model"] == "tiny" for family in families.values() for sample in family.samples)
 
 
-def test_a_key_is_required_of_all_but_health(served: Any) -> None:
+def test_a_key_is_required_of_all_but_health() -> None:
     with served(FakeEngine(byte_tokenizer()), api_key="secret") as url:
         for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
             for answer in (
@@ -444,7 +411,7 @@ def test_a_failure_of_the_model_reaches_the_client(url: str, client: Any) -> Non
     assert client.completions.create(model="tiny", prompt=[3], max_tokens=9).choices[0].text
 
 
-def test_a_full_queue_says_when_to_come_back(served: Any) -> None:
+def test_a_full_queue_says_when_to_come_back() -> None:
     engine = FakeEngine(byte_tokenizer(), places=1, max_queue=3)
     engine.steps = threading.Semaphore(0)
     with served(engine) as url:
@@ -465,7 +432,7 @@ def test_a_full_queue_says_when_to_come_back(served: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("waits", [False, True], ids=["running", "waiting"])
-def test_a_client_that_hangs_up_frees_its_place(stream: bool, waits: bool, served: Any) -> None:
+def test_a_client_that_hangs_up_frees_its_place(stream: bool, waits: bool) -> None:
     engine = FakeEngine(byte_tokenizer(), places=1)
     engine.steps = threading.Semaphore(0)
     with served(engine) as url, httpx.Client(base_url=url) as other:
@@ -491,7 +458,7 @@ def test_a_client_that_hangs_up_frees_its_place(stream: bool, waits: bool, serve
             assert engine.finished["length"] == 1
 
 
-def test_a_stopping_engine_is_said_to_be_one(served: Any) -> None:
+def test_a_stopping_engine_is_said_to_be_one() -> None:
     engine = FakeEngine(byte_tokenizer())
     engine.steps = threading.Semaphore(0)
     with served(engine) as url, httpx.Client(base_url=url) as client:
@@ -532,7 +499,7 @@ def test_a_tokenizer_of_another_library_is_refused() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_beyond_the_limit_is_not_read(served: Any, chunked: bool) -> None:
+def test_a_body_beyond_the_limit_is_not_read(chunked: bool) -> None:
     engine = FakeEngine(byte_tokenizer())
     with served(engine, max_body=1000) as url:
         content = json.dumps({"prompt": "x" * 900, "max_tokens": 1}).encode()
@@ -548,9 +515,7 @@ def test_a_body_beyond_the_limit_is_not_read(served: Any, chunked: bool) -> None
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: x\r\nAccept: ", "body"])
-def test_a_request_that_does_not_come_whole_ends_its_connection(
-    served: Any, sent: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_does_not_come_whole_ends_its_connection(sent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "_RECEIVE_TIME", 0.3)
     if sent == "body":
         sent = (
@@ -570,7 +535,7 @@ def test_a_request_that_does_not_come_whole_ends_its_connection(
         assert client.get("/health").status_code == 200
 
 
-def test_idle_connections_give_way(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Connection, "most", 5)
     engine = FakeEngine(byte_tokenizer())
     engine.steps = threading.Semaphore(0)
@@ -586,7 +551,7 @@ def test_idle_connections_give_way(served: Any, monkeypatch: pytest.MonkeyPatch)
             connection.close()
 
 
-def test_a_client_that_hangs_up_ends_the_work_on_its_prompt(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_hangs_up_ends_the_work_on_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_module, "_CHILD", SLEEP)
 
     def children() -> list[Any]:

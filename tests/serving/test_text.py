@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 
 import psutil
 import pytest
@@ -29,13 +30,13 @@ class Reader:
 
     def __init__(self, prompt=(0,), stop=(), tokenizer=None):
         self.cancelled = []
-        self._stream = Stream(Request(prompt=tuple(prompt), seed=1), self.cancelled.append)
+        self._stream = Stream(Request(prompt=tuple(prompt), seed=1), lambda: self.cancelled.append(True))
         self.text = TextStream(self._stream, tokenizer or byte_tokenizer(), stop)
         self._pieces = iter(self.text)
 
     def add(self, tokens, reason=None, logprobs=None):
         piece = Piece(token_ids=tuple(tokens), logprobs=logprobs, finish_reason=reason)
-        Stream.deliver([(self._stream, piece)])
+        self._stream.put(piece)
         return next(self._pieces)
 
     def all_of(self, tokens, at_once=1):
@@ -263,6 +264,38 @@ class TestPromptTokens:
         messages = [{"role": "user", "content": text}]
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert asyncio.run(prompts.of_chat(messages, {})) == expected
+
+    def test_texts_that_wait_together(self):
+        """One call makes the tokens of all, the same as alone; a text that fails fails alone, one that left is out."""
+        tokenizer, go = byte_tokenizer(), threading.Event()
+        prompts, calls = PromptTokens(tokenizer, None), []
+
+        def tokens(text, **options):
+            calls.append(text)
+            go.wait(5)
+            if "bad" in text:
+                raise ValueError("bad text")
+            return tokenizer(text, **options)
+
+        prompts.tokenizer = tokens
+        texts = ["first", *(f"text {i}" * (i + 1) for i in range(9)), "bad", "left"]
+
+        async def ask():
+            asked = []
+            for text in texts:
+                asked.append(asyncio.create_task(prompts.of_text(text)))
+                while not calls:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
+            asked[-1].cancel()
+            await asyncio.sleep(0)
+            go.set()
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+        *found, bad, left = asyncio.run(ask())
+        assert found == [tokenizer(text)["input_ids"] for text in texts[:-2]]
+        assert isinstance(bad, ValueError) and isinstance(left, asyncio.CancelledError)
+        assert calls == [["first"], texts[1:-1], *texts[1:-1]]
 
     def test_a_long_text_holds_up_no_other_and_ends_when_nobody_waits(self, monkeypatch):
         """Two are being read, one waits: all are given up, and their processes end."""

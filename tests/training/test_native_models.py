@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from foreign_models import DECAY_PARAMETERS
 from native_runs import INSTALLED, SECTIONS, native_config
 from safetensors.torch import load_file
@@ -38,6 +39,7 @@ TOKENIZER = build_tokenizer(TokenizerConfig("byte"), [])
 PLAIN = """
 import json, sys
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 found = {}
@@ -316,7 +318,7 @@ def test_a_tokenizer_that_would_not_come_back_is_refused(
 ) -> None:
     """As for `qwen3_5_moe_text` in transformers 5.23, whose checkpoints get Qwen3.5's tokenizer whatever is saved."""
     byte = build_tokenizer(TokenizerConfig("byte"), [])
-    monkeypatch.setattr(new_model.AutoTokenizer, "from_pretrained", lambda folder: byte)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda folder: byte)
     with pytest.raises(
         ValueError, match="with every checkpoint of qwen3_5_text, which would split text in another way"
     ):

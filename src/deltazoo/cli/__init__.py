@@ -1,4 +1,4 @@
-"""The ``deltazoo`` command: list, show, check, train, swap, distill, generate, serve, eval, diagnose, lm-eval.
+"""The ``deltazoo`` command: list, show, check, train, swap, distill, export, generate, serve, eval, diagnose, lm-eval.
 
 What imports torch stands inside the commands, after the checks of their arguments: help and a typo's message are quick.
 """
@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deltazoo import __version__, spec
+from deltazoo.cli.exporting import export
 from deltazoo.cli.options import (
     CheckpointArgument,
     DeviceOption,
@@ -32,6 +33,7 @@ from deltazoo.cli.options import (
 )
 from deltazoo.cli.swapping import distill, swap
 from deltazoo.cli.training import diagnose, evaluate, lm_eval, train
+from deltazoo.compat.native.formats import targets_of
 from deltazoo.names import unknown
 from deltazoo.training.console import console as errors
 from deltazoo.training.console import say
@@ -142,6 +144,7 @@ def show(
         "output gate": "none" if no_gate else f"{found.output_gate}, {spec.choice_name(found.gate_activation)}",
         "layer": f"head_dim is {_HEAD_DIM} unless given, {found.expand_v:g} * head_dim for values",
         "model_type": f"{model_type}{mixer}; head_dim is {of_models} unless given",
+        "exports to": ", ".join(targets_of(found.name)) or "no format of others",
         "at paper size": ", ".join(f"{key}: {value}" for key, value in paper_shape(found).items()),
         "trained by": with_loads(["deltazoo", "train", "paper_340m", "--rule", found.name], load),
     }
@@ -267,6 +270,10 @@ app.command(
     "lambada_openai[/]; what it takes: [bold]deltazoo lm-eval -- --help[/]",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(lm_eval)
+app.command(
+    epilog="Examples: [bold]deltazoo export runs/quickstart --to qwen3_5_text --out exported[/], "
+    "[bold]deltazoo export exported --to fla --out back[/] (a checkpoint of such a type as one of ours)"
+)(export)
 
 
 @app.command(epilog='Example: [bold]deltazoo generate runs/quickstart --prompt "def read(self, size=-1):"[/]')

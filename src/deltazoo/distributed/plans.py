@@ -32,7 +32,9 @@ Models of half precision add their gates (`deltazoo.models.delta_layers.declare_
 _STYLES = {"heads": "colwise", "whole": "delta_rule_shared_norm"}
 
 
-def tensor_parallel_plan(spec: RuleSpec | None, options: Mapping[str, Any]) -> dict[str, str]:
+def tensor_parallel_plan(
+    spec: RuleSpec | None, options: Mapping[str, Any], *, softmax_norms: bool = False
+) -> dict[str, str]:
     """Style per module of the base model: attention layers of both kinds are divided by heads, MLPs by channels.
 
     Projections have the same names in softmax and in linear layers, so one entry holds for both.
@@ -40,6 +42,7 @@ def tensor_parallel_plan(spec: RuleSpec | None, options: Mapping[str, Any]) -> d
     Args:
         spec: of the linear layers; None: the model has none.
         options: the arguments of `make_layer` for them.
+        softmax_norms: the softmax layers normalise queries and keys.
 
     Returns:
         Module -> style. Empty, so that transformers refuses tensor parallelism, for linear layers whose projections
@@ -50,6 +53,8 @@ def tensor_parallel_plan(spec: RuleSpec | None, options: Mapping[str, Any]) -> d
     attention: dict[str, str] = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
     if spec is not None:
         attention |= _gates(spec, options)
+    if softmax_norms:
+        attention |= dict.fromkeys(("q_norm", "k_norm"), "delta_rule_shared_norm")
     plan = {"embeddings": "embedding_rowwise"} | {f"layers.*.attn.{name}": style for name, style in attention.items()}
     # In this order: transformers before 5.17 takes the first entry that a parameter's name begins with.
     plan |= {"layers.*.attn_norm": "delta_rule_whole", "layers.*.attn": "delta_rule_heads"}

@@ -1,4 +1,4 @@
-"""CUDA graphs: what the device is told while a function runs, as one launch.
+"""CUDA graphs, what the device is told while a function runs as one launch, and results that the host reads later.
 
 A step over one token is thousands of launches of microseconds each; a graph of them is one launch. A graph reads and
 writes fixed addresses, and repeats what the device was told while it was captured; nothing else that Python did happens
@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["NoWaiting", "beside_current", "capture", "capture_graph", "free_bytes", "graphs_run_on"]
+__all__ = [
+    "NoWaiting",
+    "beside_current",
+    "capture",
+    "capture_graph",
+    "free_bytes",
+    "graphs_run_on",
+    "read_later",
+    "wait_for",
+]
 
 _WAITING = ("_local_scalar_dense", "nonzero", "lift_fresh", "equal", "masked_select", "_unique2", "unique_dim")
 """Operations that make the host wait for a device."""
@@ -160,3 +169,32 @@ def free_bytes(device: torch.device) -> int:
         return sys.maxsize
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def read_later(x: Tensor) -> Callable[[], Tensor]:
+    """Start copying a tensor to the host; the result, when called, waits for that copy alone and returns it.
+
+    Args:
+        x: may be overwritten by operations that follow.
+    """
+    if x.device.type != "cuda":
+        copied = x.detach().clone()
+        return lambda: copied
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    wait = wait_for(x.device)
+
+    def read() -> Tensor:
+        wait()
+        return host
+
+    return read
+
+
+def wait_for(device: torch.device) -> Callable[[], None]:
+    """A function that waits for what the device has been given until now."""
+    if device.type != "cuda":
+        return lambda: None
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(device))
+    return done.synchronize

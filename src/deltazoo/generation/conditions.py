@@ -1,4 +1,4 @@
-"""When a model can be decoded: reasons against a captured step in `generate`, and how many positions a model has.
+"""When a model can be decoded: by our own loops, by a captured step in `generate`, and at how many positions.
 
 A graph repeats what the device was told while it was captured. Whatever else Python does happens once, at the capture:
 hooks, counts on the host, choices made from attributes. Where that would matter, the ordinary loop runs.
@@ -17,16 +17,18 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
     StaticCache,
 )
-from transformers.generation import GenerationConfig
+from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import is_fsdp_managed_module
 
+from deltazoo._report import RunsDeltaRule
 from deltazoo.generation.cache import DeltaRuleCacheLayer, is_used
 from deltazoo.generation.capture import graphs_run_on
-from deltazoo.generation.static_cache import check_fixed, describe_layer, fixed_cache
+from deltazoo.generation.static_cache import IMPLEMENTATIONS, check_fixed, describe_layer, fixed_cache
+from deltazoo.layers import DeltaRuleAttention
 
 __all__ = [
-    "IMPLEMENTATIONS",
+    "check_model",
     "check_positions",
     "learned_positions",
     "max_positions",
@@ -35,8 +37,6 @@ __all__ = [
     "why_not_this_model",
 ]
 
-IMPLEMENTATIONS = ("sdpa", "eager")
-"""Of softmax attention; others read masks that grow, or that are no tensors."""
 _LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 """Names under which models of transformers hold a table of learned positions."""
 _ONE_TOKEN_AT_A_TIME = (
@@ -45,6 +45,52 @@ _ONE_TOKEN_AT_A_TIME = (
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
 )
+
+_RULES: dict[str, Any] = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": [],
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "remove_invalid_values": False,
+    "repetition_penalty": 1,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": [],
+    "watermarking_config": None,
+}
+"""What in a generation config changes the likeliest tokens of `model.generate`, or where they end, and the value that
+changes nothing, as None does. How tokens are drawn is not in it: `Sampling` says that."""
+
+
+def check_model(model: Any) -> None:
+    """ValueError unless decoding loops can run a model: with our delta-rule layers, in evaluation mode, and without
+    rules for its logits that only `model.generate` computes.
+    """
+    layers = model.modules() if isinstance(model, nn.Module) and isinstance(model, GenerationMixin) else ()
+    # Our own models generate by `CapturedGeneration`, without delta-rule layers, too.
+    if not any(isinstance(x, DeltaRuleAttention | RunsDeltaRule) or hasattr(x, "describe_decoding") for x in layers):
+        raise ValueError(
+            "the loop is for causal language models with our delta-rule layers (deltazoo.swap_attention puts them in, "
+            f"deltazoo.accelerate makes them of transformers' own), got {type(model).__name__}: use its generate"
+        )
+    if model.training:
+        raise ValueError("the model is in training mode: call model.eval() first")
+    rules = {name: getattr(model.generation_config, name, None) for name in _RULES}
+    rules = {name: value for name, value in rules.items() if value is not None and value != _RULES[name]}
+    if rules:
+        raise ValueError(
+            f"the loop does not compute what model.generation_config asks for by "
+            f"{', '.join(f'{name}={value!r}' for name, value in rules.items())}: use model.generate, or set "
+            f"{'it' if len(rules) == 1 else 'them'} to None"
+        )
 
 
 def why_not_this_model(model: Any) -> str | None:

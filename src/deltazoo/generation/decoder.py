@@ -21,13 +21,13 @@ from torch import Tensor
 from transformers.cache_utils import StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
-from deltazoo.generation.conditions import check_positions
+from deltazoo.generation.capture import read_later
+from deltazoo.generation.conditions import check_model, check_positions
 from deltazoo.generation.hf_generate import without_single_tokens
 from deltazoo.generation.nan_origin import origin_of_nan
-from deltazoo.generation.next_token import check_model, next_logits, prepared_inputs, read_later
 from deltazoo.generation.sampling import Sampler, Sampling, Way
 from deltazoo.generation.static_cache import fixed_cache
-from deltazoo.generation.step import CapturedStep
+from deltazoo.generation.step import CapturedStep, next_logits, prepared_inputs
 from deltazoo.names import did_you_mean
 
 __all__ = ["Decoder", "generate"]
@@ -38,8 +38,8 @@ class Decoder:
 
     Args:
         model: a causal language model with delta-rule layers: ours, swapped or accelerated; in evaluation mode, on the
-            device where it stays. The captured step arranges its weights in memory (`generation.merged`); where they
-            move later, a new step is captured.
+            device where it stays. The captured step arranges its weights in memory (`generation.step_modules`); where
+            they move later, a new step is captured.
         batch_size: rows.
         max_length: tokens of prompt and continuation at most. Softmax layers reserve keys, values and masks for that
             many; our models without such layers need no maximum.

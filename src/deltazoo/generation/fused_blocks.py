@@ -14,7 +14,7 @@ A block's own forward pass remains the definition. It runs wherever `why_not_fus
 and values stay in float32 between the launches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -25,8 +25,15 @@ from transformers.cache_utils import Cache, StaticCache
 from deltazoo._report import replaced_methods
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.cache_argument import cache_in
-from deltazoo.generation.library_modules import block_parts, is_row_norm, is_swiglu
-from deltazoo.generation.merged import JointProduct, is_plain
+from deltazoo.generation.step_modules import (
+    JointProduct,
+    Replacement,
+    block_parts,
+    is_row_norm,
+    is_swiglu,
+    is_unhooked,
+    replacement,
+)
 from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm
@@ -170,7 +177,7 @@ def _why_not_this_rule(layer: DeltaRuleAttention) -> str | None:
 
 
 def _is_plain_linear(x: Any) -> bool:
-    return type(x) is nn.Linear and is_plain(x)
+    return type(x) is nn.Linear and is_unhooked(x)
 
 
 def _low_rank_maps(layer: Any) -> list[Any]:
@@ -197,7 +204,7 @@ def _further_maps(layer: Any) -> list[nn.Module]:
 
 
 class FusedBlock:
-    """One block, and the step in its place, a part of the model's step. It reads the modules' weights when called.
+    """One block, and the step in its place. It reads the modules' weights when called.
 
     Args:
         block: to which `why_not_fused` has no objection.
@@ -212,8 +219,6 @@ class FusedBlock:
         self.block = block
         self._parts = parts = _Parts.of(block)
         self._layer, self._mlp = parts.layer, parts.mlp
-        self._own = parts.swapped is None
-        self._products = products
         self._into_layer = products[id(self._layer.q_proj)]
         self._into_mlp = products[id(self._mlp.gate_proj)]
         ends = accumulate(self._into_layer.sizes, initial=0)
@@ -227,18 +232,10 @@ class FusedBlock:
         self.following: FusedBlock | None = None
         self.ready: tuple[Tensor, Tensor] | None = None
 
-    def is_current(self) -> bool:
-        """Whether the block is still one that can run fused, with the merged weights where they were."""
-        unmoved = self._into_layer.is_current() and self._into_mlp.is_current()
-        return unmoved and why_not_fused(self.block, self._products) is None and self._shape == self._rule_shape()
-
-    def forwards(self) -> list[tuple[nn.Module, Callable[..., Tensor | None]]]:
-        """The block with the function that computes its output, None for calls that the fused step does not serve."""
-        return [(self.block, self._output_of_own if self._own else self._output_of_library)]
-
-    def forget(self) -> None:
-        """Drop the norm that the block before has made."""
-        self.ready = None
+    @property
+    def replacement(self) -> Replacement:
+        """Of the block within a step, for calls that the fused step serves."""
+        return replacement(self.block, self._output_of_own if self._parts.swapped is None else self._output_of_library)
 
     def _output_of_own(self, hidden_states: Tensor, batch: Any, softmax: Any = None, **kwargs: Any) -> Tensor | None:
         return self._output(hidden_states, batch, cache_in(kwargs), None)
@@ -257,28 +254,21 @@ class FusedBlock:
         return self._output(hidden_states, delta_batch, cache_in(kwargs), position_embeddings if turns else None)
 
     def _output(self, x: Tensor, batch: Any, cache: Cache | None, rotary: Rotary | None) -> Tensor | None:
-        layer = self._cache_layer(batch, cache)
-        state = None if layer is None else layer.state
-        if layer is None or state is None or not self._fits(x, state, rotary):
-            return None
-        output = self._step(x, state, rotary)
-        assert cache is not None  # the layer is one of its
-        layer.store(state, 1, cache.layers)
-        return output
-
-    def _cache_layer(self, batch: Any, cache: Cache | None) -> DeltaRuleCacheLayer | None:
-        """The block's layer of the cache, if its states stay at their addresses and no row has padding."""
         if not isinstance(cache, StaticCache) or not batch.sequences.whole_rows:
             return None
-        swapped = self._parts.swapped
-        layer = cache.layers[self.block.layer_idx if swapped is None else swapped.layer_idx]
-        return layer if isinstance(layer, DeltaRuleCacheLayer) and layer.static else None
+        layer = cache.layers[(self.block if self._parts.swapped is None else self._parts.swapped).layer_idx]
+        state = layer.state if isinstance(layer, DeltaRuleCacheLayer) else None
+        if state is None or not self._fits(x, state, rotary):
+            return None
+        output = self._step(x, state, rotary)
+        layer.store(state, 1, cache.layers)
+        return output
 
     def _fits(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> bool:
         """Whether a call is one token per row without gradients, with tensors that the kernels take."""
         if not is_decoding_step(x) or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
             return False
-        if not len(x) or not takes_kernel(None, x) or x.dtype != self._into_layer.weight.dtype:
+        if not takes_kernel(None, x) or x.dtype != self._into_layer.weight.dtype:
             return False
         if state.conv is None or state.conv.dtype != x.dtype:
             return False
@@ -312,9 +302,8 @@ class FusedBlock:
         from deltazoo.ops.decoding.row_product import row_product
 
         total, following = x.flatten(0, 1), self.following
-        if self.ready is not None and self.ready[0] is x:
-            normed = self.ready[1]
-        else:
+        (source, normed), self.ready = self.ready or (None, None), None
+        if normed is None or source is not x:
             _, normed = add_parts(None, total, _row_norm(self._parts.norm))
         product = row_product(normed, self._into_layer.weight)
         mixed = convolve_parts(product, self._convolution(state), self._into_layer.bias)

@@ -1,31 +1,37 @@
-"""A table of rows that begin and end on their own: the batch of a server.
+"""Rows that begin and end on their own: the batch of a server, and the prompts on their way there.
 
     prompt -> PromptRows, piece by piece -> its state -> a row of RowTable -> step -> token -> step -> token ...
 
 Shapes do not depend on what the rows are. A step computes the first rows of the table, as many as the smallest of a few
-widths that holds the running ones; on a GPU a pass over pieces of prompts has one of a few sizes. At one width and one
-size, what a row computes does not depend on the others, bit for bit; each width and size is one CUDA graph.
+widths that holds the running ones. On a GPU the rows of a pass over pieces of prompts are one batch of one of a few
+sizes, with pieces padded on the right. At one width and one size, what a row computes does not depend on the others,
+bit for bit; each width and size is one CUDA graph.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import StaticCache, StaticLayer
 
-from deltazoo.generation.cache import DeltaRuleCacheLayer, RowKeyValues
-from deltazoo.generation.capture import capture
-from deltazoo.generation.conditions import IMPLEMENTATIONS
-from deltazoo.generation.next_token import check_model, next_logits, read_later
+from deltazoo.generation.batch import BatchDescription
+from deltazoo.generation.cache_argument import CACHE
+from deltazoo.generation.capture import capture, read_later, wait_for
+from deltazoo.generation.conditions import check_model
 from deltazoo.generation.sampling import Sampler, Sampling, Way
-from deltazoo.generation.states import RowStates, Snapshot
-from deltazoo.generation.static_cache import fixed_cache, some_rows
-from deltazoo.generation.step import CapturedStep
+from deltazoo.generation.snapshots import Snapshot
+from deltazoo.generation.states import RowStates, restore
+from deltazoo.generation.static_cache import RowKeyValues, cache_of_rows, fixed_cache, some_rows
+from deltazoo.generation.step import CapturedStep, next_logits, prepared_inputs
+from deltazoo.layers import RightPaddedSequences, describe_sequences
 
-__all__ = ["RowTable", "cache_of_rows", "has_softmax_layers"]
+__all__ = ["PromptRows", "RowTable", "has_softmax_layers"]
+
+_log = logging.getLogger(__name__)
 
 
 def has_softmax_layers(model: Any) -> bool:
@@ -165,6 +171,148 @@ class RowTable:
         self.sampler.choose(self._steps[width].output, self.position[:width], way, self.token[:width])
 
 
+class PromptRows:
+    """A few rows in which prompts run piece by piece; the states after each piece can be taken out.
+
+    Args:
+        table: whose rows the states become.
+        sizes: numbers of rows that a pass can have.
+        piece: most tokens of a row in one pass.
+        padded: the rows of a pass are one batch, with `piece` tokens each, of which some are padding; on a GPU it is a
+            CUDA graph for each size. Otherwise the rows run one by one, without padding.
+    """
+
+    def __init__(self, table: RowTable, sizes: Sequence[int], piece: int, *, padded: bool) -> None:
+        self.model = model = table.model
+        self.sizes = tuple(sorted(set(sizes)))
+        self.piece = piece
+        self.padded = padded
+        rows, device = self.sizes[-1], model.device
+        self._tokens = torch.zeros(rows, piece, dtype=torch.long, device=device)
+        self._starts = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        # Padding writes keys and values, too, behind those of the row.
+        columns = None if table.max_length is None else table.max_length + piece
+        self._cache = cache_of_rows(model, columns, self._starts)
+        restore(self._cache, table.empty.fork(rows))
+        self._states = RowStates(self._cache)
+        # Without softmax layers nothing reads the mask, but transformers' models would make one.
+        self._columns = torch.arange(columns or 1, device=device)
+        token = self._tokens[:, :1]
+        inputs = prepared_inputs(model, token, self._cache, token.expand(rows, len(self._columns)), token)
+        masks = inputs.get("attention_mask")
+        self._mask_types = [*masks] if isinstance(masks, Mapping) else None
+        """The layer types by which the model takes masks; None: it takes one for all layers."""
+        self._passes: dict[int, CapturedStep] = {}
+
+    def best_count(self, waiting: int) -> int:
+        """How many of some waiting rows to run in the next pass: as many as fill one, if they fill any."""
+        return max((size for size in self.sizes if size <= waiting), default=waiting)
+
+    def size_for(self, count: int) -> int:
+        """Of a pass over `count` rows, which are to be among its first."""
+        return next(size for size in self.sizes if size >= count)
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Prepare the passes of all sizes; they are prepared at their first use otherwise.
+
+        If a pass of a model with softmax layers waits for the device, there are none from now on: rows run one by one
+        without padding, and the log says so.
+        """
+        try:
+            for size in reversed(self.sizes) if self.padded else ():
+                self._prepare(size)
+        except RuntimeError as error:
+            if self._states.recurrent:
+                raise
+            _log.warning("prompts run one by one and without CUDA graphs, which makes them slower: %s", error)
+            self.padded = False
+            self._passes.clear()
+
+    @torch.no_grad()
+    def load(self, row: int, state: Snapshot | None) -> None:
+        """Continue a row from a state of this model's `PromptRows`; None: from the beginning."""
+        self._states.put(row, state)
+
+    @torch.no_grad()
+    def take(self, row: int, num_tokens: int) -> Snapshot:
+        """The state of a row, which has had `num_tokens` tokens."""
+        return self._states.take(row, num_tokens)
+
+    @torch.no_grad()
+    def run(self, pieces: Mapping[int, tuple[int, Sequence[int]]]) -> Callable[[], None]:
+        """Advance some rows; the contents of the others are lost.
+
+        Args:
+            pieces: by row: how many tokens the row has had, and at most `piece` further ones.
+
+        Returns:
+            A function that waits until the device has done it.
+        """
+        size, device = self.size_for(max(pieces) + 1), self.model.device
+        given = [pieces.get(row, (0, ())) for row in range(size)]
+        self._tokens[:size].copy_(_on_device([self._padded(tokens) for _, tokens in given], device))
+        self._starts[:size].copy_(_on_device([[start] for start, _ in given], device))
+        if self.padded:
+            self._lengths[:size].copy_(_on_device([[len(tokens)] for _, tokens in given], device))
+            self._prepare(size)
+            self._passes[size].replay()
+        else:
+            for row, (_, tokens) in pieces.items():
+                self._forward(slice(row, row + 1), some_rows(self._cache, slice(row, row + 1)), len(tokens))
+        return wait_for(device)
+
+    def _padded(self, tokens: Sequence[int]) -> list[int]:
+        # Padding repeats the row's own last token, so no other token's weights can make the row's results wrong.
+        last = tokens[-1] if tokens else 0
+        return [*tokens, *[last] * (self.piece - len(tokens))]
+
+    def _prepare(self, size: int) -> None:
+        """Capture the pass over the first `size` rows."""
+        if size not in self._passes:
+            cache = some_rows(self._cache, slice(size))
+            self._passes[size] = CapturedStep(self.model, partial(self._forward, slice(size), cache), cache)
+
+    def _forward(self, rows: slice, cache: StaticCache, length: int | None = None) -> Tensor:
+        """The model over the pieces of some rows, padded unless all have `length` tokens."""
+        starts, num_tokens = self._starts[rows], length or self.piece
+        positions = starts + torch.arange(num_tokens, device=starts.device)
+        sequences = (
+            RightPaddedSequences.from_lengths(self._lengths[rows], num_tokens)
+            if length is None
+            else describe_sequences(len(starts), length)
+        )
+        mask = self._mask(positions)
+        batch = BatchDescription(sequences, positions, mask)
+        arguments: dict[str, Any] = dict(position_ids=positions, attention_mask=mask, delta_batch=batch)
+        tokens = self._tokens[rows, :num_tokens]
+        return self.model.base_model(tokens, use_cache=True, **{CACHE: cache}, **arguments).last_hidden_state
+
+    def _mask(self, positions: Tensor) -> Tensor | dict[str, Tensor | None]:
+        """Ready masks of softmax layers, as those that transformers makes wait for the device.
+
+        Args:
+            positions: `[N, T]`, of queries that see all columns up to their own.
+
+        Returns:
+            `[N, 1, T, columns]`, alone or for each layer type.
+        """
+        mask = self._columns <= positions[:, None, :, None]
+        if self.model.config._attn_implementation == "eager":
+            dtype = self.model.dtype
+            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+        if self._mask_types is None:
+            return mask
+        return {name: None if name == "linear_attention" else mask for name in self._mask_types}
+
+
+def _on_device(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Whole numbers on a device, without waiting for what it does."""
+    on_host = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
+
+
 @contextmanager
 def _experts_apart(model: Any) -> Iterator[None]:
     """Within this context every token is multiplied by its experts' matrices alone.
@@ -180,34 +328,3 @@ def _experts_apart(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_experts_implementation(before)
-
-
-def cache_of_rows(model: Any, max_length: int | None, position: Tensor) -> StaticCache:
-    """An empty cache in which rows have their own lengths.
-
-    Args:
-        model: whose cache it is.
-        max_length: see `RowTable`.
-        position: see `RowKeyValues`.
-
-    Raises:
-        ValueError: a layer keeps its past in a way that such rows cannot share; `max_length` is missing.
-    """
-    if any(type(layer) is StaticSlidingWindowLayer for layer in StaticCache(model.config, max_cache_len=2).layers):
-        raise ValueError("rows of their own lengths need softmax layers without sliding windows")
-    cache = fixed_cache(model, max_length or 1)
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is StaticLayer:
-            if max_length is None:
-                raise ValueError("max_length is needed: softmax layers reserve memory for every token")
-            if model.config._attn_implementation not in IMPLEMENTATIONS:
-                raise ValueError(
-                    f"rows of their own lengths need masks, which softmax attention by "
-                    f"{model.config._attn_implementation!r} does not take: {' or '.join(IMPLEMENTATIONS)} does"
-                )
-            cache.layers[index] = RowKeyValues(max_length, position)
-    if max_length is not None:
-        for layer in cache.layers:
-            if isinstance(layer, DeltaRuleCacheLayer):  # older versions of transformers ask the first layer for a count
-                layer.fix_count(torch.tensor(max_length, device=position.device))
-    return cache

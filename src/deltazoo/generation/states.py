@@ -20,167 +20,37 @@ many tokens as the batch, and leaves zeros before them, which the caller's atten
 `Snapshot.padded` makes room in a batch for a longer row. Positions, masks and tokens are the caller's.
 """
 
-import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cache as cached
-from hashlib import sha256
-from os import PathLike
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
-
-from deltazoo.generation.cache import prepare_cache_layer
-from deltazoo.generation.layer_contents import (
-    Tensors,
-    detach_contents,
-    fill,
-    fill_rows,
-    kind_of,
-    num_rows_of,
-    tensors_of,
-    tokens_of,
-    why_not_fill,
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    StaticLayer,
 )
-from deltazoo.layers import DeltaRuleAttention
-from deltazoo.spec import choice_name
 
-__all__ = ["RowStates", "Snapshot", "detach", "fork", "restore", "snapshot"]
+from deltazoo.generation.cache import DeltaRuleCacheLayer, prepare_cache_layer
+from deltazoo.generation.snapshots import PER_TOKEN, Snapshot, Tensors, row_numbers
+from deltazoo.generation.static_cache import RowKeyValues
+from deltazoo.layers.state import LayerState
 
-_FORMAT = "deltazoo states"
-_VERSION = "2"
-_NOT_OF_THE_MODEL = {"architectures", "dtype", "name_or_path", "torch_dtype", "transformers_version", "use_cache"}
-"""Keys of a configuration that differ between copies of one model."""
-_PER_TOKEN = ("keys", "values")
-_PIECE = 2**22
-"""Numbers of a weight that are rounded and hashed at once."""
+__all__ = ["KINDS", "RowStates", "Snapshot", "detach", "fork", "move_cache", "restore", "snapshot"]
 
-
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """The states of all layers of a cache after some tokens. Nothing changes them: methods make new snapshots."""
-
-    kinds: tuple[str, ...]
-    """Of each layer: "delta_rule", "linear" or "softmax", see `deltazoo.generation.layer_contents`."""
-    layers: tuple[Tensors, ...]
-    """Tensors of each layer by name, rows first; none for a layer that holds nothing."""
-    num_tokens: int
-    """Tokens that the states are of, padding included."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the batch; 0 before the first token."""
-        return next((rows for rows in map(num_rows_of, self.layers) if rows is not None), 0)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of all tensors."""
-        return sum(x.nbytes for tensors in self.layers for x in tensors.values())
-
-    @property
-    def device(self) -> torch.device | None:
-        """Of the first tensor; None before the first token."""
-        return next((x.device for tensors in self.layers for x in tensors.values()), None)
-
-    def select(self, rows: Sequence[int] | Tensor) -> "Snapshot":
-        """The given rows, in that order, with repetitions if there are any; ValueError if there is no such row."""
-        index_on = cached(_row_numbers(rows, self.num_rows).to)
-        return self.with_tensors(lambda x: x.index_select(0, index_on(x.device)))
-
-    def fork(self, n: int) -> "Snapshot":
-        """Every row n times, copies side by side, as beams and parallel samples have them."""
-        if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}")
-        return self.select(torch.arange(self.num_rows).repeat_interleave(n))
-
-    def padded(self, num_tokens: int) -> "Snapshot":
-        """With zeros before the keys and values of softmax layers, so that they are of `num_tokens` tokens.
-
-        Masks must hide the new tokens, as they hide padding on the left. Linear layers stay as they are.
-
-        Raises:
-            ValueError: there are more tokens already, or a softmax layer holds a window of them.
-        """
-        missing = num_tokens - self.num_tokens
-        lengths = {tensors["keys"].shape[2] for tensors in self.layers if "keys" in tensors}
-        if missing < 0 or lengths - {self.num_tokens}:
-            raise ValueError(f"{self.num_tokens} tokens, of which layers hold {lengths}, cannot become {num_tokens}")
-        layers = tuple(
-            {name: F.pad(x, (0, 0, missing, 0)) if name in _PER_TOKEN else x for name, x in tensors.items()}
-            for tensors in self.layers
-        )
-        return replace(self, layers=layers, num_tokens=num_tokens)
-
-    def to(self, device: torch.device | str) -> "Snapshot":
-        """The same on another device, for instance "cpu" for states that are not needed now."""
-        return self.with_tensors(lambda x: x.to(device))
-
-    def with_tensors(self, function: Callable[[Tensor], Tensor]) -> "Snapshot":
-        """The same with what a function makes of each tensor."""
-        layers = tuple({name: function(x) for name, x in tensors.items()} for tensors in self.layers)
-        return replace(self, layers=layers)
-
-    def save(self, path: str | PathLike[str], model: PreTrainedModel) -> None:
-        """Write a safetensors file that `load` accepts for this model alone. All weights are read, to identify it.
-
-        Args:
-            path: of the file.
-            model: whose states these are.
-
-        Raises:
-            ValueError: the model's weights are not in memory.
-        """
-        tensors = {
-            f"{index}.{name}": x.contiguous() for index, layer in enumerate(self.layers) for name, x in layer.items()
-        }
-        header = {"format": _FORMAT, "version": _VERSION, "num_tokens": str(self.num_tokens)}
-        draft = Path(f"{path}.part")  # a process that is killed leaves no half file
-        save_file(tensors, draft, header | {"kinds": json.dumps(self.kinds)} | _identity(model))
-        draft.replace(path)
-
-    @classmethod
-    def load(cls, path: str | PathLike[str], model: PreTrainedModel, device: torch.device | str = "cpu") -> "Snapshot":
-        """Read what `save` has written. All weights of the model are read, to compare it.
-
-        Args:
-            path: of the file.
-            model: that will continue from the states.
-            device: of the tensors.
-
-        Raises:
-            ValueError: another kind of file, a part of one, another version of the format, or states of a model with
-                another configuration, other rules or other weights.
-        """
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                header = file.metadata() or {}
-                _check_header(header, model, path)
-                kinds = tuple(json.loads(header["kinds"]))
-                layers: tuple[dict[str, Tensor], ...] = tuple({} for _ in kinds)
-                for key in file.keys():  # noqa: SIM118 (no dict)
-                    index, name = key.split(".")
-                    layers[int(index)][name] = file.get_tensor(key)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is no whole safetensors file: {error}") from error
-        return cls(kinds, layers, int(header["num_tokens"]))
-
-
-def _check_header(header: dict[str, str], model: PreTrainedModel, path: object) -> None:
-    if header.get("format") != _FORMAT:
-        raise ValueError(f"{path} holds no states that Snapshot.save has written")
-    if header["version"] != _VERSION:
-        raise ValueError(f"{path} has version {header['version']} of the format, and this deltazoo reads {_VERSION}")
-    differing = [name for name, digest in _identity(model).items() if header.get(name) != digest]
-    if differing:
-        raise ValueError(f"{path} has states of another model: {' and '.join(differing)} differ")
+KINDS: Mapping[type[Any], str] = {
+    DeltaRuleCacheLayer: "delta_rule",
+    LinearAttentionLayer: "linear",
+    DynamicLayer: "softmax",
+    DynamicSlidingWindowLayer: "softmax",
+    StaticLayer: "softmax",
+    RowKeyValues: "softmax",
+}
+"""Of cache layers by their exact class, as a subclass may hold more: our own; transformers' layer with a convolution
+window and a recurrent state, which accelerated models keep; keys and values, growing or static."""
 
 
 def snapshot(cache: Cache, rows: Sequence[int] | Tensor | None = None, *, num_tokens: int | None = None) -> Snapshot:
@@ -195,8 +65,13 @@ def snapshot(cache: Cache, rows: Sequence[int] | Tensor | None = None, *, num_to
     Raises:
         ValueError: a layer of an unknown kind, no such row, more tokens than the cache has.
     """
-    kinds = tuple(map(kind_of, cache.layers))
-    counts = [tokens_of(layer) for layer, kind in zip(cache.layers, kinds, strict=True) if kind != "linear"]
+    whole = _contents(cache, num_tokens)
+    return whole.with_tensors(torch.clone) if rows is None else whole.select(rows)
+
+
+def _contents(cache: Cache, num_tokens: int | None = None) -> Snapshot:
+    """The tensors of a cache themselves, those of softmax layers of the last `num_tokens`; see `snapshot`."""
+    counts = [_tokens_of(layer) for layer in cache.layers if _kind_of(layer) != "linear"]
     seen = max(counts, default=0)
     if num_tokens is None:
         num_tokens = seen
@@ -204,16 +79,11 @@ def snapshot(cache: Cache, rows: Sequence[int] | Tensor | None = None, *, num_to
         raise ValueError(
             f"num_tokens must be a whole number between 0 and the {seen} tokens of the cache, got {num_tokens}"
         )
-    of_tokens = tuple(_of_tokens(tensors_of(layer), num_tokens) for layer in cache.layers)
-    whole = Snapshot(kinds, of_tokens, num_tokens)
-    return whole.with_tensors(torch.clone) if rows is None else whole.select(rows)
-
-
-def _of_tokens(tensors: Tensors, count: int) -> Tensors:
-    if "keys" not in tensors:
-        return tensors
-    before = max(0, tensors["keys"].shape[2] - count)
-    return {name: x[:, :, before:] for name, x in tensors.items()}
+    layers: list[Tensors] = [_tensors_of(layer) for layer in cache.layers]
+    for index, tensors in enumerate(layers):
+        if "keys" in tensors and tensors["keys"].shape[2] > num_tokens:
+            layers[index] = {name: x[:, :, x.shape[2] - num_tokens :] for name, x in tensors.items()}
+    return Snapshot(tuple(map(_kind_of, cache.layers)), tuple(layers), num_tokens)
 
 
 def restore(cache: Cache, saved: Snapshot, rows: Sequence[int] | Tensor | None = None) -> None:
@@ -232,32 +102,30 @@ def restore(cache: Cache, saved: Snapshot, rows: Sequence[int] | Tensor | None =
             number of rows.
     """
     _make_ready(cache, saved)
-    index = None
-    if rows is not None:
-        present = [n for n in (num_rows_of(tensors_of(layer)) for layer in cache.layers) if n is not None]
-        index = _row_numbers(rows, min(present, default=0))
-        if len(index) != saved.num_rows or len(index.unique()) != len(index):
-            raise ValueError(f"{saved.num_rows} rows need as many different places, got rows={index.tolist()}")
+    held = _contents(cache)
+    index = None if rows is None else row_numbers(rows, held.num_rows)
+    if index is not None and (len(index) != saved.num_rows or len(index.unique()) != len(index)):
+        raise ValueError(f"{saved.num_rows} rows need as many different places, got rows={index.tolist()}")
     for number, (layer, kind, tensors) in enumerate(zip(cache.layers, saved.kinds, saved.layers, strict=True)):
-        reason = why_not_fill(layer, kind, tensors, saved.num_tokens, rows_only=index is not None)
+        reason = _why_not_fill(layer, kind, tensors, saved.num_tokens, rows_only=index is not None)
         if reason is not None:
             raise ValueError(f"the states do not fit layer {number} of the cache: {reason}")
-    moved = [_to_device_of(layer, tensors) for layer, tensors in zip(cache.layers, saved.layers, strict=True)]
-    if index is None:
-        cache.reset()
-        for layer, tensors in zip(cache.layers, moved, strict=True):
-            fill(layer, tensors, saved.num_tokens, cache.layers)
-        return
-    index_on = cached(index.to)
-    for layer, tensors in zip(cache.layers, moved, strict=True):
-        if tensors:
-            fill_rows(layer, tensors, index_on(next(iter(tensors.values())).device))
+    layers = [_like(new, old, index) for new, old in zip(saved.layers, held.layers, strict=True)]
+    cache.reset()
+    for layer, tensors in zip(cache.layers, layers, strict=True):
+        _fill(layer, tensors, saved.num_tokens if index is None else held.num_tokens, cache.layers)
 
 
-def _to_device_of(layer: Any, tensors: Tensors) -> Tensors:
-    """The tensors on the device of what a cache layer holds; where they are, if it holds nothing."""
-    held = next(iter(tensors_of(layer).values()), None)
-    return tensors if held is None else {name: x.to(held.device) for name, x in tensors.items()}
+def _like(new: Tensors, held: Tensors, rows: Tensor | None) -> Tensors:
+    """New contents of a layer on the device of what it holds; with `rows`, what it holds with these rows replaced."""
+    if not held:
+        return new
+    new = {name: x.to(next(iter(held.values())).device) for name, x in new.items()}
+    if rows is None:
+        return new
+    missing = {name: held[name].shape[2] - x.shape[2] if name in PER_TOKEN else 0 for name, x in new.items()}
+    padded = {name: F.pad(x, (0, 0, missing[name], 0)) if missing[name] else x for name, x in new.items()}
+    return {name: x.index_copy(0, rows.to(x.device), padded[name]) for name, x in held.items()}
 
 
 def _make_ready(cache: Cache, saved: Snapshot) -> None:
@@ -272,6 +140,79 @@ def _make_ready(cache: Cache, saved: Snapshot) -> None:
     for number, kind in enumerate(saved.kinds):
         if kind == "delta_rule":
             prepare_cache_layer(cache, number)
+
+
+def _why_not_fill(layer: Any, kind: str, tensors: Tensors, num_tokens: int, *, rows_only: bool) -> str | None:
+    """Why tensors cannot be the contents of a layer, or with `rows_only` some of its rows; None if they can."""
+    if _kind_of(layer) != kind:
+        return f"a {kind} layer's contents do not fit a {type(layer).__name__}"
+    held = _tensors_of(layer)
+    if rows_only and held.keys() != tensors.keys():
+        given, present = (" and ".join(x) or "nothing" for x in (tensors, held))
+        return f"rows of {given} cannot join {present}"
+    is_static = isinstance(layer, StaticLayer) or (isinstance(layer, DeltaRuleCacheLayer) and layer.static)
+    for name in held.keys() & tensors.keys():
+        new, old = tensors[name], held[name]
+        sizes = [[*x.shape[1:2], *x.shape[3:]] if kind == "softmax" else [*x.shape[1:]] for x in (new, old)]
+        if sizes[0] != sizes[1] or new.dtype != old.dtype:
+            return f"{name} of shape {tuple(new.shape)}, {new.dtype}, meets shape {tuple(old.shape)}, {old.dtype}"
+        if is_static and not rows_only and len(new) != len(old):
+            return f"{len(new)} rows cannot take the place of {len(old)} at fixed addresses"
+    if kind == "softmax" and rows_only and num_tokens > _tokens_of(layer):
+        return (
+            f"a row of {num_tokens} tokens cannot join a batch of {_tokens_of(layer)}: softmax layers align rows at "
+            "the last token"
+        )
+    if isinstance(layer, StaticLayer) and num_tokens > layer.max_cache_len:
+        return f"{num_tokens} tokens do not fit max_cache_len={layer.max_cache_len}"
+    if type(layer) is DynamicLayer and tensors and tensors["keys"].shape[2] != num_tokens and not rows_only:
+        return f"a window of {tensors['keys'].shape[2]} of {num_tokens} tokens does not fit a layer that keeps all"
+    return None
+
+
+def _fill(layer: Any, tensors: Tensors, num_tokens: int, others: Iterable[Any]) -> None:
+    """Copy tensors to an empty layer; a static layer keeps its addresses.
+
+    Args:
+        layer: of the kind of the tensors, after its `reset`.
+        tensors: the new contents, on the layer's device if it holds something.
+        num_tokens: that they are the state of.
+        others: all layers of the cache.
+    """
+    kind = _kind_of(layer)
+    if kind == "softmax" and not isinstance(layer, StaticLayer):
+        layer.keys = layer.values = None  # older versions of transformers leave zeros behind at a reset
+        layer.is_initialized = False
+    if not tensors:
+        return
+    if kind == "delta_rule":
+        copies = {name: x.clone() for name, x in tensors.items()}
+        layer.store(LayerState(*map(copies.get, LayerState._fields)), num_tokens, others)  # type: ignore[arg-type]
+    elif kind == "linear":
+        conv, recurrent = tensors["conv"], tensors["recurrent"]
+        if layer.is_recurrent_states_initialized[0] and layer.recurrent_states[0].shape != recurrent.shape:
+            layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = False  # another batch
+        layer.update_conv_state(conv.clone(), conv_kernel_size=conv.shape[-1])
+        layer.update_recurrent_state(recurrent)
+    else:
+        # A window holds the last keys alone; they get the positions that they have among all keys.
+        before = num_tokens - tensors["keys"].shape[2]
+        if isinstance(layer, StaticLayer):
+            if not layer.is_initialized:
+                layer.lazy_initialization(tensors["keys"], tensors["values"])
+            layer.cumulative_length.fill_(before)
+        elif isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = before
+        layer.update(tensors["keys"], tensors["values"])
+
+
+def move_cache(source: Cache, target: Cache) -> None:
+    """Move the contents of a dynamic cache to an empty static one, layer by layer; the dynamic cache is empty then."""
+    source.layers, layers = [], source.layers
+    layers.reverse()
+    for new in target.layers:
+        old = layers.pop()  # its memory is free before the next layer is moved
+        _fill(new, _tensors_of(old), _tokens_of(old), target.layers)
 
 
 def fork(cache: Cache, n: int) -> None:
@@ -292,8 +233,41 @@ def detach(cache: Cache) -> Cache:
         ValueError: a layer of an unknown kind.
     """
     for layer in cache.layers:
-        detach_contents(layer)
+        _kind_of(layer)  # another kind may keep tensors elsewhere
+        for held in (vars(layer), getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+            for name, x in held.items():
+                if isinstance(x, Tensor) and x.requires_grad:
+                    held[name] = x.detach()
     return cache
+
+
+def _kind_of(layer: Any) -> str:
+    """The kind of a cache layer; ValueError for one that is not known here."""
+    kind = KINDS.get(type(layer))
+    if kind is None or getattr(layer, "number_of_states", 1) != 1:
+        known = ", ".join(cls.__name__ for cls in KINDS)
+        raise ValueError(f"the contents of a {type(layer).__name__} cannot be taken out of a cache; known: {known}")
+    return kind
+
+
+def _tensors_of(layer: Any) -> dict[str, Tensor]:
+    """The tensors of a layer, no copies."""
+    kind = _kind_of(layer)
+    if kind == "delta_rule":
+        state = {} if layer.state is None else layer.state._asdict()
+        return {name: x for name, x in state.items() if x is not None}
+    if kind == "linear":
+        held = layer.has_previous_state[0]
+        return {"conv": layer.conv_states[0], "recurrent": layer.recurrent_states[0]} if held else {}
+    if not layer.is_initialized:
+        return {}
+    num_tokens = _tokens_of(layer) if isinstance(layer, StaticLayer) else layer.keys.shape[2]
+    return {"keys": layer.keys[:, :, :num_tokens], "values": layer.values[:, :, :num_tokens]}
+
+
+def _tokens_of(layer: Any) -> int:
+    """Tokens that a layer has seen; 0 for "linear" layers, which do not count. Waits for the device if it is static."""
+    return 0 if _kind_of(layer) == "linear" else int(layer.get_seq_length())
 
 
 class RowStates:
@@ -308,13 +282,13 @@ class RowStates:
     """
 
     def __init__(self, cache: Cache) -> None:
-        self._kinds = tuple(map(kind_of, cache.layers))
+        self._kinds = tuple(map(_kind_of, cache.layers))
         self.recurrent = {*self._kinds} == {"delta_rule"}
-        held = [tensors_of(layer) for layer in cache.layers]
+        held = [_tensors_of(layer) for layer in cache.layers]
         groups: dict[object, list[tuple[int, str]]] = {}
         for number, tensors in enumerate(held):
             for name, x in tensors.items():
-                groups.setdefault((x.dtype, x.device, name in _PER_TOKEN), []).append((number, name))
+                groups.setdefault((x.dtype, x.device, name in PER_TOKEN), []).append((number, name))
         self._groups = [*groups.values()]
         rows = min(len(x) for tensors in held for x in tensors.values())
         # Made once: one view takes as long as a launch, and there are two for each layer.
@@ -337,7 +311,7 @@ class RowStates:
     def put(self, row: int, state: Snapshot | None) -> None:
         """Replace a row by one that `take` gave, for this cache or another of the model; None: by an empty one."""
         for group, rows in zip(self._groups, self._views, strict=True):
-            if state is None or group[0][1] in _PER_TOKEN:  # keys after the row's end are hidden, and must not be NaN
+            if state is None or group[0][1] in PER_TOKEN:  # keys after the row's end are hidden, and must not be NaN
                 torch._foreach_zero_(rows[row])
             if state is not None:
                 new = [state.layers[number][name] for number, name in group]
@@ -354,54 +328,4 @@ class RowStates:
 
 def _first_tokens(group: Sequence[tuple[int, str]], views: list[Tensor], count: int) -> list[Tensor]:
     """Views of tensors of one kind, of keys and values without what comes after so many tokens."""
-    return [x[:, :, :count] for x in views] if group[0][1] in _PER_TOKEN else views
-
-
-def _row_numbers(rows: Sequence[int] | Tensor, count: int) -> Tensor:
-    """Rows as int64 `[M]` on the CPU; ValueError unless all are among `count`."""
-    given = torch.as_tensor(rows, device="cpu")
-    if given.numel() and (given.dtype == torch.bool or given.is_floating_point()):  # an empty list is one of floats
-        raise ValueError(
-            f"rows must be a list of numbers from 0 to {count - 1}, got {given.dtype} values: of a mask "
-            "mask.nonzero().flatten() gives them"
-        )
-    index = given.long()
-    if index.ndim != 1 or not bool(((index >= 0) & (index < count)).all()):
-        raise ValueError(f"rows must be a list of numbers from 0 to {count - 1}, got {index.tolist()}")
-    return index
-
-
-def _identity(model: PreTrainedModel) -> dict[str, str]:
-    """Digests of what a state depends on: configuration, rules and weights, as they are now.
-
-    All numbers of all weights count, buffers in the state dict included. They are rounded to bfloat16, so that a
-    float32 model and its bfloat16 copy are the same.
-    """
-    config: Any = model.config
-    keys = {key: value for key, value in config.to_diff_dict().items() if key.lstrip("_") not in _NOT_OF_THE_MODEL}
-    rules = [
-        [name, layer.extra_repr(), {key: choice_name(value) for key, value in vars(layer.spec).items()}]
-        for name, layer in model.named_modules()
-        if isinstance(layer, DeltaRuleAttention)
-    ]
-    weights = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
-    away = next((name for name, x in weights.items() if x.is_meta), None)
-    if away is not None:
-        raise ValueError(f"{away} is not in memory, so the model cannot be told from others: load all weights")
-    different = {id(x): x for x in weights.values()}  # tied weights have several names
-    with ThreadPoolExecutor() as pool:  # hashing large buffers runs without Python's lock
-        digests = dict(zip(different, pool.map(_weight_digest, different.values()), strict=True))
-    described = {name: [list(x.shape), digests[id(x)]] for name, x in weights.items()}
-    return {"configuration": _digest(keys), "rules": _digest(rules), "weights": _digest(described)}
-
-
-def _weight_digest(weight: Tensor) -> str:
-    digest = sha256()
-    for piece in weight.detach().flatten().split(_PIECE):
-        rounded = piece.to(torch.bfloat16) if piece.is_floating_point() else piece
-        digest.update(rounded.cpu().contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def _digest(x: object) -> str:
-    return sha256(json.dumps(x, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return [x[:, :, :count] for x in views] if group[0][1] in PER_TOKEN else views

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
@@ -17,17 +18,21 @@ from transformers.cache_utils import (
 )
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer
-from deltazoo.generation.layer_contents import fill, tensors_of, tokens_of
 
 __all__ = [
+    "IMPLEMENTATIONS",
     "FixedTensors",
+    "RowKeyValues",
     "bytes_when_fixed",
+    "cache_of_rows",
     "check_fixed",
     "describe_layer",
     "fixed_cache",
-    "move_cache",
     "some_rows",
 ]
+
+IMPLEMENTATIONS = ("sdpa", "eager")
+"""Of softmax attention; others read masks that grow, or that are no tensors."""
 
 
 def fixed_cache(model: Any, max_length: int) -> StaticCache:
@@ -77,13 +82,70 @@ def bytes_when_fixed(cache: Cache, max_length: int) -> int:
     return sum(x.nbytes // x.shape[2] * max_length for x in tensors)
 
 
-def move_cache(source: Cache, target: StaticCache) -> None:
-    """Move the contents of a dynamic cache to an empty static one, layer by layer; the dynamic cache is empty then."""
-    source.layers, layers = [], source.layers
-    layers.reverse()
-    for new in target.layers:
-        old = layers.pop()  # its memory is free before the next layer is moved
-        fill(new, tensors_of(old), tokens_of(old), target.layers)
+class RowKeyValues(StaticLayer):
+    """A static layer that writes each row's new keys at that row's own position.
+
+    The key of position p is in column p, whatever the other rows are. Columns at and after a row's end hold anything:
+    the caller's mask must hide them. transformers makes masks for queries behind the last column, so that causality
+    hides nothing more.
+
+    Args:
+        max_cache_len: columns.
+        position: `[N, 1]` int64, of the next token of each row; it stays at its address. All new tokens must be below
+            `max_cache_len`.
+    """
+
+    def __init__(self, max_cache_len: int, position: Tensor) -> None:
+        super().__init__(max_cache_len)
+        self.position = position
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the tokens of each row, as many of all, and return all columns."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        columns, num_tokens = self.position, key_states.shape[2]
+        if num_tokens != 1:
+            columns = columns + torch.arange(num_tokens, device=columns.device)
+        columns = columns[:, None, :, None]
+        self.keys.scatter_(2, columns.expand_as(key_states), key_states)
+        self.values.scatter_(2, columns.expand_as(value_states), value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """All columns."""
+        return self.max_cache_len
+
+
+def cache_of_rows(model: Any, max_length: int | None, position: Tensor) -> StaticCache:
+    """An empty cache in which rows have their own lengths.
+
+    Args:
+        model: whose cache it is.
+        max_length: tokens of a row at most.
+        position: see `RowKeyValues`.
+
+    Raises:
+        ValueError: a layer keeps its past in a way that such rows cannot share; `max_length` is missing.
+    """
+    if any(type(layer) is StaticSlidingWindowLayer for layer in StaticCache(model.config, max_cache_len=2).layers):
+        raise ValueError("rows of their own lengths need softmax layers without sliding windows")
+    cache = fixed_cache(model, max_length or 1)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is StaticLayer:
+            if max_length is None:
+                raise ValueError("max_length is needed: softmax layers reserve memory for every token")
+            if model.config._attn_implementation not in IMPLEMENTATIONS:
+                raise ValueError(
+                    f"rows of their own lengths need masks, which softmax attention by "
+                    f"{model.config._attn_implementation!r} does not take: {' or '.join(IMPLEMENTATIONS)} does"
+                )
+            cache.layers[index] = RowKeyValues(max_length, position)
+    if max_length is not None:
+        for layer in cache.layers:
+            if isinstance(layer, DeltaRuleCacheLayer):  # older versions of transformers ask the first layer for a count
+                layer.fix_count(torch.tensor(max_length, device=position.device))
+    return cache
 
 
 def some_rows(cache: StaticCache, rows: slice) -> StaticCache:

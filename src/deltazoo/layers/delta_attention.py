@@ -25,9 +25,8 @@ from deltazoo.layers.sequences import Sequences, describe_sequences, describe_sh
 from deltazoo.layers.short_convolution import Convolutions, ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
 from deltazoo.names import function_of
-from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay, fused
+from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.linear_maps import is_hooked
 from deltazoo.ops.recompute import recomputable
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import Promises, RuleSpec, StepForm, get_rule, registered_layer, registered_promises
@@ -166,7 +165,7 @@ class DeltaRuleAttention(Float32Parameters):
         if self.spec.corrects:
             self.b_proj = nn.Linear(hidden_size, self.projected_steps * self.num_v_heads, bias=given.beta_bias)
         self.make_decay_gate()
-        self._make_output_gate(given.norm_eps)
+        self._make_output_gate(given.norm_eps, given.gate_bias)
         self.o_proj = linear(value_dim, hidden_size)
         self.make_parameters()
         self.init_parameters()
@@ -248,7 +247,7 @@ class DeltaRuleAttention(Float32Parameters):
         inputs = self.rule_inputs(x, q, k, v).mask_padding(sequences)
         inputs, auxiliary = self.with_auxiliary_state(x, inputs, past, sequences)
         output, state = self.apply_rule(inputs, past, sequences.meanwhile(x.project_ahead))
-        y = self._project_output(output, x)
+        y = self.o_proj(self._norm_and_gate(output, x).flatten(2))
         past.keep(conv_state, state, auxiliary, num_new_tokens=sequences.row_length(x.hidden_states))
         return sequences.restore(y)
 
@@ -374,13 +373,6 @@ class DeltaRuleAttention(Float32Parameters):
     def _precision(self) -> str | None:
         return precision_for(self.spec, allow_neg_eigval=self.allow_neg_eigval) if self._gain_at_most_one else None
 
-    def _project_output(self, output: Tensor, x: LayerInput) -> Tensor:
-        # The gated norm stays apart: a kernel for both is slower than the two that it would replace (docs/log.md).
-        norm = self.o_norm
-        if type(norm) is RMSNorm and not is_hooked(norm):
-            return fused.rms_norm_linear(output, norm.weight, self.o_proj, norm.eps, fused=norm.fused)
-        return self.o_proj(self._norm_and_gate(output, x).flatten(2))
-
     def _norm_and_gate(self, output: Tensor, x: LayerInput) -> Tensor:
         if self.spec.output_gate == "none":
             return self.o_norm(output)
@@ -427,7 +419,11 @@ class DeltaRuleAttention(Float32Parameters):
         if self.decay_lower_bound is not None:
             self.decay_gate = partial(decay.bounded_decay, lower_bound=self.decay_lower_bound)
 
-    def _make_output_gate(self, norm_eps: float) -> None:
+    def _make_output_gate(self, norm_eps: float, gate_bias: bool) -> None:
+        if not gate_bias and self.spec.output_gate != "low_rank":
+            raise ValueError(
+                f"rule {self.spec.name!r} has no low-rank output gate, whose bias gate_bias=False leaves out"
+            )
         if self.spec.output_gate == "none":
             self.o_norm: RMSNorm = RMSNorm(self.head_v_dim, norm_eps, fused=self.fused_kernels)
             return
@@ -435,7 +431,7 @@ class DeltaRuleAttention(Float32Parameters):
         self.g_proj: nn.Module = (
             nn.Linear(self.hidden_size, value_dim, bias=False)
             if self.spec.output_gate == "full"
-            else self.low_rank(value_dim, bias=True)
+            else self.low_rank(value_dim, bias=gate_bias)
         )
         self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, self.spec.gate_activation, fused=self.fused_kernels)
 

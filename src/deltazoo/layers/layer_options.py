@@ -54,6 +54,8 @@ class LayerOptions:
     """Replace the softplus gate by `lower_bound * sigmoid(...)`; the rule's own unless given."""
     beta_bias: bool = False
     """A bias on `b_proj`, as in NVlabs' Gated DeltaNet."""
+    gate_bias: bool = True
+    """The bias of a low-rank output gate, as in the released KDA models; Kimi Linear in transformers has none."""
     num_micro_steps: int | None = None
     """Householder steps per token, each with a key, a value and a step size of its own (DeltaProduct,
     arXiv:2502.10297). The state decays before the first and is read after the last; the rule's own unless given."""

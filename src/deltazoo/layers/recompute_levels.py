@@ -35,10 +35,10 @@ _EXCHANGED = {"_c10d_functional": ("",)}
 
 _PRODUCTS = _EXCHANGED | {
     "aten": ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product", "scaled_dot_product"),
-    "deltazoo": ("triton_delta_rule", "segment_", "transition_product", "rms_norm_linear", "add_rms_norm"),
+    "deltazoo": ("triton_delta_rule", "segment_", "transition_product", "add_rms_norm"),
 }
-"""Operators whose results `elementwise` and `states` keep under `torch.compile`; of our own the rule, a norm with its
-linear map, and a norm that adds to the residual stream."""
+"""Operators whose results `elementwise` and `states` keep under `torch.compile`; of our own the rule, and a norm that
+adds to the residual stream."""
 
 SMALL_BATCH = 2**23
 """Elements of hidden states up to which training keeps everything by default: 8,192 tokens of width 1,024. A block

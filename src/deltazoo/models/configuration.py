@@ -59,7 +59,7 @@ _CHECKED_IN_ALL_MODELS = (
     *("norm_eps", "initializer_range", "conv_initializer_range"),
 )
 # Keys that act on softmax layers alone.
-_SOFTMAX_KEYS = ("num_attention_heads", "num_key_value_heads", "rope_parameters", "qkv_bias")
+_SOFTMAX_KEYS = ("num_attention_heads", "num_key_value_heads", "rope_parameters", "qkv_bias", "softmax_qk_norm")
 
 
 @strict
@@ -88,6 +88,7 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
         neg_eigval: `"both"` doubles the step size of erasing and writing, `"erase"` that of erasing alone.
         decay_lower_bound: bounded decay gate instead of the softplus gate; default as in the rule.
         beta_bias: a bias on the step size's projection.
+        gate_bias: the bias of a low-rank output gate (KDA and others).
         num_micro_steps: keys, values and step sizes per token, applied one after another (DeltaProduct,
             arXiv:2502.10297); default as in the rule.
         intermediate_size: width of the SwiGLU MLP; default `hidden_ratio * hidden_size * 2/3`, rounded up to 256.
@@ -100,12 +101,13 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
         num_attention_heads: heads of the softmax layers.
         num_key_value_heads: key/value heads of the softmax layers; default `num_attention_heads`.
         qkv_bias: biases on the query, key and value projections of the softmax layers.
+        softmax_qk_norm: RMSNorms of the queries and keys of each head of the softmax layers, before the rotation.
         rope_parameters: rotary embedding of the softmax layers; default plain RoPE with theta 10,000.
         classifier_dropout: dropout before the token classification head; default 0.1.
         use_cache: whether a forward pass outside training returns a cache.
         training_data: what the weights were trained on, in words; for the model card.
 
-    The four keys of softmax layers are accepted, with a warning, by a model that has no such layers, and so are
+    The five keys of softmax layers are accepted, with a warning, by a model that has no such layers, and so are
     `conv_initializer_range` and another `conv_size` than 4 by one without short convolutions.
 
     Raises:
@@ -141,6 +143,7 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
     neg_eigval: str = "both"
     decay_lower_bound: float | None = None
     beta_bias: bool = False
+    gate_bias: bool = True
     num_micro_steps: int | None = None
     intermediate_size: int | None = None
     hidden_ratio: int | float | None = 4
@@ -152,6 +155,7 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     qkv_bias: bool = False
+    softmax_qk_norm: bool = False
     rope_parameters: dict | None = None
     classifier_dropout: float | int | None = None
     use_cache: bool = True
@@ -219,7 +223,9 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
     def base_model_tp_plan(self) -> dict[str, str]:
         """How tensor parallelism divides the weights of the base model."""
         has_linear_layers = "linear_attention" in (self.layer_types or ())
-        return tensor_parallel_plan(self.spec if has_linear_layers else None, self.layer_options)
+        return tensor_parallel_plan(
+            self.spec if has_linear_layers else None, self.layer_options, softmax_norms=self.softmax_qk_norm
+        )
 
     @base_model_tp_plan.setter
     def base_model_tp_plan(self, plan: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from deltazoo.layers import DeltaRuleAttention, ShortConvolution
-from deltazoo.models.captured_training import forget_captured, wants_capture
+from deltazoo.models.captured_training import forget_captured
 from deltazoo.names import nearest, unknown
 from deltazoo.ops import ContextParallel
 from deltazoo.runtime import FORMER_OPTIONS, RuntimeOptions
@@ -167,7 +167,7 @@ class ModelWithDeltaLayers(SafetensorsOnly):
     def use_runtime(self, options: RuntimeOptions) -> None:
         """Record the options; the modules that they act on have a method of this name too."""
         self.runtime = options
-        if not wants_capture(options.captured_training):
+        if options.captured_training is False:
             forget_captured(self)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:

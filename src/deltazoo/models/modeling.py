@@ -6,6 +6,7 @@ checkpoints: `model.embeddings`, `model.layers.N.{attn_norm, attn, mlp_norm, mlp
 
 from collections.abc import Callable, Mapping
 from functools import wraps
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +30,7 @@ from deltazoo.generation.hf_generate import CapturedGeneration
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, describe_blocks
-from deltazoo.models.captured_training import run_blocks, wants_capture
+from deltazoo.models.captured_training import run_blocks
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers
 from deltazoo.models.forward_arguments import (
@@ -105,7 +106,7 @@ def _no_cache_while_recomputing(forward: Callable[..., Any]) -> Callable[..., An
         given = kwargs.get("use_cache") is not None or len(args) > _USE_CACHE_POSITION
         if self.training and not given:
             device = self.norm.weight.device
-            captures = wants_capture(self.runtime.captured_training) and graphs_run_on(device)
+            captures = self.runtime.captured_training is not False and graphs_run_on(device)
             if level_of(self.runtime.recompute, device) != "none" or (captures and torch.is_grad_enabled()):
                 kwargs["use_cache"] = False
         return forward(self, *args, **kwargs)
@@ -188,8 +189,8 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
 
         softmax = self._softmax_inputs(inputs_embeds, batch, cache, kwargs)
         arguments = {"batch": batch, "softmax": softmax, CACHE: cache}
-        calls = [(layer, arguments) for layer in self.layers[: self.config.num_hidden_layers]]
-        hidden_states = run_blocks(self, calls, inputs_embeds, wanted=wants_capture(self.runtime.captured_training))
+        calls = [(layer, arguments) for layer in islice(self.layers, self.config.num_hidden_layers)]
+        hidden_states = run_blocks(self, calls, inputs_embeds, wanted=self.runtime.captured_training is not False)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})  # type: ignore[arg-type]
 
     def describe(

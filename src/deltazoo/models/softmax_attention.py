@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.models.forward_arguments import refuse_dropped
 from deltazoo.names import one_slip_away, unknown
@@ -126,7 +127,10 @@ class RotaryEmbedding(Float32Parameters):
 
 
 class SoftmaxAttention(nn.Module):
-    """Causal softmax attention with rotary embeddings; groups of query heads share a key/value head."""
+    """Causal softmax attention with rotary embeddings; groups of query heads share a key/value head.
+
+    With `softmax_qk_norm` an RMSNorm over the channels of a head comes before the rotation of queries and keys.
+    """
 
     is_causal = True
     input_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
@@ -144,10 +148,16 @@ class SoftmaxAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=False)
+        self.normalizes = config.softmax_qk_norm
+        if self.normalizes:
+            self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.norm_eps, fused=None) for _ in range(2))
 
     def use_runtime(self, options: RuntimeOptions) -> None:
         """Run with other `fused_kernels`."""
         self.fused_kernels = options.fused_kernels
+        for norm in self.children():
+            if isinstance(norm, RMSNorm):
+                norm.set_fused(options.fused_kernels)
 
     def head_counts(self) -> dict[str, int]:
         """The number of heads that tensor parallelism divides, by its name in the configuration."""
@@ -182,6 +192,8 @@ class SoftmaxAttention(nn.Module):
             rearrange(projection(hidden_states), "b t (h d) -> b t h d", d=self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.normalizes:
+            query, key = self.q_norm(query), self.k_norm(key)
         query, key = (fused.rotate(x, position_embeddings, fused=self.fused_kernels) for x in (query, key))
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if cache is not None:

@@ -16,9 +16,12 @@ from deltazoo.ops.autograd_modes import refuse_second_derivative
 
 __all__ = ["DifferentiableOperator", "Operator"]
 
+NAMESPACE = __name__.partition(".")[0]
+"""Of the operators in torch: the package's name, which a copy under another name does not share."""
+
 # Not torch.library.custom_op: it adds 11 microseconds to a call, a bare Library 3, and its first call imports the
 # compiler (torch._dynamo), which takes seconds.
-_library = torch.library.Library("deltazoo", "FRAGMENT")
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NO_TENSORS = frozenset((type(None), bool, int, float))  # asking for a subclass takes longer
 
@@ -64,10 +67,10 @@ class Operator:
         launch = _prepared(launch, schema, contiguous)
         _library.define(schema)
         _library.impl(name, _without_none(launch), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"deltazoo::{name}", _without_none(fake), lib=_library)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _without_none(fake), lib=_library)
         self.name = name
         self.launch = launch
-        self.overload = getattr(torch.ops.deltazoo, name).default
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def __call__(self, *arguments: Any) -> Any:
         """Results of a call that autograd does not record."""
@@ -75,7 +78,7 @@ class Operator:
 
     def differentiate(self, gradients: Callable[..., Any], save: Callable[..., None]) -> None:
         """Give the overload gradients, by functions as of `torch.library.register_autograd`."""
-        torch.library.register_autograd(f"deltazoo::{self.name}", gradients, setup_context=save, lib=_library)
+        torch.library.register_autograd(f"{NAMESPACE}::{self.name}", gradients, setup_context=save, lib=_library)
 
 
 class DifferentiableOperator(Operator):

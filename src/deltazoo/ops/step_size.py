@@ -58,7 +58,7 @@ def exact(b: Tensor, k: Tensor) -> Tensor:
     The gate b `[B, T, HV]`, not negative, and the key k `[B, T, H, K]`, not normalised, as the operator will see it,
     HV a multiple of H, give beta `[B, T, HV]` in float32 (float64 if either is).
     """
-    return _exact(*gate_and_squared_norm(b, k))
+    return OF_SQUARED_NORM[exact](*gate_and_squared_norm(b, k))
 
 
 def implicit(b: Tensor, k: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def implicit(b: Tensor, k: Tensor) -> Tensor:
     Source: Longhorn, arXiv:2407.14207, without its diagonal approximation of `k k^T`. Shapes and dtypes as of
     `exact`.
     """
-    return _implicit(*gate_and_squared_norm(b, k))
+    return OF_SQUARED_NORM[implicit](*gate_and_squared_norm(b, k))
 
 
 def kaczmarz(b: Tensor, k: Tensor) -> Tensor:
@@ -79,29 +79,17 @@ def kaczmarz(b: Tensor, k: Tensor) -> Tensor:
     one, and what it writes, `beta k v^T`, at most `500 |v|`, at `|k| = 1e-3`. Shapes and dtypes as of `exact`, b in
     [0, 1].
     """
-    return _kaczmarz(*gate_and_squared_norm(b, k))
+    return OF_SQUARED_NORM[kaczmarz](*gate_and_squared_norm(b, k))
 
 
 STEP_SIZES: dict[str, StepSize] = {"euler": euler, "exact": exact, "implicit": implicit, "kaczmarz": kaczmarz}
 """The step sizes that a spec can name."""
 
 
-def _exact(b: Tensor, lam: Tensor) -> Tensor:
-    return b * _expm1_ratio(b * lam)
-
-
-def _implicit(b: Tensor, lam: Tensor) -> Tensor:
-    return b / (1 + b * lam)
-
-
-def _kaczmarz(b: Tensor, lam: Tensor) -> Tensor:
-    return b / (lam + 1e-6)
-
-
 OF_SQUARED_NORM: dict[StepSize, Callable[[Tensor, Tensor], Tensor]] = {
-    exact: _exact,
-    implicit: _implicit,
-    kaczmarz: _kaczmarz,
+    exact: lambda b, lam: b * _expm1_ratio(b * lam),
+    implicit: lambda b, lam: b / (1 + b * lam),
+    kaczmarz: lambda b, lam: b / (lam + 1e-6),
 }
 """The step sizes that are functions of the gate and the squared length of the key, both `[B, T, HV]`, as such. With
 none of them does `beta * lam` exceed 1."""

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from deltazoo.generation import Sampling, Snapshot
-from deltazoo.generation.prompt_rows import PromptRows
+from deltazoo.generation.row_table import PromptRows
 from deltazoo.generation.sampling import Way
 from deltazoo.serving.requests import Output, Request
 

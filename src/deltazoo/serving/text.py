@@ -7,10 +7,11 @@ import logging
 import pickle
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deltazoo.serving.requests import EngineError, Piece, RequestError, Stream, TokenLogprob
 
-__all__ = ["PromptTokens", "TextLogprob", "TextStream", "bytes_of", "check_tokenizer", "text_of"]
+__all__ = ["PromptTokens", "TextStream", "bytes_of", "check_tokenizer", "text_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +51,9 @@ def check_tokenizer(tokenizer: Any) -> None:
 class PromptTokens:
     """Token ids of texts and chats.
 
-    A thread makes them, one text at a time, as a tokenizer is not made for several threads. A long text gets a process,
-    so that others do not wait for it, and it ends when the request is cancelled, with its memory.
+    A thread makes them, as a tokenizer is not made for several threads; the tokenizers library divides the texts that
+    wait among all processors. A long text gets a process, so that others do not wait for it, and it ends when the
+    request is cancelled, with its memory.
 
     Args:
         tokenizer: of the model.
@@ -63,6 +65,8 @@ class PromptTokens:
         self._limit = context_limit
         self._longest = max(map(len, tokenizer.get_vocab()))
         self._thread = ThreadPoolExecutor(1, "deltazoo tokenizer")
+        self._waiting: dict[bool, deque[tuple[str, Future[list[int]]]]] = {True: deque(), False: deque()}
+        """Short texts and where their tokens go, by whether special tokens are added."""
         self._processes = asyncio.Semaphore(2)
 
     async def of_text(self, text: str) -> list[int]:
@@ -83,7 +87,7 @@ class PromptTokens:
             text = await self._in_thread(self.tokenizer.apply_chat_template, messages, **options)
         except Exception as error:  # templates raise what they like
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        return await self._tokens(text, add_special_tokens=False)
+        return await self._tokens(text, special=False)
 
     async def text_of(self, tokens: list[int]) -> str:
         """Text of a prompt of token ids, to be repeated before the answer."""
@@ -109,11 +113,36 @@ class PromptTokens:
         """The result of work; one that waits is forgotten when it is cancelled."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **options))
 
-    async def _tokens(self, text: str, **options: Any) -> list[int]:
+    def _make_tokens(self, special: bool) -> None:
+        """Make the tokens of texts that wait, of no more characters together than one text may have."""
+        batch, length = list[tuple[str, Future[list[int]]]](), 0
+        while (waiting := self._waiting[special]) and length + len(waiting[0][0]) <= _LONG:
+            text, tokens = waiting.popleft()
+            length += len(text)
+            if tokens.set_running_or_notify_cancel():
+                batch.append((text, tokens))
+        try:
+            found = (
+                self.tokenizer([text for text, _ in batch], add_special_tokens=special)["input_ids"] if batch else []
+            )
+            for (_, tokens), ids in zip(batch, found, strict=True):
+                tokens.set_result(ids)
+        except Exception:  # of one text, for which the others must not fail
+            for text, tokens in batch:
+                try:
+                    tokens.set_result(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+                except Exception as error:
+                    tokens.set_exception(error)
+
+    async def _tokens(self, text: str, special: bool = True) -> list[int]:
         if len(text) <= _LONG:
-            return (await self._in_thread(self.tokenizer, text, **options))["input_ids"]
+            tokens: Future[list[int]] = Future()
+            self._waiting[special].append((text, tokens))
+            self._thread.submit(self._make_tokens, special)  # one call per text, so the last makes what is left
+            return await asyncio.wrap_future(tokens)
         async with self._processes:
-            work, pipe = await self._in_thread(pickle.dumps, (self.tokenizer, text, options)), asyncio.subprocess.PIPE
+            work = await self._in_thread(pickle.dumps, (self.tokenizer, text, {"add_special_tokens": special}))
+            pipe = asyncio.subprocess.PIPE
             command = (sys.executable, "-c", _CHILD)  # in a session of its own, which Ctrl-C does not reach
             child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
             try:
@@ -124,16 +153,6 @@ class PromptTokens:
         if child.returncode != 0:
             raise EngineError(f"the process that makes tokens of a long text ended with status {child.returncode}")
         return pickle.loads(made)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextLogprob(TokenLogprob):
-    """The log-probability of a token, with its place in the text."""
-
-    content: bytes | None
-    """Bytes of the text that come from the token; None: a special token, which has no text."""
-    offset: int
-    """Characters of the text before the token; before its character, if that has several tokens."""
 
 
 class TextStream:
@@ -154,46 +173,34 @@ class TextStream:
     """
 
     def __init__(self, stream: Stream, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self.request, self.seed, self.prompt_tokens = stream.request, stream.seed, stream.prompt_tokens
-        self.cached_tokens = self.completion_tokens = 0
-        self.cancel = stream.cancel
-        self._stream, self._tokenizer, self._stop = stream, tokenizer, stop
+        self.stream = stream
+        self.completion_tokens = 0
+        self._tokenizer, self._stop = tokenizer, stop
         self._characters: _Characters | None = None
         self._length = 0  # of the text that has come
         self._held = ""
-        self._entries: list[TextLogprob] = []
+        self._entries: list[TokenLogprob] = []
 
     def __iter__(self) -> Iterator[Piece]:
-        """The pieces as they are made; blocks."""
-        for piece in self._stream:
-            yield (piece := self._with_text(piece))
-            if piece.finish_reason is not None:
-                return
+        finish_reason = None
+        while finish_reason is None:
+            yield (piece := self.take())
+            finish_reason = piece.finish_reason
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        """The pieces as they are made."""
-        async for piece in self._stream:
-            yield (piece := self._with_text(piece))
-            if piece.finish_reason is not None:
-                return
-
-    def pause(self, seconds: float) -> None:
-        """Let more tokens come together before the next piece, see `Stream.pause`."""
-        self._stream.pause = seconds
-
-    def _with_text(self, piece: Piece) -> Piece:
+    def take(self) -> Piece:
+        """The next piece; see `Stream.take`."""
+        piece = self.stream.take()
         try:
             piece = self._extended(piece)
         except Exception as error:  # tokenizers raise what they like for tokens that they do not know
-            self.cancel()
+            self.stream.cancel()
             _log.error("the tokenizer failed on a request: %s", error, exc_info=error)
             raise EngineError(f"the tokenizer failed: {error}") from error
         self.completion_tokens += len(piece.token_ids)
-        self.cached_tokens += piece.cached_tokens
         return piece
 
     def _extended(self, piece: Piece) -> Piece:
-        characters = self._characters = self._characters or _Characters(self._tokenizer, self.request.prompt)
+        characters = self._characters = self._characters or _Characters(self._tokenizer, self.stream.request.prompt)
         ends, tokens = piece.finish_reason in ("stop", "length"), piece.token_ids
         with_text = tokens[:-1] if piece.finish_reason == "stop" else tokens  # an end token has none
         text, stopped, count = "", False, len(tokens)
@@ -212,7 +219,7 @@ class TextStream:
             certain, stopped = self._certain(characters.finish())
             text += certain + self._held
         if stopped:
-            self.cancel()
+            self.stream.cancel()
         self._length += len(text)
         all_came = ends and not stopped
         logprobs = tuple(entry for entry in self._entries if all_came or entry.offset < self._length)
@@ -233,7 +240,7 @@ class TextStream:
             content = new.encode()
         elif own and content == own.encode() and new.endswith(own):  # behind bytes that are no character
             at += len(new) - len(own)
-        self._entries.append(TextLogprob(**vars(logprob), content=content, offset=at))
+        self._entries.append(replace(logprob, content=content, offset=at))
 
     def _certain(self, new: str) -> tuple[str, bool]:
         """Text that no stop string can take back, up to the first one; whether there is one."""

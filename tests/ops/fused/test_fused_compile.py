@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 from ops.launched_kernels import check_registers, compile_launches, empty  # noqa: E402
 from triton.compiler import CompiledKernel  # noqa: E402
 
-from deltazoo.ops.fused import MOST_COLUMNS, gates, glu, loss, norms, rotary, short_conv, short_conv_step  # noqa: E402
+from deltazoo.ops.fused import MOST_COLUMNS, gates, glu, loss, norms, rotary, short_conv_kernels, short_conv_step  # noqa: E402
 from deltazoo.ops.fused import keys as rule_keys  # noqa: E402
 from deltazoo.ops.fused import moment as moment_keys  # noqa: E402
 
@@ -31,16 +31,18 @@ def convolve(
     x, weight = empty(1, tokens, 1024), empty(1024, taps, dtype=torch.float32)
     where = (empty(tokens, dtype=torch.int64), empty(4, dtype=torch.int32)) if packed else (None, None)
     past = empty(3 if packed else 1, 1024, taps - 1) if has_past else None
-    short_conv._forward(x, weight, past, *where, silu, head_dim)
-    short_conv._backward(x, weight, past, *where, silu, head_dim, x)
+    arguments = x, None, None, weight, None, None, past, *where, silu, head_dim, True
+    short_conv_kernels._forward(*arguments)
+    short_conv_kernels._backward(*arguments, x, None, None)
 
 
 def convolve_three(head_dim: int, packed: bool = False) -> None:
     inputs = empty(1, 32768, 1024), empty(1, 32768, 1024), empty(1, 32768, 2048)
     weights = [empty(x.shape[2], 4, dtype=torch.float32) for x in inputs]
     where = (empty(32768, dtype=torch.int64), empty(4, dtype=torch.int32)) if packed else (None, None)
-    short_conv._forward_three(*inputs, *weights, *where, True, head_dim, not head_dim)
-    short_conv._backward_three(*inputs, *weights, *where, True, head_dim, not head_dim, *inputs)
+    arguments = *inputs, *weights, None, *where, True, head_dim, not head_dim
+    short_conv_kernels._forward(*arguments)
+    short_conv_kernels._backward(*arguments, *inputs)
 
 
 def step(head_dim: int, rows: int, inplace: bool, kept: int = 3, silu: bool = True) -> None:
@@ -122,8 +124,8 @@ def weigh_squares() -> None:
 
 def measure_keys() -> None:
     k = empty(4, 4096, 8, 128)
-    rule_keys._norm_backward(k, rule_keys._norm_forward(k))
-    rule_keys._gain(k, k)
+    rule_keys._norm_backward(k, rule_keys._products(k))
+    rule_keys._products(k, k)
 
 
 def scale_key() -> None:
@@ -139,12 +141,6 @@ def turn(heads: int, channels: int = 128) -> None:
     x, angles = empty(4, 4096, heads, 128), empty(1, 4096, channels, dtype=torch.float32)
     rotary._turn(x, angles, angles, False)
     rotary._turn(x, angles, angles, True)
-
-
-def normalize_and_map() -> None:
-    x, weight, linear = empty(4, 4096, 8, 128), empty(128), empty(1024, 1024)
-    norms._linear_forward(x, weight, linear, 1e-5)
-    norms._linear_backward(x, weight, linear, 1e-5, empty(4, 4096, 1024))
 
 
 def lose() -> None:
@@ -178,7 +174,6 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "plain_norm_sum_1024": (8, lambda: normalize_plainly(1024, torch.bfloat16)),
     "plain_norm_sum_2048": (8, lambda: normalize_plainly(2048, torch.bfloat16)),
     "plain_norm_autocast_1024": (8, lambda: normalize_plainly(1024, torch.float32)),
-    "plain_norm_and_linear_map": (8, normalize_and_map),
     "l2_norm_128": (8, lambda: normalize_heads(128)),
     "l2_norm_one_token": (8, lambda: normalize_heads(128, 1)),
     "decay": (5, lambda: decay(8, 128)),

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fused_cases import Results, interpreted_results, judge
 from helpers import Missed, known_miss
 from torch import Tensor
@@ -21,6 +22,7 @@ from deltazoo.layers import (
 )
 from deltazoo.ops.fused import (
     gated_rms_norm,
+    rms_norm,
     rotate,
     swiglu,
     takes_kernel,
@@ -30,12 +32,11 @@ pytest.importorskip("triton")
 
 from deltazoo.ops.fused import (  # noqa: E402
     glu,
-    norms,
-    short_conv,
     short_convolution,
     sigmoid_gate,
     softplus_log_decay,
 )
+from deltazoo.ops.fused.short_conv_kernels import short_convs  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -172,11 +173,11 @@ def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "autograd"])
 def test_operators_of_a_training_step_compile_without_a_graph_break(fake: bool) -> None:
     def run(x: Tensor, taps: Tensor, down: Tensor, scale: Tensor, out: Tensor, *gate: Tensor) -> Tensor:
-        q, k, v = short_conv._short_convs(x, 2 * x, 3 * x, taps, taps, taps, None, None, True, 8, False)
+        q, k, v = short_convs(x, 2 * x, 3 * x, taps, taps, taps, None, None, None, True, 8, False)
         (y,) = glu._mlp_operator(q * k, v[0], v[1], down)
         angles = x[:1, :, :8].detach().float()
         y = rotate(y.unflatten(-1, (2, 8)), (angles.cos(), angles.sin()), fused=True)
-        y = norms._rms_linear_operator(y, scale, out, 1e-5)
+        y = F.linear(rms_norm(y, scale, 1e-5, fused=True).flatten(2), out)
         return softplus_log_decay(y, *gate, fused=True).sum()
 
     def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

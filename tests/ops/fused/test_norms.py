@@ -1,4 +1,4 @@
-"""The kernels of norms against plain torch, alone, with a residual, a gate or a linear map; and what they refuse."""
+"""The kernels of norms against plain torch, alone, with a residual or a gate; and what they refuse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deltazoo.layers.norm import GATE_ACTIVATIONS
 
 pytest.importorskip("triton")
 
-from deltazoo.ops.fused import add_rms_norm, gated_rms_norm, norms, rms_norm, rms_norm_linear  # noqa: E402
+from deltazoo.ops.fused import add_rms_norm, gated_rms_norm, norms, rms_norm  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ class PlainNorm:
     name: str
     shape: tuple[int, ...] = (3, 7, 24)
     residual: torch.dtype | None = None
-    linear: bool = False
     most_parts: int = 512
     dtype: torch.dtype = torch.float32
 
@@ -67,11 +66,7 @@ class PlainNorm:
         module.weight = torch.nn.Parameter(draw(self.shape[-1], given=self.residual))
         x = draw(*self.shape).requires_grad_()
         inputs: dict[str, Tensor] = {"x": x, "weight": module.weight}
-        if self.linear:
-            linear = torch.nn.Linear(self.shape[-2] * self.shape[-1], 5, bias=False)
-            inputs["linear"] = linear.weight = torch.nn.Parameter(draw(*linear.weight.shape))
-            outputs = {"y": rms_norm_linear(x, module.weight, linear, module.eps, fused=fused)}
-        elif self.residual is None:
+        if self.residual is None:
             outputs = {"y": module(x)}
         else:
             inputs["residual"] = draw(*self.shape, given=self.residual).requires_grad_()
@@ -111,8 +106,6 @@ CASES: list[Case] = [
     PlainNorm("plain_norm_one_row", shape=(1, 1, 3000), residual=torch.float32),
     PlainNorm("plain_norm_several_blocks_per_program", shape=(333, 16), most_parts=2, residual=torch.float32),
     PlainNorm("plain_norm_half", dtype=HALF),
-    PlainNorm("plain_norm_and_linear_map", shape=(2, 35, 3, 20), most_parts=2, linear=True),
-    PlainNorm("plain_norm_and_linear_map_half", shape=(2, 5, 3, 16), dtype=HALF, linear=True),
     PlainNorm("plain_norm_half_sum", shape=(131, 24), dtype=HALF, residual=HALF),
     PlainNorm("plain_norm_half_beside_float32", dtype=HALF, residual=torch.float32),
     PlainNorm("plain_norm_float32_beside_half", residual=HALF),
@@ -215,13 +208,12 @@ class TestRefusals:
 
 def check_operators() -> None:
     """Fake results are as the real ones, in layout and storage too, and autograd's formula passes torch's tests."""
-    x, w, matrix = torch.randn(2, 5, 3, 8), torch.randn(8), torch.randn(4, 24)
+    x, w = torch.randn(2, 5, 3, 8), torch.randn(8)
     for operator, *arguments in (
         (norms._l2_operator, x, 1e-6),
         (norms._rms_operator, x, w, 1e-5, torch.float16),
         (norms._add_rms_operator, x, x.flip(0), w, 1e-5, torch.float16),
         (norms._add_rms_operator, x.half(), x, w, 1e-5, torch.float16),
-        (norms._rms_linear_operator, x, w, matrix, 1e-5),
         (norms._gated_operator, x, x.flip(0), w, 1e-5, True),
     ):
         leaves = [y.detach().requires_grad_() if isinstance(y, Tensor) else y for y in arguments]

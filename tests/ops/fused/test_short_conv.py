@@ -16,7 +16,7 @@ from deltazoo.layers import WHOLE_ROWS, ShortConvolution, describe_sequences, l2
 
 pytest.importorskip("triton")
 
-from deltazoo.ops.fused import short_conv, short_convolution, short_convolution_step  # noqa: E402
+from deltazoo.ops.fused import short_conv_kernels, short_convolution, short_convolution_step  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Convolution:
         if self.lengths:
             bounds = torch.tensor([0, *torch.tensor(self.lengths).cumsum(0)], dtype=torch.int32, device=device)
             sequences = describe_sequences(1, T, cu_seqlens=bounds)
-        enough = 1 if self.long_runs else short_conv._ENOUGH_PROGRAMS
-        with mock.patch.object(short_conv, "_ENOUGH_PROGRAMS", enough):
+        enough = 1 if self.long_runs else short_conv_kernels._ENOUGH_PROGRAMS
+        with mock.patch.object(short_conv_kernels, "_ENOUGH_PROGRAMS", enough):
             y, window = module(x, state, sequences)
             d_x, d_weight = torch.autograd.grad([y, window], [x, module.weight], [draw(*y.shape), draw(*window.shape)])
         return {"y": y.detach(), "window": window.detach(), "d_x": d_x, "d_weight": d_weight}

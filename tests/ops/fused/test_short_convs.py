@@ -13,9 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltazoo.ops.fused import short_conv
+from deltazoo.ops.fused import short_conv, short_conv_kernels
+from deltazoo.ops.fused.short_conv_kernels import short_convs
 
 LENGTHS = (1, 9, 0, 3)
+
+
+def alone(x: Tensor, weight: Tensor, sequence: Tensor | None, cu_seqlens: Tensor | None, head: int) -> Tensor:
+    return short_convs(x, None, None, weight, None, None, None, sequence, cu_seqlens, True, head, True)[0]
 
 
 def results(
@@ -36,10 +41,10 @@ def results(
     inputs, weights = [draw(rows, T, C) for C in channels], [draw(C, 1, 4) for C in channels]
     heads, packing = (head, head, v_head), (sequence, cu_seqlens)
     if together:
-        outputs = short_conv._short_convs(*inputs, *weights, *packing, True, head, v_head == head)
+        outputs = short_convs(*inputs, *weights, None, *packing, True, head, v_head == head)
     else:
         calls = zip(inputs, weights, heads, strict=True)
-        outputs = [short_conv._short_conv(x, weight, None, *packing, True, size) for x, weight, size in calls]
+        outputs = [alone(x, weight, *packing, size) for x, weight, size in calls]
     gradients = torch.autograd.grad(outputs, [*inputs, *weights], [draw(*y.shape).detach() for y in outputs])
     return [*(y.detach() for y in outputs), *gradients]
 
@@ -58,7 +63,7 @@ def check(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
     ]
     for dtype, (channels, head, v_head), packed in product(dtypes, sizes, (False, True)):
         options = device, dtype, channels, head, v_head, packed
-        with mock.patch.object(short_conv, "launch", side_effect=short_conv.launch) as launch:
+        with mock.patch.object(short_conv_kernels, "launch", side_effect=short_conv_kernels.launch) as launch:
             found = results(True, *options)
         assert launch.call_count == 2, options
         expected = results(False, *options)
@@ -75,7 +80,7 @@ def check_apart(device: str) -> None:
     for heads in ((8, 0, 0), (8, 4, 0), (8, 8, 4)):
         found = short_conv.short_convolutions(tuple(x), tuple(taps), head_dims=heads, fused=True)
         for mine, a, weight, head in zip(found, x, taps, heads, strict=True):
-            assert torch.equal(mine, short_conv._short_conv(a, weight, None, None, None, True, head))
+            assert torch.equal(mine, alone(a, weight, None, None, head))
 
 
 def test_interpreted() -> None:
@@ -94,4 +99,7 @@ if __name__ == "__main__":
     check_apart("cpu")
     x, taps = torch.randn(3, 1, 5, 16, requires_grad=True), torch.randn(3, 16, 4, requires_grad=True)
     leaves = [part.detach().requires_grad_() for part in (*x, *taps)]
-    torch.library.opcheck(short_conv._short_convs.overload, [*leaves, None, None, True, 8, False])
+    torch.library.opcheck(short_convs.overload, [*leaves, None, None, None, True, 8, False])
+    torch.library.opcheck(
+        short_convs.overload, [leaves[0], None, None, leaves[3], None, None, None, None, None, True, 8, True]
+    )

@@ -169,7 +169,7 @@ def spill_limit(call: Call, launch: Launch) -> int:
         return 16_384 if "scan" in name or call.arch != HOPPER else 4096
     if call.K == 256 and "scan" in name and call.arch != HOPPER:  # ptxas gives up on some, all spilled
         return 16_384
-    if "strong" in name or launch.arguments.get("PART") == 2:  # the way for strong decay
+    if launch.arguments.get("STRONG") or launch.arguments.get("PART") == 2:  # the way for strong decay
         return 4096
     if call.arch != HOPPER and name.startswith(
         ("prepare", "chunk_gradients")
@@ -207,7 +207,7 @@ def check(call: Call, folder: Path) -> None:
 
 
 LARGEST = ("reverse_scan(keep)",)  # in shared memory
-CHANNEL = ("prepare_channel", "chunk_gradients_channel", "chunk_gradients_strong")
+CHANNEL = ("prepare_channel", "chunk_gradients_channel", "chunk_gradients_levels(strong)")
 REPRESENTATIVE = [
     Call(HOPPER, only=("prepare", "scan(keep)", "chunk_gradients")),
     Call(HOPPER, decay="none", only=("scan(keep)(strict)",)),

@@ -13,10 +13,17 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.hub import config_class_of, model_class_of
 from deltazoo.models.modeling import DeltaRuleForCausalLM
 
-__all__ = ["load_fla_checkpoint", "modernize_state_dict", "refuse_missing_weights"]
+__all__ = [
+    "load_fla_checkpoint",
+    "model_of_weights",
+    "modernize_state_dict",
+    "read_weights",
+    "refuse_missing_weights",
+]
 
 _SHOWN = 5
 
@@ -37,14 +44,26 @@ def load_fla_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausalLM
     path = Path(path)
     values = json.loads((path / "config.json").read_text(encoding="utf-8"))
     config = config_class_of(values.get("model_type"), path).from_dict(values)
+    return model_of_weights(config, modernize_state_dict(read_weights(path)), path, **kwargs)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint's safetensors files, by name; ValueError if there are none."""
     files = _weight_files(path)
     if not files:
         raise ValueError(f"no safetensors files in {path}; pickled weights are not read")
-    state = {name: x for file in files for name, x in load_file(file).items()}
+    return {name: x for file in files for name, x in load_file(file).items()}
+
+
+def model_of_weights(
+    config: DeltaRuleConfig, state: dict[str, Tensor], path: Path, **kwargs: Any
+) -> DeltaRuleForCausalLM:
+    """The causal language model of a configuration with all its weights; ValueError if `state`, of `path`, lacks some.
+
+    `kwargs` are for `from_pretrained`.
+    """
     model_class = model_class_of(type(config), "ForCausalLM")
-    model, info = model_class.from_pretrained(
-        None, config=config, state_dict=modernize_state_dict(state), output_loading_info=True, **kwargs
-    )
+    model, info = model_class.from_pretrained(None, config=config, state_dict=state, output_loading_info=True, **kwargs)
     refuse_missing_weights(info["missing_keys"], path)
     return model
 

@@ -11,7 +11,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -19,6 +18,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from deltazoo.compat.native.exporting import replaced_tokenizer
 from deltazoo.compat.transformers import accelerate
 from deltazoo.compat.transformers.arrangements import LAYER_ARRANGEMENTS
 from deltazoo.compat.transformers.packing import layers_over_neighbours
@@ -27,10 +27,6 @@ from deltazoo.runtime import RuntimeOptions
 
 _WITHOUT_EFFECT = ("use_cache", "pretraining_tp", "mtp_loss_scaling_factor")
 """Fields of configurations that training in transformers' classes does not read."""
-
-_PROBE = "The 1st line,\n\n  and\tits 2 numbers: 12345, 0.6 don't. D\u00e9j\u00e0 vu \u4e2d\u6587 {x: y}  "
-"""Text that tokenizers split in different ways."""
-
 
 _SERVED_NAMES = {
     "olmo_hybrid": {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
@@ -111,20 +107,16 @@ def refuse_unrunnable(model: PreTrainedModel) -> None:
 
 
 def refuse_replaced_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if transformers would load another tokenizer with a checkpoint of the model.
-
-    For some model types it takes the class of their published checkpoints whatever a checkpoint says.
-    """
+    """Raise ValueError if transformers would load another tokenizer with a checkpoint of the model."""
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        loaded = AutoTokenizer.from_pretrained(folder)
-    if len(loaded) != len(tokenizer) or loaded(_PROBE).input_ids != tokenizer(_PROBE).input_ids:
-        name = model.config.model_type
+        replaced = replaced_tokenizer(tokenizer, folder)
+    if replaced is not None:
         raise ValueError(
-            f"transformers {transformers.__version__} loads a {type(loaded).__name__} with every checkpoint of {name}, "
-            "which would split text in another way than this tokenizer: give tokenizer.kind=pretrained and one of that "
-            "class as tokenizer.path, or train another model.architecture"
+            f"transformers {transformers.__version__} loads a {replaced} with every checkpoint of "
+            f"{model.config.model_type}, which would split text in another way than this tokenizer: give "
+            "tokenizer.kind=pretrained and one of that class as tokenizer.path, or train another model.architecture"
         )
 
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from deltazoo.generation.batch import PACKING_ARGUMENTS
 from deltazoo.ops.autograd_modes import scans_again
 
-__all__ = ["StackCall", "UnknownArgument", "surroundings"]
+__all__ = ["StackCall", "UnknownArgument", "autocast_of", "surroundings"]
 
 _UNREAD = (*PACKING_ARGUMENTS, "max_length_q", "max_length_k", "num_items_in_batch")
 """Arguments that transformers hands to every block for losses and for kernels of packed rows, neither of which a
@@ -83,13 +83,13 @@ class StackCall:
             return number
         if isinstance(value, Tensor):
             node = self._tensor(value)
+        elif kind in (list, tuple):
+            node = (kind, None, *map(self._node, value))
         elif kind is dict:
             names = tuple(name for name in value if name not in _UNREAD)
-            node = (dict, names, *[self._node(value[name]) for name in names])
-        elif kind in (list, tuple) or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
-            node = (kind, *[self._node(part) for part in value])
-        elif is_dataclass(kind):
-            names = tuple(field.name for field in fields(value) if field.init)
+            node = (kind, names, *[self._node(value[name]) for name in names])
+        elif is_dataclass(kind) or hasattr(kind, "_fields"):
+            names = getattr(kind, "_fields", None) or tuple(field.name for field in fields(value) if field.init)
             node = (kind, names, *[self._node(getattr(value, name)) for name in names])
         elif isinstance(value, Cache):
             raise UnknownArgument("a cache is kept: pass use_cache=False")
@@ -112,20 +112,23 @@ def _put_together(kind: Any, parts: list[Any], tensors: Sequence[Tensor], values
         return parts[1]
     if kind == "tensor":
         return tensors[parts[0]]
-    if kind in (list, tuple):
-        return kind(values[number] for number in parts)
-    if hasattr(kind, "_fields"):
-        return kind(*[values[number] for number in parts])
     names, *numbers = parts
-    return kind(**{name: values[number] for name, number in zip(names, numbers, strict=True)})
+    found = [values[number] for number in numbers]
+    return kind(found) if names is None else kind(**dict(zip(names, found, strict=True)))
+
+
+def autocast_of(device: str) -> tuple[str, torch.dtype, bool, bool]:
+    """Arguments of `torch.autocast` as it is now."""
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    return device, dtype, enabled, torch.is_autocast_cache_enabled()
 
 
 def surroundings(x: Tensor) -> tuple[Any, ...]:
     """All that a graph depends on besides arguments and model: the form of its input, and switches of the process."""
-    device, cuda = x.device.type, torch.backends.cuda
+    cuda = torch.backends.cuda
     return (
         (x.shape, x.stride(), x.dtype, x.device, x.requires_grad),
-        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()),
+        autocast_of(x.device.type),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]

@@ -10,9 +10,11 @@ So hooks of the parameters do not run then, and nodes that DDP keeps for them st
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,10 +22,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deltazoo.generation.capture import beside_current, capture_graph, free_bytes
-from deltazoo.models.captured_training.call import StackCall
-from deltazoo.models.captured_training.conditions import Settings, Weights, checkpointing_of, why_not_blocks
+from deltazoo.models.captured_training.blocks_state import BlocksState, modules_of
+from deltazoo.models.captured_training.call import StackCall, autocast_of
+from deltazoo.models.captured_training.conditions import checkpointing_of, why_not_blocks
 
-__all__ = ["CapturedStack", "GraphMemory", "NotCapturedError", "Token"]
+__all__ = ["CapturedStack", "GraphMemory", "NotCapturedError"]
 
 _SPARE = 2.2
 """Free memory that a capture needs, in sizes of what its graphs keep: an eager step of other rows must fit beside."""
@@ -33,48 +36,45 @@ class NotCapturedError(RuntimeError):
     """Blocks that cannot be captured, and why."""
 
 
-class Token:
-    """A forward pass; it lives as long as what was computed from it may be differentiated."""
+class _ForwardPass:
+    """A replayed forward pass; it lives as long as what was computed from it may be differentiated."""
 
-    def __init__(self) -> None:
-        self.done = False
+    done = False  # whether the backward pass has used up its activations
 
 
 class GraphMemory:
     """The memory that all graphs of a model share, one stream for their capture, and whose activations it holds."""
 
     def __init__(self, device: torch.device) -> None:
-        self._token: Callable[[], Token | None] = lambda: None
-        self.device = device
-        self.stream: torch.cuda.Stream | None = None
-        self.pool: Any = None
-        self._last: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self.device, on_gpu = device, device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if on_gpu else None
+        self.pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._last_stream: torch.cuda.Stream | None = None
+        self._last_pass: Callable[[], _ForwardPass | None] = lambda: None
 
     @property
     def pending(self) -> bool:
         """Whether it holds the activations of a forward pass whose backward pass may still come."""
-        token = self._token()
-        return token is not None and not token.done
+        last = self._last_pass()
+        return last is not None and not last.done
 
-    def take(self) -> Token:
-        """The token of a new forward pass, which overwrites the activations of the last one."""
-        token = Token()
-        self._token = weakref.ref(token)
-        return token
+    def take(self) -> _ForwardPass:
+        """A new forward pass, which overwrites the activations of the last one."""
+        new = _ForwardPass()
+        self._last_pass = weakref.ref(new)
+        return new
 
-    def holds(self, token: Token) -> bool:
+    def holds(self, forward_pass: _ForwardPass) -> bool:
         """Whether the activations are those of this forward pass, untouched."""
-        return not token.done and self._token() is token
+        return not forward_pass.done and self._last_pass() is forward_pass
 
     def on_current_stream(self) -> None:
         """Let the current stream wait for the one of the last replay, if it is another one."""
         if self.stream is not None:
             current = torch.cuda.current_stream(self.device)
-            if self._last is not None and self._last != current:
-                current.wait_stream(self._last)
-            self._last = current
+            if self._last_stream is not None and self._last_stream != current:
+                current.wait_stream(self._last_stream)
+            self._last_stream = current
 
 
 class CapturedStack:
@@ -87,6 +87,8 @@ class CapturedStack:
         memory: that its graphs share with others of the model.
 
     Attributes:
+        state: of the blocks that the graphs are good for.
+        stale: calls one after another that met another state.
         nbytes: what the graphs keep between forward and backward pass, gradients included.
 
     Raises:
@@ -97,39 +99,36 @@ class CapturedStack:
     def __init__(self, call: StackCall, x: Tensor, config: Any, memory: GraphMemory) -> None:
         if reason := why_not_blocks(call.blocks, x.device):
             raise NotCapturedError(reason)
-        self.call, self.memory, self.stale = call.without_tensors(), memory, 0
-        self.settings, self.weights = Settings(call.blocks, config), Weights(call.blocks)
+        self.call, self.memory, self.state = call.without_tensors(), memory, BlocksState(call.blocks, config)
         self.generator = torch.cuda.default_generators[x.device.index] if x.is_cuda else torch.default_generator
-        self.autocast = _autocast_of(x.device.type)
+        self.autocast = autocast_of(x.device.type)
         self.x = x.detach().clone().requires_grad_(x.requires_grad)
         self.tensors = [tensor.clone() for tensor in call.tensors]
-        self.trained: list[Tensor] = [p for p in self.weights.parameters if p.requires_grad]
-        self.draws, self.nbytes = False, 0
+        self.trained: list[Tensor] = [p for p in self.state.parameters if p.requires_grad]
+        self.draws, self.nbytes, self.stale = False, 0, 0
         self._live: Tensor | None = None
-        state = self.generator.get_state()
+        self._aliases = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.state.parameters}
+        random_state = self.generator.get_state()
         try:
             with torch.cuda.device(x.device) if x.is_cuda else nullcontext(), _checkpoints_without_states(call.blocks):
-                self._capture(state)
-            if not self.is_up_to_date():
+                self._rehearse(random_state)
+                torch.clear_autocast_cache()
+                (self.hidden,), self._replay_forward = self._record(self._forward)
+                torch.clear_autocast_cache()
+                self.d_hidden = torch.zeros_like(self.hidden)
+                gradients, self._replay_backward = self._record(self._backward)
+                self.gradients = [list(group) for _, group in groupby(gradients, attrgetter("dtype"))]
+            if not self.state.same():
                 raise NotCapturedError("a block changes its own attributes while it runs")
         finally:
             self._live = None
-            self.generator.set_state(state)
+            self.generator.set_state(random_state)
             torch.clear_autocast_cache()
-
-    def _capture(self, state: Tensor) -> None:
-        self._rehearse(state)
-        torch.clear_autocast_cache()
-        (self.hidden,), self._replay_forward = self._record(self._forward)
-        torch.clear_autocast_cache()
-        self.d_hidden = torch.zeros_like(self.hidden)
-        self.gradients, self._replay_backward = self._record(self._backward)
-        self._copies = _Copies(self.gradients)
         if self.x.is_cuda:
             self._aliases.clear()  # they would keep the memory of weights that are moved
 
     def _forward(self) -> list[Tensor]:
-        with torch.enable_grad(), self._aliased():
+        with torch.enable_grad(), self.state.with_parameters(self._aliases):
             self._live = self.call.plain_run(self.x, self.tensors)
         return [self._live]
 
@@ -137,21 +136,19 @@ class CapturedStack:
         return [d for d in self._gradients(self.d_hidden) if d is not None]
 
     def _gradients(self, d_hidden: Tensor) -> Sequence[Tensor | None]:
-        inputs = [*([self.x] if self.x.requires_grad else []), *[self._aliases[id(p)] for p in self.trained]]
-        with self._aliased():
-            return torch.autograd.grad(self._live, inputs, d_hidden, allow_unused=True)  # type: ignore[arg-type]
+        with self.state.with_parameters(self._aliases):
+            return self._differentiated(self._live, self.x, self._aliases, d_hidden)
 
-    @contextmanager
-    def _aliased(self) -> Iterator[None]:
-        if not hasattr(self, "_aliases"):
-            made = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.weights.parameters}
-            self._aliases = made
-        with _in_place_of_parameters(self.weights, self._aliases):
-            yield
+    def _differentiated(
+        self, hidden: Any, x: Tensor, parameters: Mapping[int, Tensor], d_hidden: Tensor, **options: bool
+    ) -> Sequence[Tensor | None]:
+        """Gradients of x, if it has one, and of what stands for the trained parameters."""
+        inputs = [*([x] if self.x.requires_grad else []), *[parameters[id(p)] for p in self.trained]]
+        return torch.autograd.grad(hidden, inputs, d_hidden, allow_unused=True, **options)
 
-    def _rehearse(self, state: Tensor) -> None:
+    def _rehearse(self, random_state: Tensor) -> None:
         """Run once as the capture will, and raise if that shows that it cannot be captured."""
-        buffers = [x for _, _, x in self.weights.places if not isinstance(x, nn.Parameter)]
+        buffers = [x for _, _, x in self.state.places if not isinstance(x, nn.Parameter)]
         before = [(x, x._version, x.clone()) for x in buffers]
         waits: list[str] = []
         if self.x.is_cuda:
@@ -160,10 +157,10 @@ class CapturedStack:
             with beside_current(self.memory.stream), _watched(waits, self.x.is_cuda):
                 allocated = _allocated(self.x.device)
                 (hidden,) = self._forward()
-                kept = _allocated(self.x.device) - allocated
-                self.draws = not torch.equal(self.generator.get_state(), state)
+                self.nbytes = _allocated(self.x.device) - allocated
+                self.draws = not torch.equal(self.generator.get_state(), random_state)
                 gradients = self._gradients(torch.zeros_like(hidden))
-                kept += sum(d.nbytes for d in gradients if d is not None) if self.x.is_cuda else 0
+                self.nbytes += sum(d.nbytes for d in gradients if d is not None) if self.x.is_cuda else 0
                 del hidden
                 self._live = None
         finally:
@@ -174,18 +171,14 @@ class CapturedStack:
             raise NotCapturedError("a block writes to its buffers")
         if waits:
             raise NotCapturedError(f"a block waits for the device: {waits[0]}")
-        if self.draws and self._runs_twice():
+        if self.draws and any(map(_runs_twice, modules_of(self.call.blocks))):
             raise NotCapturedError("blocks that run again in the backward pass would draw other random numbers")
-        self.nbytes = kept
-        if kept * _SPARE > (free := free_bytes(self.x.device)):
-            raise NotCapturedError(f"{kept * _SPARE / 2**30:.1f} GiB would be needed, and {free / 2**30:.1f} are free")
-        used = gradients[1:] if self.x.requires_grad else gradients
+        if (needed := self.nbytes * _SPARE) > (free := free_bytes(self.x.device)):
+            raise NotCapturedError(f"{needed / 2**30:.1f} GiB would be needed, and {free / 2**30:.1f} are free")
         # Autograd runs hooks for a gradient of None, too: DDP would take the parameter for ready.
-        self.trained = [p for p, d in zip(self.trained, used, strict=True) if d is not None]
-
-    def _runs_twice(self) -> bool:
-        modules = [module for block in self.call.blocks for module in block.modules()]
-        return any(checkpointing_of(m)[0] is not None or vars(m).get("recompute") == "block" for m in modules)
+        used = gradients[len(gradients) - len(self.trained) :]
+        trained = [p for p, d in zip(self.trained, used, strict=True) if d is not None]
+        self.trained = sorted(trained, key=lambda p: str(p.dtype))  # gradients of one dtype are copied together
 
     def _record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], object]]:
         """What a run gives, at addresses that a replay writes to; and the replay."""
@@ -198,92 +191,73 @@ class CapturedStack:
             self._live = None
         return [_borrowed(y.detach()) for y in results], graph.replay
 
-    def is_up_to_date(self) -> bool:
-        """Whether modules, settings and weights are those of the capture; whether in place, `weights` says."""
-        return self.weights.same() and self.settings.same()
-
     def run(self, call: StackCall, x: Tensor) -> Tensor | None:
-        """Hidden states `[B, T, D]` by a replay; None if the settings have changed, and nothing else then."""
-        state = self.generator.get_state() if self.draws else None
+        """Hidden states `[B, T, D]` by a replay; None if the blocks are in another state, and nothing else then."""
+        random_state = self.generator.get_state() if self.draws else None
         # As `_Replay.apply`, without its looks at every argument: there are no function transforms here.
-        out = super(torch.autograd.Function, _Replay).apply(self, call, state, x, *self.trained)
-        if not self.is_up_to_date():  # the device computes meanwhile
-            if state is not None:
-                self.generator.set_state(state)
-            return None
-        return out
+        out = super(torch.autograd.Function, _Replay).apply(self, call, random_state, x, *self.trained)
+        if self.state.same():  # the device computes meanwhile
+            return out
+        if random_state is not None:
+            self.generator.set_state(random_state)
+        return None
 
     def replay_forward(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """A copy of the hidden states."""
+        """A copy of the hidden states, where autograd does not record."""
         self.memory.on_current_stream()
-        with torch.no_grad():
-            self.x.copy_(x)
-            for place, value in zip(self.tensors, tensors, strict=True):
-                place.copy_(value)
+        torch._foreach_copy_([self.x, *self.tensors], [x, *tensors])
         self._replay_forward()
         return self.hidden.clone()
 
-    def replay_backward(self, d_hidden: Tensor) -> list[Tensor | None]:
-        """Copies of the gradients: of x, or None, then of the trained parameters."""
+    def replay_backward(self, d_hidden: Tensor) -> list[Tensor]:
+        """Copies of the gradients: of x, if it has one, then of the trained parameters."""
         self.memory.on_current_stream()
         self.d_hidden.copy_(d_hidden)
         self._replay_backward()
-        copies: list[Tensor | None] = [*self._copies.make()]
-        return copies if self.x.requires_grad else [None, *copies]
+        # The one function of torch that allocates and writes many tensors at once; times one changes no bit.
+        return [*chain.from_iterable([torch._foreach_mul(gradients, 1) for gradients in self.gradients])]
 
     def gradients_again(
-        self, x: Tensor, tensors: Sequence[Tensor], d_hidden: Tensor, state: Tensor | None
-    ) -> list[Tensor | None]:
+        self, x: Tensor, tensors: Sequence[Tensor], d_hidden: Tensor, random_state: Tensor | None
+    ) -> Sequence[Tensor | None]:
         """Gradients as of `replay_backward`, from an eager run; differentiable where autograd records."""
-        if not (self.weights.in_place() and self.is_up_to_date()):
+        if not (self.state.in_place() and self.state.same()):
             raise RuntimeError("the model has changed since the forward pass that is differentiated once more")
-        create_graph = torch.is_grad_enabled()
-        now = self.generator.get_state()
-        with torch.enable_grad():
-            parts = {id(p): p.view_as(p) for p in self.weights.parameters}
-            x = x.view_as(x)
-            device, dtype, enabled, cached = self.autocast
-            try:
-                if state is not None:
-                    self.generator.set_state(state)
-                with (
-                    torch.autocast(device, dtype, enabled, cached),
-                    _in_place_of_parameters(self.weights, parts),
-                ):
+        create_graph, now = torch.is_grad_enabled(), self.generator.get_state()
+        try:
+            if random_state is not None:
+                self.generator.set_state(random_state)
+            with torch.enable_grad(), torch.autocast(*self.autocast):
+                x, parts = x.view_as(x), {id(p): p.view_as(p) for p in self.state.parameters}
+                with self.state.with_parameters(parts):
                     hidden = self.call.plain_run(x, tensors)
-                    inputs = [*([x] if self.x.requires_grad else []), *[parts[id(p)] for p in self.trained]]
-                    found = torch.autograd.grad(hidden, inputs, d_hidden, create_graph=create_graph, allow_unused=True)
-            finally:
-                self.generator.set_state(now)
-        return list(found) if self.x.requires_grad else [None, *found]
+                return self._differentiated(hidden, x, parts, d_hidden, create_graph=create_graph)
+        finally:
+            self.generator.set_state(now)
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graph: CapturedStack, call: StackCall, state: Tensor | None, x: Tensor, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, stack: CapturedStack, call: StackCall, random_state: Any, x: Tensor, *_: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.graph, ctx.state, ctx.token = graph, state, graph.memory.take()
-        ctx.versions = graph.weights.versions()
-        ctx.save_for_backward(x, *call.tensors)
-        return graph.replay_forward(x, call.tensors)
+        ctx.stack, ctx.random_state, ctx.forward_pass = stack, random_state, stack.memory.take()
+        # Autograd raises for those that are changed in place before the backward pass.
+        ctx.save_for_backward(x, *call.tensors, *stack.state.parameters)
+        return stack.replay_forward(x, call.tensors)
 
     @staticmethod
     def backward(ctx: Any, d_hidden: Tensor | None) -> Any:
-        graph = ctx.graph
+        stack = ctx.stack
         if d_hidden is None:
-            return (None, None, None, None, *[None] * len(graph.trained))
-        if graph.weights.versions() != ctx.versions:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                "parameter of the blocks, between a captured forward pass and its backward pass"
-            )
-        if torch.is_grad_enabled() or not graph.memory.holds(ctx.token):
-            x, *tensors = ctx.saved_tensors
-            gradients = graph.gradients_again(x, tensors, d_hidden, ctx.state)
+            return (None,) * (4 + len(stack.trained))
+        x, *others = ctx.saved_tensors
+        if torch.is_grad_enabled() or not stack.memory.holds(ctx.forward_pass):
+            tensors = others[: len(stack.tensors)]
+            gradients = stack.gradients_again(x, tensors, d_hidden, ctx.random_state)
         else:
-            gradients = graph.replay_backward(d_hidden)
-            ctx.token.done = True
-        return None, None, None, *gradients
+            gradients = stack.replay_backward(d_hidden)
+            ctx.forward_pass.done = True
+        return (*(None,) * (4 - stack.x.requires_grad), *gradients)
 
 
 def _run_again(run: Callable[[], list[Tensor]], outputs: list[Tensor]) -> None:
@@ -292,27 +266,18 @@ def _run_again(run: Callable[[], list[Tensor]], outputs: list[Tensor]) -> None:
         place.copy_(y.detach())
 
 
-@contextmanager
-def _in_place_of_parameters(weights: Weights, others: dict[int, Any]) -> Iterator[None]:
-    """Put other tensors in the places of parameters within this context, by the parameters' ids."""
-    places = [(by, name, by[name], others[id(x)]) for by, name, x in weights.places if id(x) in others]
-    for by, name, _, other in places:
-        by[name] = other
-    try:
-        yield
-    finally:
-        for by, name, before, _ in places:
-            by[name] = before
+def _runs_twice(module: nn.Module) -> bool:
+    return checkpointing_of(module)[0] is not None or vars(module).get("recompute") == "block"
 
 
 @contextmanager
 def _checkpoints_without_states(blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Gradient checkpointing that does not save the state of random generators, which a capture cannot read."""
     replaced = []
-    for module in {id(m): m for block in blocks for m in block.modules()}.values():
+    for module in modules_of(blocks):
         options, _ = checkpointing_of(module)
         if options is not None:
-            attributes = vars(module)
+            attributes: dict[str, Any] = vars(module)
             replaced.append((attributes, attributes["_gradient_checkpointing_func"]))
             options = {**options, "preserve_rng_state": False}
             attributes["_gradient_checkpointing_func"] = partial(checkpoint, **options)
@@ -337,8 +302,7 @@ def _watched(waits: list[str], on_gpu: bool) -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    messages = [str(warning.message) for warning in caught]
-    waits += [f"{w.filename}:{w.lineno}" for w, m in zip(caught, messages, strict=True) if "synchronizing CUDA" in m]
+    waits += [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA" in str(w.message)]
 
 
 def _borrowed(x: Tensor) -> Tensor:
@@ -347,32 +311,6 @@ def _borrowed(x: Tensor) -> Tensor:
     there = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), x.device, storage.nbytes())
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
     return empty.set_(there, x.storage_offset(), x.shape, x.stride())
-
-
-class _Copies:
-    """Copies of tensors that always lie at the same addresses, a launch or a few for each dtype."""
-
-    def __init__(self, originals: Sequence[Tensor]) -> None:
-        self._count = len(originals)
-        self._groups: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
-        for number, x in enumerate(originals):
-            numbers, tensors = self._groups.setdefault(x.dtype, ([], []))
-            numbers.append(number)
-            tensors.append(x)
-
-    def make(self) -> list[Tensor]:
-        """New copies, each with memory of its own."""
-        copies: list[Any] = [None] * self._count
-        for numbers, tensors in self._groups.values():
-            # The one function of torch that allocates and writes many tensors at once; times one changes no bit.
-            for number, copied in zip(numbers, torch._foreach_mul(tensors, 1), strict=True):
-                copies[number] = copied
-        return copies
-
-
-def _autocast_of(device: str) -> tuple[str, torch.dtype, bool, bool]:
-    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return device, dtype, enabled, torch.is_autocast_cache_enabled()
 
 
 def _allocated(device: torch.device) -> int:

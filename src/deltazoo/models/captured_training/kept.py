@@ -4,7 +4,6 @@ A shape is captured when it comes for the third time, in that call. The calls be
 that no graph fits, with a reason that is counted.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from deltazoo.models.captured_training.call import StackCall, UnknownArgument, s
 from deltazoo.models.captured_training.conditions import why_not_now
 from deltazoo.models.captured_training.graphs import CapturedStack, GraphMemory, NotCapturedError
 
-__all__ = ["describe_captured", "forget_captured", "note_eager", "run_blocks", "wants_capture"]
+__all__ = ["forget_captured", "note_eager", "run_blocks"]
 
 _Calls = Sequence[tuple[nn.Module, Mapping[str, Any]]]
 _ATTRIBUTE = "_captured_training"
@@ -28,16 +27,10 @@ _MOST_FORMS = 512
 """Forms whose calls are counted."""
 _MOST_RECAPTURES = 3
 """Of stacks that were dropped because the model changed."""
-_MOST_FAILURES = 2
-_CALLS_UNTIL_NEXT_TRY = 50
-"""After blocks could not be captured as they were; each time twice as many."""
+_CALLS_UNTIL_NEXT_TRY = 100
+"""After blocks could not be captured as they were."""
 _PATIENCE = 3
 """Calls with other settings than a stack was captured with before it is dropped: hooks may be there for a step."""
-
-
-def wants_capture(option: str | bool | None) -> bool:
-    """Whether the runtime option `captured_training` has this value for models that may be captured."""
-    return option is not False
 
 
 def run_blocks(model: Any, calls: _Calls, x: Tensor, *, wanted: bool = True) -> Tensor:
@@ -58,12 +51,6 @@ def run_blocks(model: Any, calls: _Calls, x: Tensor, *, wanted: bool = True) -> 
 def note_eager(model: Any, reason: str) -> None:
     """Count a training step that runs eagerly, for `deltazoo.report`."""
     _kept(model).reasons[reason] += 1
-
-
-def describe_captured(model: nn.Module) -> str | None:
-    """How the training steps of a model have run, and why; None if there have been none."""
-    kept = next((vars(m)[_ATTRIBUTE] for m in model.modules() if _ATTRIBUTE in vars(m)), None)
-    return None if kept is None else kept.describe()
 
 
 def forget_captured(model: nn.Module) -> None:
@@ -92,10 +79,9 @@ class _KeptStacks:
         self.memory: GraphMemory | None = None
         self.seen: Counter[Any] = Counter()
         self.reasons: Counter[str] = Counter()
-        self.replayed = self.recaptures = self.failures = 0
-        self.failed: dict[Any, str] = {}
-        self.tries: Counter[Any] = Counter()
-        self.off: str | None = None
+        self.replayed = self.recaptures = 0
+        self.not_captured: dict[Any, str] = {}
+        self.captures_no_more: str | None = None
 
     def __deepcopy__(self, memo: object) -> "_KeptStacks":
         return _KeptStacks()
@@ -115,78 +101,76 @@ class _KeptStacks:
         except torch.OutOfMemoryError:
             if not self.stacks:
                 raise
-        self.off = "memory ran out in an eager step, and the graphs were given up"
+        self._give_up("memory ran out in an eager step, and the graphs were given up")
+        return _run(calls, x)
+
+    def _give_up(self, reason: str) -> str:
+        self.captures_no_more = reason
         self.stacks.clear()
         torch.cuda.empty_cache()
-        return _run(calls, x)
+        return reason
 
     def _replay(self, config: Any, calls: _Calls, x: Tensor) -> Tensor | str:
         """The hidden states by a replay, or why there is none."""
-        reason = self.off or why_not_now(x)
-        if reason is not None:
+        if reason := why_not_now(x):
             return reason
         try:
             call = StackCall(calls)
             form = call.form, surroundings(x)
-            found = self.stacks.get(form)
+            stack = self.stacks.get(form) or self._capture(form, call, x, config)
         except UnknownArgument as error:
             return str(error)
-        stack = found or self._capture(form, call, x, config)
         if isinstance(stack, str):
             return stack
         if stack.memory.pending:
             return "the backward pass of an earlier forward pass is still to come"
-        if not stack.weights.in_place():
+        if not stack.state.in_place():
             return self._drop(form, "parameters or buffers have been moved")
-        out = None if stack.stale and not stack.is_up_to_date() else stack.run(call, x)
-        if out is None:
-            stack.stale += 1
-            reason = "modules, weights, hooks or settings of the blocks have changed"
-            return self._drop(form, reason) if stack.stale > _PATIENCE else reason
-        stack.stale = 0
-        return out
+        out = None if stack.stale and not stack.state.same() else stack.run(call, x)
+        if out is not None:
+            stack.stale = 0
+            return out
+        stack.stale += 1
+        reason = "modules, weights, hooks or settings of the blocks have changed"
+        return self._drop(form, reason) if stack.stale > _PATIENCE else reason
 
     def _drop(self, form: Any, reason: str) -> str:
         del self.stacks[form]
         self.recaptures += 1
+        if self.recaptures > _MOST_RECAPTURES:
+            self.captures_no_more = f"the blocks have changed more than {_MOST_RECAPTURES} times"
         return reason
 
     def _capture(self, form: Any, call: StackCall, x: Tensor, config: Any) -> CapturedStack | str:
         """A captured stack for calls of this form, or why there is none now."""
+        if self.captures_no_more is not None:
+            return self.captures_no_more
         if len(self.seen) == _MOST_FORMS:
             self.seen.clear()
+            self.not_captured.clear()
         self.seen[form] += 1
         if self.seen[form] <= _EAGER_CALLS:
-            if form in self.failed:
-                return self.failed[form]
-            return f"a shape is captured when it comes for the {_EAGER_CALLS + 1}rd time"
+            first = f"a shape is captured when it comes for the {_EAGER_CALLS + 1}rd time"
+            return self.not_captured.get(form, first)
         if len(self.stacks) == _MOST_GRAPHS:
             return f"{_MOST_GRAPHS} shapes are captured already: pad to fewer ones (pad_to_multiple_of)"
-        if self.recaptures > _MOST_RECAPTURES:
-            return f"the blocks have changed more than {_MOST_RECAPTURES} times"
         if self.memory is None or self.memory.device != x.device:
             self.memory = GraphMemory(x.device)
         if self.memory.pending:
             return "the backward pass of an earlier forward pass is still to come"
         try:
-            stack = CapturedStack(call, x, config, self.memory)
+            self.stacks[form] = CapturedStack(call, x, config, self.memory)
         except NotCapturedError as error:
-            self.failed[form] = str(error)
-            self.seen[form] = -_CALLS_UNTIL_NEXT_TRY * 2 ** self.tries[form]
-            self.tries[form] += 1
+            self.seen[form], self.not_captured[form] = -_CALLS_UNTIL_NEXT_TRY, str(error)
+            return str(error)
         except Exception as error:  # blocks and drivers raise what they like: the step runs eagerly
-            self.failed[form] = f"the capture failed ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-            self.seen[form] = -sys.maxsize
-            self.failures += 1
+            reason = f"the capture failed ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
             if isinstance(error, torch.OutOfMemoryError):
-                self.stacks.clear()
-            if self.failures == _MOST_FAILURES or isinstance(error, torch.OutOfMemoryError):
-                self.off = self.failed[form]
-        else:
-            self.failed.pop(form, None)
-            self.stacks[form] = stack
-            return stack
-        return self.failed[form]
+                return self._give_up(reason)
+            self.captures_no_more = reason
+            return reason
+        self.not_captured.pop(form, None)
+        return self.stacks[form]
 
     def describe(self) -> str:
         """Lines for `deltazoo.report`."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deltazoo.generation.batch import PACKING_ARGUMENTS
 from deltazoo.generation.cache_argument import CACHE
 from deltazoo.generation.capture import graphs_run_on
-from deltazoo.models.captured_training.kept import forget_captured, note_eager, run_blocks, wants_capture
+from deltazoo.models.captured_training.kept import forget_captured, note_eager, run_blocks
 from deltazoo.models.forward_arguments import remove_pre_hook
 
 __all__ = ["capture_library_blocks", "release_library_blocks"]
@@ -135,7 +135,8 @@ def _begin(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling() or not trains or _loop() is not None:
         return
     _, blocks = _blocks_of(base)  # type: ignore[misc]
-    if not _wants(base) or any(isinstance(block, _Recorder) for block in blocks):  # of another thread
+    wanted = getattr(getattr(base, "runtime", None), "captured_training", None) is not False
+    if not wanted or any(isinstance(block, _Recorder) for block in blocks):  # of another thread
         return
     unknown = [name for name, value in kwargs.items() if value is not None and name not in _KNOWN_ARGUMENTS]
     if unknown:
@@ -152,8 +153,3 @@ def _end(base: nn.Module, args: Any, output: Any) -> None:
     if loop is not None and loop.base is base:
         _of_thread.loop = None
         loop.end(failed=output is None)
-
-
-def _wants(base: Any) -> bool:
-    runtime = getattr(base, "runtime", None)
-    return wants_capture(None if runtime is None else runtime.captured_training)

@@ -20,7 +20,7 @@ __getattr__ = lazy_names(
         "keys": ("comba_keys", "erase_gain", "q_delta_key", "qed_key", "squared_norm"),
         "loss": ("IGNORED", "linear_cross_entropy"),
         "moment": ("decayed_sum", "scaled_key", "takes_decayed_sum", "weighted_squares"),
-        "norms": ("add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm", "rms_norm_linear"),
+        "norms": ("add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm"),
         "rotary": ("rotate",),
         "short_conv": ("causal_sum", "depthwise_sum", "short_convolution", "short_convolutions"),
         "short_conv_step": ("short_convolution_step",),

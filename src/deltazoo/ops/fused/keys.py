@@ -331,10 +331,16 @@ _rule_keys = row_operator(
 
 
 @triton.jit(do_not_specialize=["R"])
-def squared_norm_forward_kernel(k, n, R, K: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+def key_products_kernel(k, erase_key, product, R, K: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """`e . k`, or without erase keys `|k|^2`."""
     rows, columns, row_mask, mask = key_rows(R, K, BR, BD)
-    X = tl.minimum(tl.abs(load_tile(k, rows, columns, mask, K)), 1e15)
-    tl.store(n + rows, tl.sum(X * X, axis=1), mask=row_mask)
+    X = load_tile(k, rows, columns, mask, K)
+    if erase_key is None:
+        X = tl.minimum(tl.abs(X), 1e15)
+        tl.store(product + rows, tl.sum(X * X, axis=1), mask=row_mask)
+    else:
+        X *= load_tile(erase_key, rows, columns, mask, K)
+        tl.store(product + rows, tl.sum(X, axis=1), mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -345,17 +351,10 @@ def squared_norm_backward_kernel(k, d_n, d_k, R, K: tl.constexpr, BR: tl.constex
     keep_tile(d_k, tl.where(tl.abs(X) <= 1e15, 2 * d[:, None] * X, 0.0), rows, columns, mask, K)
 
 
-@triton.jit(do_not_specialize=["R"])
-def erase_gain_kernel(k, erase_key, gain, R, K: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    rows, columns, row_mask, mask = key_rows(R, K, BR, BD)
-    products = load_tile(k, rows, columns, mask, K) * load_tile(erase_key, rows, columns, mask, K)
-    tl.store(gain + rows, tl.sum(products, axis=1), mask=row_mask)
-
-
-def _norm_forward(k):
-    n = _like_heads(k)
-    launch(squared_norm_forward_kernel, key_constants(k.shape), k, n)
-    return n
+def _products(k, erase_key=None):
+    product = _like_heads(k)
+    launch(key_products_kernel, key_constants(k.shape), k, erase_key, product)
+    return product
 
 
 def _norm_backward(k, d_n):
@@ -364,17 +363,11 @@ def _norm_backward(k, d_n):
     return d_k
 
 
-def _gain(k, erase_key):
-    gain = _like_heads(k)
-    launch(erase_gain_kernel, key_constants(k.shape), k, erase_key, gain)
-    return gain
-
-
 def _like_heads(k, *_):
     return k.new_empty(k.shape[:-1], dtype=torch.float32)
 
 
-_squared_norm = row_operator("squared_norm(Tensor k) -> Tensor", _norm_forward, _norm_backward, fake=_like_heads)
+_squared_norm = row_operator("squared_norm(Tensor k) -> Tensor", _products, _norm_backward, fake=_like_heads)
 
 _GAIN = "erase_gain(Tensor k, Tensor erase_key) -> Tensor"
-_erase_gain = Operator(_GAIN, _gain, _like_heads, contiguous=True)
+_erase_gain = Operator(_GAIN, _products, _like_heads, contiguous=True)

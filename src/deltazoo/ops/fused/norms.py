@@ -3,11 +3,9 @@
     l2_norm             y = x / sqrt(sum x^2 + eps)
     rms_norm            y = x / sqrt(mean x^2 + eps) * w                                            (arXiv:1910.07467)
     add_rms_norm        the same of total = x + residual, and total
-    rms_norm_linear     rms_norm of each head, then a linear map
     gated_rms_norm      y = x / sqrt(mean x^2 + eps) * w * g(gate),       g = SiLU, sigmoid or another function
 
-A backward pass keeps the input (of a sum, the sum) and the weight. With the linear map, whose gradient needs the norm,
-the norm is made again in the same pass as the gradient of the input.
+A backward pass keeps the input (of a sum, the sum), the gate and the weight.
 """
 
 from collections.abc import Callable
@@ -15,18 +13,17 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltazoo.names import function_of
-from deltazoo.ops.dtypes import at_least_float32, autocast_dtype, cast_for_product
+from deltazoo.ops.dtypes import at_least_float32, autocast_dtype
 from deltazoo.ops.fused.choice import FUSED_ACTIVATIONS, GATE_ACTIVATIONS, L2_NORM_EPS, takes_kernel
 from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.fused.row_operator import row_blocks, row_operator, sum_of_parts
-from deltazoo.ops.linear_maps import trained_weights
 from deltazoo.ops.recompute import declare_recomputable, recomputable
 
-__all__ = ["add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm", "rms_norm_linear"]
+__all__ = ["add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm"]
 
 _MOST_PARTS = 512
 """Most programs of a backward pass: four per multiprocessor of an H100. Each sums a part of the weight's gradient."""
@@ -126,23 +123,6 @@ def _add_rms_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> t
     return _rms_torch(total, weight, eps, total.dtype), total
 
 
-def rms_norm_linear(x: Tensor, weight: Tensor, linear: nn.Module, eps: float, *, fused: bool | None = None) -> Tensor:
-    """`linear` of the `rms_norm` of each head; by the kernel, the backward pass of a training step keeps x alone.
-
-    Args:
-        x: `[B, T, H, D]`.
-        weight: `[D]`.
-        linear: maps `[B, T, H * D]`.
-        eps, fused: as of `rms_norm`.
-    """
-    weights = trained_weights(linear)
-    if weights and takes_kernel(fused, x, weight, columns=x.shape[-1]):
-        (matrix,) = cast_for_product(*weights)
-        if matrix.dtype == x.dtype:
-            return _rms_linear_operator(x, weight, matrix, eps)
-    return linear(rms_norm(x, weight, eps, fused=fused).flatten(2))
-
-
 def gated_rms_norm(
     x: Tensor,
     gate: Tensor,
@@ -176,9 +156,12 @@ def _gated_torch(x: Tensor, gate: Tensor, weight: Tensor, eps: float, function: 
 
 
 @triton.jit(do_not_specialize=["R", "eps"])
-def rms_norm_forward_kernel(x, residual, weight, y, total, R, eps, D: tl.constexpr, BR: tl.constexpr,
-                            BD: tl.constexpr):  # fmt: skip
-    """Without `weight`, the L2 norm."""
+def norm_forward_kernel(x, residual, gate, weight, y, total, R, eps, D: tl.constexpr, SILU: tl.constexpr,
+                        BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """The norm of x, of `x + residual`, which is kept in `total`, or of x times the activated gate.
+
+    Without `weight`, the L2 norm.
+    """
     COUNT: tl.constexpr = D if weight is not None else 1
     rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     columns = tl.arange(0, BD)
@@ -191,16 +174,28 @@ def rms_norm_forward_kernel(x, residual, weight, y, total, R, eps, D: tl.constex
         rounded = a.to(total.dtype.element_ty)  # the norm is of the sum as it is stored
         tl.store(total + offsets, rounded, mask=mask)
         a = rounded.to(tl.float32)
-    a *= tl.rsqrt(tl.sum(a * a, axis=1) / COUNT + eps)[:, None]
-    if weight is not None:
-        a *= tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + offsets, a.to(y.dtype.element_ty), mask=mask)
+    if gate is not None:
+        g = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(a * a, axis=1) / COUNT + eps)[:, None]
+    if gate is not None:
+        factor = sigmoid(g, x.dtype.element_ty != tl.float32)
+        if SILU:
+            factor *= g
+        tl.store(y + offsets, (a * inverse * w[None, :] * factor).to(y.dtype.element_ty), mask=mask)
+    else:
+        a *= inverse
+        if weight is not None:
+            a *= tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        tl.store(y + offsets, a.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["R", "eps"])
-def rms_norm_backward_kernel(total, weight, d_y, d_sum, d_total, d_x, y, d_weight, R, eps, D: tl.constexpr,
-                             BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """`y`, unless None, is the norm again; it may be where `d_y` is. Without `weight`, of the L2 norm."""
+def norm_backward_kernel(total, gate, weight, d_y, d_sum, d_total, d_gate, d_x, d_weight, R, eps, D: tl.constexpr,
+                         SILU: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """`d_total` of the norm's input, and `d_x`, unless None, the same in another dtype; `d_weight [programs, D]`, parts
+    of a sum. Without `weight`, of the L2 norm.
+    """
     COUNT: tl.constexpr = D if weight is not None else 1
     columns = tl.arange(0, BD)
     column_mask = columns < D
@@ -212,15 +207,23 @@ def rms_norm_backward_kernel(total, weight, d_y, d_sum, d_total, d_x, y, d_weigh
         mask = (rows < R)[:, None] & column_mask[None, :]
         offsets = rows[:, None] * D + columns[None, :]
         a = tl.load(total + offsets, mask=mask, other=0.0).to(tl.float32)
+        if gate is not None:
+            g = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
         d = tl.load(d_y + offsets, mask=mask, other=0.0).to(tl.float32)
         if d_sum is not None:
             added = tl.load(d_sum + offsets, mask=mask, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(a * a, axis=1) / COUNT + eps)[:, None]
         normal = a * inverse
+        if gate is not None:
+            factor = sigmoid(g, total.dtype.element_ty != tl.float32)
+            slope = factor * (1 - factor)
+            if SILU:
+                slope = factor + g * slope
+                factor *= g
+            tl.store(d_gate + offsets, (d * normal * w[None, :] * slope).to(d_gate.dtype.element_ty), mask=mask)
+            d *= factor
         if weight is not None:
             sums += d * normal
-            if y is not None:
-                tl.store(y + offsets, (normal * w[None, :]).to(y.dtype.element_ty), mask=mask)
             d *= w[None, :]
         d = inverse * (d - normal * (tl.sum(d * normal, axis=1) / COUNT)[:, None])
         if d_sum is not None:
@@ -232,67 +235,13 @@ def rms_norm_backward_kernel(total, weight, d_y, d_sum, d_total, d_x, y, d_weigh
         tl.store(d_weight + tl.program_id(0) * D + columns, tl.sum(sums, axis=0), mask=column_mask)
 
 
-@triton.jit(do_not_specialize=["R", "eps"])
-def gated_norm_forward_kernel(x, gate, weight, y, R, eps, D: tl.constexpr, SILU: tl.constexpr, BR: tl.constexpr,
-                    BD: tl.constexpr):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    columns = tl.arange(0, BD)
-    column_mask = columns < D
-    mask = (rows < R)[:, None] & column_mask[None, :]
-    offsets = rows[:, None] * D + columns[None, :]
-    a = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(a * a, axis=1) / D + eps)[:, None]
-    factor = sigmoid(g, x.dtype.element_ty != tl.float32)
-    if SILU:
-        factor *= g
-    tl.store(y + offsets, (a * inverse * w[None, :] * factor).to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["R", "eps"])
-def gated_norm_backward_kernel(x, gate, weight, d_y, d_x, d_gate, d_weight, R, eps, D: tl.constexpr, SILU: tl.constexpr,
-                     BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    columns = tl.arange(0, BD)
-    column_mask = columns < D
-    w = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)
-    sums = tl.zeros([BR, BD], tl.float32)
-    for block in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
-        rows = block * BR + tl.arange(0, BR).to(tl.int64)
-        mask = (rows < R)[:, None] & column_mask[None, :]
-        offsets = rows[:, None] * D + columns[None, :]
-        a = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
-        d = tl.load(d_y + offsets, mask=mask, other=0.0).to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(a * a, axis=1) / D + eps)[:, None]
-        normal = a * inverse
-        factor = sigmoid(g, x.dtype.element_ty != tl.float32)
-        slope = factor * (1 - factor)
-        if SILU:
-            slope = factor + g * slope
-            factor *= g
-        tl.store(d_gate + offsets, (d * normal * w[None, :] * slope).to(d_gate.dtype.element_ty), mask=mask)
-        d *= factor
-        sums += d * normal
-        d *= w[None, :]
-        d = inverse * (d - normal * (tl.sum(d * normal, axis=1) / D)[:, None])
-        tl.store(d_x + offsets, d.to(d_x.dtype.element_ty), mask=mask)
-    tl.store(d_weight + tl.program_id(0) * D + columns, tl.sum(sums, axis=0), mask=column_mask)
-
-
 @lru_cache(maxsize=1024)
-def _constants(shape: torch.Size, eps: float, most: int | None = None) -> Constants:
+def _constants(shape: torch.Size, eps: float, most: int | None = None, silu: bool | None = None) -> Constants:
+    """With `silu` True or False those of a norm with a gate."""
     D = shape[-1]
     programs, tile = row_blocks(shape.numel() // D, D, most)
-    warps = 8 if tile["BD"] <= 4096 else 16
-    return Constants(programs, R=shape.numel() // D, eps=eps, D=D, **tile, num_warps=warps)
-
-
-@lru_cache(maxsize=1024)
-def _gated_constants(shape: torch.Size, eps: float, silu: bool, most: int | None = None) -> Constants:
-    D = shape[-1]
-    programs, tile = row_blocks(shape.numel() // D, D, most)
-    return Constants(programs, R=shape.numel() // D, eps=eps, D=D, SILU=silu, **tile, num_warps=4)
+    warps = 4 if silu is not None else 8 if tile["BD"] <= 4096 else 16
+    return Constants(programs, R=shape.numel() // D, eps=eps, D=D, SILU=bool(silu), **tile, num_warps=warps)
 
 
 def _l2_forward(x, eps):
@@ -306,7 +255,7 @@ def _l2_backward(x, eps, d_y):
 def _rms_forward(x, weight, eps, dtype, residual=None, total=None):
     """The norm of x, or of its sum with a residual, which is kept in `total`; without a weight the L2 norm."""
     y = torch.empty_like(x, dtype=dtype)
-    launch(rms_norm_forward_kernel, _constants(x.shape, eps), x, residual, weight, y, total)
+    launch(norm_forward_kernel, _constants(x.shape, eps), x, residual, None, weight, y, total)
     return y
 
 
@@ -315,16 +264,13 @@ def _rms_backward(x, weight, eps, dtype, d_y):
     return d_x, d_weight
 
 
-def _sum_backward(total, weight, eps, d_y, d_sum, dtype, y=None):
-    """Gradients of the sum, the same again in `dtype` (None if that is the sum's own), and of the weight, if any.
-
-    `y`, contiguous, becomes the norm again; it may be `d_y`.
-    """
+def _sum_backward(total, weight, eps, d_y, d_sum, dtype):
+    """Gradients of the sum, the same again in `dtype` (None if that is the sum's own), and of the weight, if any."""
     d_total = torch.empty_like(total)
     d_x = None if dtype == total.dtype else torch.empty_like(total, dtype=dtype)
     constants = _constants(total.shape, eps, _MOST_PARTS)
     parts = None if weight is None else total.new_empty(*constants.grid, *weight.shape, dtype=torch.float32)
-    launch(rms_norm_backward_kernel, constants, total, weight, d_y, d_sum, d_total, d_x, y, parts)
+    launch(norm_backward_kernel, constants, total, None, weight, d_y, d_sum, d_total, None, d_x, parts)
     return d_total, d_x, None if parts is None else sum_of_parts(parts, weight.dtype)
 
 
@@ -357,28 +303,17 @@ def _add_gradients(backward, ctx, d_y, d_sum):
     return d_x, d_total.to(residual_dtype), d_weight, None, None
 
 
-def _linear_forward(x, weight, linear, eps):
-    return F.linear(_rms_forward(x, weight, eps, x.dtype).flatten(2), linear)
-
-
-def _linear_backward(x, weight, linear, eps, d_z):
-    d_z = d_z.flatten(0, -2)
-    y = d_z @ linear  # its gradient, until the kernel writes the norm there
-    d_x, _, d_weight = _sum_backward(x, weight, eps, y.view(x.shape), None, x.dtype, y)
-    return d_x, d_weight, d_z.t() @ y
-
-
 def _gated_forward(x, gate, weight, eps, silu):
     y = torch.empty_like(x)
-    launch(gated_norm_forward_kernel, _gated_constants(x.shape, eps, silu), x, gate, weight, y)
+    launch(norm_forward_kernel, _constants(x.shape, eps, None, silu), x, None, gate, weight, y, None)
     return y
 
 
 def _gated_backward(x, gate, weight, eps, silu, d_y):
     d_x, d_gate = torch.empty_like(x), torch.empty_like(gate)
-    constants = _gated_constants(x.shape, eps, silu, _MOST_GATED_PARTS)
+    constants = _constants(x.shape, eps, _MOST_GATED_PARTS, silu)
     parts = x.new_empty(*constants.grid, *weight.shape, dtype=torch.float32)
-    launch(gated_norm_backward_kernel, constants, x, gate, weight, d_y, d_x, d_gate, parts)
+    launch(norm_backward_kernel, constants, x, gate, weight, d_y, None, d_x, d_gate, None, parts)
     return d_x, d_gate, parts.sum(0).to(weight.dtype)
 
 
@@ -401,13 +336,6 @@ _add_rms_operator = row_operator(
     backward_fake=_sum_backward_fake,
     save=_add_save,
     gradients=_add_gradients,
-)
-
-_rms_linear_operator = row_operator(
-    "rms_norm_linear(Tensor x, Tensor weight, Tensor linear, float eps) -> Tensor",
-    _linear_forward,
-    _linear_backward,
-    fake=lambda x, weight, linear, eps: x.new_empty((*x.shape[:2], linear.shape[0])),
 )
 
 _gated_operator = row_operator(

@@ -3,23 +3,8 @@
     z_t = sum_i w_i x_{t-i}      s = z * sigmoid(z)  or z      y = s  or, per head,  s / sqrt(|s|^2 + eps)
 
 Inputs before a row, or before a packed sequence, come from its state. The backward pass keeps only the inputs.
-
-Both kernels loop over tokens. A program computes the channels of one head for R runs of consecutive tokens. Each run is
-within one row of the batch. The program advances all its runs together and keeps the last W - 1 inputs in registers. So
-each input is loaded once, except the W - 1 before a run, which are loaded twice. The backward kernel also keeps the
-last W - 1 `dz`. It goes W - 1 tokens past the end of the run, where the last `dx` become complete:
-`dx_t = sum_j w_j dz_{t+j}`.
-
-Tokens are loaded in groups: all loads of a group of GROUP tokens are issued before the first value is used. The taps,
-the inputs before a token and the tokens of a group are tuples of tiles. Tuples of what is before a token start with the
-nearest one.
+The kernels of whole sequences are in `short_conv_kernels`, that of one token in `short_conv_step`.
 """
-
-# mypy: disable-error-code="assignment"
-# Triton's loops over tuples run while compiling, where a name may take a longer tuple each time.
-
-from functools import lru_cache
-from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +13,9 @@ from torch import Tensor
 from deltazoo.names import unknown
 from deltazoo.ops.autograd_modes import records_gradients
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused.choice import L2_NORM_EPS, takes_kernel
-from deltazoo.ops.fused.device_math import sigmoid
+from deltazoo.ops.fused.choice import takes_kernel
 from deltazoo.ops.fused.norms import l2_norm
-from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
-from deltazoo.ops.fused.row_operator import row_operator, sum_of_parts, sums_of_parts
+from deltazoo.ops.fused.short_conv_kernels import short_convs
 from deltazoo.ops.recompute import recomputable
 
 __all__ = [
@@ -44,21 +27,6 @@ __all__ = [
     "short_convolutions",
     "unit_heads",
 ]
-
-_CHANNELS = 128
-"""Channels of one program without a norm over heads."""
-
-_TILE = 512
-"""Elements of one token over all runs of a program: four per thread. Eight need twice the registers backward."""
-
-_GROUP = 4
-"""Tokens that are loaded together."""
-
-_LONGEST_RUN = 64
-"""Most tokens of a run. The backward pass computes the W - 1 past its end twice, which are few in comparison."""
-
-_ENOUGH_PROGRAMS = 1024
-"""Programs that fill a large GPU. With fewer, runs get shorter."""
 
 
 def short_convolution(
@@ -98,7 +66,9 @@ def short_convolution(
                 "the fused convolution gives no gradient to its state: detach it, or leave fused_kernels off"
             )
         past = None if past is None else past.to(x.dtype)
-        return recomputable(_short_conv, x, weight, past, sequence, cu_seqlens, silu, head_dim)
+        return recomputable(
+            short_convs, x, None, None, weight, None, None, past, sequence, cu_seqlens, silu, head_dim, True
+        )[0]
     if past is not None and sequence is None and x.shape[1] == 1:
         y, _ = convolve_window(past, x, weight, silu)
         return unit_heads(y, head_dim)
@@ -151,7 +121,7 @@ def short_convolutions(
     together = pasts[0] is None and inputs[0].numel() and not torch.compiler.is_compiling()
     if together and _alike(inputs, weights, head_dims) and takes_kernel(fused, *inputs, *weights, sequence, cu_seqlens):
         options = is_silu(activation), head, v_head == head
-        return recomputable(_short_convs, *inputs, *weights, sequence, cu_seqlens, *options)
+        return recomputable(short_convs, *inputs, *weights, None, sequence, cu_seqlens, *options)
     packing = {"sequence": sequence, "cu_seqlens": cu_seqlens}
     first, second, third = (
         short_convolution(x, weight, past, **packing, activation=activation, head_dim=head_dim, fused=fused)
@@ -242,396 +212,3 @@ def depthwise_sum(history: Tensor, weight: Tensor, positions: Tensor | None = No
 def _shifted(history: Tensor, start: int, num_tokens: int, lag: int, positions: Tensor | None) -> Tensor:
     x = history[:, start : start + num_tokens]
     return x if positions is None or lag == 0 else x.masked_fill((positions < lag)[..., None], 0)
-
-
-@triton.jit
-def _runs(program, B, T, RUN: tl.constexpr, R: tl.constexpr):
-    """Row and first token of each run of a program, and how many tokens the row has from there on."""
-    runs_per_row = tl.cdiv(T, RUN)
-    run = program * R + tl.arange(0, R)
-    row = run // runs_per_row
-    first = (run % runs_per_row) * RUN
-    return row, first, tl.where(row < B, T - first, 0)
-
-
-@triton.jit
-def _place(C, CK, CV, WIDTH: tl.constexpr, THREE: tl.constexpr):
-    """Of a program, one of those of THREE inputs side by side: the index along the tokens, the number of its input, its
-    head there, the channels of the inputs before, and those of all.
-    """
-    q_heads = tl.cdiv(C, WIDTH)
-    heads, channels = q_heads, C
-    if THREE:
-        k_heads = tl.cdiv(CK, WIDTH)
-        heads, channels = q_heads + k_heads + tl.cdiv(CV, WIDTH), C + CK + CV
-    program, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-    number, before = 0, 0
-    if THREE:
-        number = (head >= q_heads).to(tl.int32) + (head >= q_heads + k_heads).to(tl.int32)
-        before = tl.where(number == 0, 0, tl.where(number == 1, C, C + CK))
-        head -= tl.where(number == 0, 0, tl.where(number == 1, q_heads, q_heads + k_heads))
-    return program, number, head, before, channels
-
-
-@triton.jit
-def _channels(head, C, WIDTH: tl.constexpr, BC: tl.constexpr):
-    """Channels of a head, and which of them exist."""
-    within = tl.arange(0, BC)
-    columns = head * WIDTH + within
-    return columns, (within < WIDTH) & (columns < C)
-
-
-@triton.jit
-def _taps(weight, columns, column_mask, W: tl.constexpr):
-    """The weights of a channel, the current token's first."""
-    taps = ()
-    for i in tl.static_range(W):
-        tap = tl.load(weight + columns * W + (W - 1 - i), mask=column_mask, other=0.0).to(tl.float32)
-        taps = taps + (tap[None, :],)
-    return taps
-
-
-@triton.jit
-def _group(rows, t, left, column_mask, C, GROUP: tl.constexpr):
-    """Tokens t, t + 1, ... of each run, zero past the end of its row."""
-    values = ()
-    for i in tl.static_range(GROUP):
-        mask = (t + i < left)[:, None] & column_mask[None, :]
-        values = values + (tl.load(rows + (t + i) * C, mask=mask, other=0.0),)
-    return values
-
-
-@triton.jit
-def _sequences(rows, t, left, N: tl.constexpr):
-    """The packed sequences of tokens t, t + 1, ... of each run, -1 past the end."""
-    sequences = ()
-    for i in tl.static_range(N):
-        sequences = sequences + (tl.load(rows + t + i, mask=t + i < left, other=-1).to(tl.int32),)
-    return sequences
-
-
-@triton.jit
-def _before_run(x_rows, past, n, age, left, columns, column_mask, C, W: tl.constexpr):
-    """The inputs before each run, whose first token is token `age` of sequence n; the state has those before it."""
-    before = ()
-    for i in tl.static_range(1, W):
-        mask = ((age >= i) & (left > 0))[:, None] & column_mask[None, :]
-        value = tl.load(x_rows - i * C, mask=mask, other=0.0).to(tl.float32)
-        if past is not None:
-            mask = ((age < i) & (left > 0))[:, None] & column_mask[None, :]
-            offsets = (n[:, None].to(tl.int64) * C + columns[None, :]) * (W - 1) + (age - i + W - 1)[:, None]
-            value += tl.load(past + offsets, mask=mask, other=0.0).to(tl.float32)
-        before = before + (value,)
-    return before
-
-
-@triton.jit
-def _at_boundary(before, begins, past, n, columns, column_mask, C, W: tl.constexpr):
-    """The inputs before a token; from the state of sequence n if the token begins it."""
-    chosen = ()
-    for i in tl.static_range(1, W):
-        value = 0.0
-        if past is not None:
-            offsets = (n[:, None].to(tl.int64) * C + columns[None, :]) * (W - 1) + (W - 1 - i)
-            value = tl.load(past + offsets, mask=begins[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
-        chosen = chosen + (tl.where(begins[:, None], value, before[i - 1]),)
-    return chosen
-
-
-@triton.jit
-def _copies(value, N: tl.constexpr):
-    """A tuple of N times `value`."""
-    copies = ()
-    for _ in tl.static_range(N):
-        copies = copies + (value,)
-    return copies
-
-
-@triton.jit
-def _advance(value, before, W: tl.constexpr):
-    """The values before the next token: this token's, and all but the oldest before it."""
-    advanced = ()
-    if W > 1:
-        advanced = (value,)
-        for i in tl.static_range(W - 2):
-            advanced = advanced + (before[i],)
-    return advanced
-
-
-@triton.jit
-def _convolve(value, before, taps, W: tl.constexpr):
-    z = value * taps[0]
-    for i in tl.static_range(1, W):
-        z += before[i - 1] * taps[i]
-    return z
-
-
-@triton.jit(do_not_specialize=["B", "T", "eps"])
-def short_conv_forward_kernel(x, weight, past, sequence, cu_seqlens, y, k, k_weight, y_k, v, v_weight, y_v,
-                              B, T, C, CK, CV, eps, W: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
-                              NORM: tl.constexpr, NORM_V: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
-                              R: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """Convolve, SiLU where wanted, divide by the norm of the head; a tile holds one token of each run.
-
-    x and y `[B, T, C]`, weight `[C, W]`, past `[N, C, W - 1]` or None, sequence `[T]` or None, cu_seqlens `[N + 1]` or
-    None; k and v None, or x the queries beside them; WIDTH channels of a program: those of a head where NORM.
-    """
-    PACKED: tl.constexpr = sequence is not None
-    HALF: tl.constexpr = x.dtype.element_ty != tl.float32
-    program, number, head, _, _ = _place(C, CK, CV, WIDTH, k is not None)
-    if k is not None:
-        if number == 1:
-            x, weight, y, C = k, k_weight, y_k, CK
-        if number == 2:
-            x, weight, y, C = v, v_weight, y_v, CV
-    columns, column_mask = _channels(head, C, WIDTH, BC)
-    row, first, left = _runs(program, B, T, RUN, R)
-    tokens = row.to(tl.int64) * T + first
-    offsets = tokens[:, None] * C + columns[None, :]
-    taps = _taps(weight, columns, column_mask, W)
-    n, age = row, first
-    if PACKED:
-        n = tl.load(sequence + tokens, mask=left > 0, other=0).to(tl.int32)
-        age = first - tl.load(cu_seqlens + n, mask=left > 0, other=0).to(tl.int32)
-    before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, W)
-    for begin in range(0, RUN, GROUP):
-        values = _group(x + offsets, begin, left, column_mask, C, GROUP)
-        if PACKED:
-            sequences = _sequences(sequence + tokens, begin, left, GROUP)
-        for i in tl.static_range(GROUP):
-            t = begin + i
-            value = values[i].to(tl.float32)
-            if PACKED:
-                begins = (sequences[i] != n) & (t < left)
-                n = sequences[i]
-                before = _at_boundary(before, begins, past, n, columns, column_mask, C, W)
-            z = _convolve(value, before, taps, W)
-            s = z * sigmoid(z, HALF) if SILU else z
-            if NORM:
-                unit = s * tl.rsqrt(tl.sum(s * s, axis=1) + eps)[:, None]
-                s = unit if NORM_V else tl.where(number < 2, unit, s)
-            mask = (t < left)[:, None] & column_mask[None, :]
-            tl.store(y + offsets + t * C, s.to(y.dtype.element_ty), mask=mask)
-            before = _advance(value, before, W)
-
-
-@triton.jit
-def _d_convolved(z, d, normed, eps, SILU: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr):
-    """Gradient of z from the gradient of y, whose heads were divided by their norms if `normed`."""
-    s = z
-    if SILU:
-        gate = sigmoid(z, HALF)
-        s = z * gate
-    if NORM:
-        inverse = tl.rsqrt(tl.sum(s * s, axis=1) + eps)[:, None]
-        d = tl.where(normed, inverse * (d - s * (inverse * inverse * tl.sum(d * s, axis=1)[:, None])), d)
-    if SILU:
-        d *= gate + s * (1 - gate)
-    return d
-
-
-@triton.jit
-def _d_input(d_z, d_z_before, n, n_before, taps, W: tl.constexpr, PACKED: tl.constexpr):
-    """Gradient of the input W - 1 tokens back, from the gradients of z at the tokens of its sequence since."""
-    total = d_z * taps[W - 1]
-    if PACKED and W > 1:
-        total = tl.where((n == n_before[W - 2])[:, None], total, 0.0)
-    for i in tl.static_range(1, W):
-        term = d_z_before[i - 1] * taps[W - 1 - i]
-        if PACKED:
-            term = tl.where((n_before[i - 1] == n_before[W - 2])[:, None], term, 0.0)
-        total += term
-    return total
-
-
-@triton.jit
-def _backward_token(
-    t, value, d, n, before, d_z_before, n_before, d_x_rows, past, left, taps, columns, column_mask, C, normed, eps,
-    W: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Compute `dz` of token t, and store `dx` of the token W - 1 before it.
-
-    Returns `dz`, and the inputs before the token in its sequence n.
-    """
-    if PACKED and W > 1:
-        begins = (n != n_before[0]) & (t < left)
-        before = _at_boundary(before, begins, past, n, columns, column_mask, C, W)
-    HALF: tl.constexpr = d_x_rows.dtype.scalar.element_ty != tl.float32
-    d_z = _d_convolved(_convolve(value, before, taps, W), d, normed, eps, SILU, NORM, HALF)
-    d_value = _d_input(d_z, d_z_before, n, n_before, taps, W, PACKED)
-    target = t - (W - 1)
-    mask = ((target >= 0) & (target < left))[:, None] & column_mask[None, :]
-    tl.store(d_x_rows + target * C, d_value.to(d_x_rows.dtype.scalar.element_ty), mask=mask)
-    return d_z, before
-
-
-@triton.jit
-def _add_products(sums, d_z, value, before, W: tl.constexpr):
-    """Add a token's share to the gradients of the taps, the current token's first."""
-    added = (sums[0] + d_z * value,)
-    for i in tl.static_range(1, W):
-        added = added + (sums[i] + d_z * before[i - 1],)
-    return added
-
-
-@triton.jit(do_not_specialize=["B", "T", "eps"])
-def short_conv_backward_kernel(x, weight, past, sequence, cu_seqlens, d_y, d_x, d_weight, k, k_weight, d_y_k, d_k,
-                               v, v_weight, d_y_v, d_v, B, T, C, CK, CV, eps, W: tl.constexpr, WIDTH: tl.constexpr,
-                               SILU: tl.constexpr, NORM: tl.constexpr, NORM_V: tl.constexpr, RUN: tl.constexpr,
-                               GROUP: tl.constexpr, R: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """Gradient of x, and this program's part of the gradient of the weight.
-
-    d_y and d_x `[B, T, C]`, d_weight `[programs along the tokens, all channels, W]`, parts of a sum; the others as
-    forward.
-    """
-    PACKED: tl.constexpr = sequence is not None
-    program, number, head, channels_before, channels = _place(C, CK, CV, WIDTH, k is not None)
-    if k is not None:
-        if number == 1:
-            x, weight, d_y, d_x, C = k, k_weight, d_y_k, d_k, CK
-        if number == 2:
-            x, weight, d_y, d_x, C = v, v_weight, d_y_v, d_v, CV
-    normed = True if NORM_V else number < 2
-    columns, column_mask = _channels(head, C, WIDTH, BC)
-    row, first, left = _runs(program, B, T, RUN, R)
-    tokens = row.to(tl.int64) * T + first
-    offsets = tokens[:, None] * C + columns[None, :]
-    taps = _taps(weight, columns, column_mask, W)
-    n, age = row, first
-    if PACKED:
-        n = tl.load(sequence + tokens, mask=left > 0, other=0).to(tl.int32)
-        age = first - tl.load(cu_seqlens + n, mask=left > 0, other=0).to(tl.int32)
-    before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, W)
-    d_z_before = _copies(tl.zeros([R, BC], tl.float32), W - 1)
-    n_before = _copies(n, W - 1)
-    sums = _copies(tl.zeros([R, BC], tl.float32), W)
-    for begin in range(0, RUN, GROUP):
-        values = _group(x + offsets, begin, left, column_mask, C, GROUP)
-        gradients = _group(d_y + offsets, begin, left, column_mask, C, GROUP)
-        sequences = _copies(row, GROUP)
-        if PACKED:
-            sequences = _sequences(sequence + tokens, begin, left, GROUP)
-        for i in tl.static_range(GROUP):
-            value = values[i].to(tl.float32)
-            d = gradients[i].to(tl.float32)
-            d_z, before = _backward_token(
-                begin + i, value, d, sequences[i], before, d_z_before, n_before, d_x + offsets, past, left, taps,
-                columns, column_mask, C, normed, eps, W, SILU, NORM, PACKED,
-            )  # fmt: skip
-            sums = _add_products(sums, d_z, value, before, W)
-            before = _advance(value, before, W)
-            d_z_before = _advance(d_z, d_z_before, W)
-            n_before = _advance(sequences[i], n_before, W)
-    values = _group(x + offsets, RUN, left, column_mask, C, W - 1)
-    gradients = _group(d_y + offsets, RUN, left, column_mask, C, W - 1)
-    sequences = _copies(row, W - 1)
-    if PACKED:
-        sequences = _sequences(sequence + tokens, RUN, left, W - 1)
-    for i in tl.static_range(W - 1):
-        value = values[i].to(tl.float32)
-        d = gradients[i].to(tl.float32)
-        d_z, before = _backward_token(
-            RUN + i, value, d, sequences[i], before, d_z_before, n_before, d_x + offsets, past, left, taps, columns,
-            column_mask, C, normed, eps, W, SILU, NORM, PACKED,
-        )  # fmt: skip
-        before = _advance(value, before, W)
-        d_z_before = _advance(d_z, d_z_before, W)
-        n_before = _advance(sequences[i], n_before, W)
-    parts = d_weight + (program.to(tl.int64) * channels + channels_before + columns) * W
-    for i in tl.static_range(W):
-        tl.store(parts + (W - 1 - i), tl.sum(sums[i], axis=0), mask=column_mask)
-
-
-@lru_cache(maxsize=1024)
-def _constants(
-    B: int, T: int, channels: tuple[int, ...], W: int, silu: bool, head_dim: int, norm_v: bool
-) -> tuple[int, Constants]:
-    """Programs along the tokens, and the constants of both kernels; `channels` of x, or of q, k and v."""
-    width = head_dim or min(_CHANNELS, *channels)
-    block = max(16, triton.next_power_of_2(width))
-    runs = max(1, _TILE // block)
-    heads = sum(triton.cdiv(C, width) for C in channels)
-
-    def programs(length: int) -> int:
-        return max(1, triton.cdiv(B * triton.cdiv(T, length), runs))
-
-    length = _LONGEST_RUN
-    while length > 1 and (length >= 2 * T or (length > _GROUP and programs(length) * heads < _ENOUGH_PROGRAMS)):
-        length //= 2
-    C, CK, CV = channels if len(channels) == 3 else (*channels, 0, 0)
-    constants = Constants(
-        programs(length) * heads, B=B, T=T, C=C, CK=CK, CV=CV, eps=L2_NORM_EPS, W=W, WIDTH=width, SILU=int(silu),
-        NORM=int(head_dim > 0), NORM_V=int(norm_v), RUN=length, GROUP=min(_GROUP, length), R=runs, BC=block,
-        num_warps=min(8, max(1, block * runs // 128)),
-    )  # fmt: skip
-    return programs(length), constants
-
-
-def _constants_of(inputs, weights, silu, head_dim, norm_v):
-    channels = tuple([x.shape[2] for x in inputs])
-    return _constants(*inputs[0].shape[:2], channels, weights[0].shape[-1], silu, head_dim, norm_v)
-
-
-def _convolved(inputs, weights, past, sequence, cu_seqlens, *options):
-    """The convolutions of one input, or of three, in one launch."""
-    _, constants = _constants_of(inputs, weights, *options)
-    results = tuple([torch.empty_like(x) for x in inputs])
-    (x, weight, y), *others = zip(inputs, weights, results, strict=True)
-    more = [*chain(*others)] or [None] * 6
-    launch(short_conv_forward_kernel, constants, x, weight, past, sequence, cu_seqlens, y, *more)
-    return results
-
-
-def _convolved_backward(inputs, weights, past, sequence, cu_seqlens, d_results, *options):
-    """Gradients of the inputs, and parts `[programs, all channels, W]` of those of the weights."""
-    programs, constants = _constants_of(inputs, weights, *options)
-    gradients = tuple([torch.empty_like(x) for x in inputs])
-    channels = sum([weight.shape[0] for weight in weights])
-    parts = inputs[0].new_empty(programs, channels, weights[0].shape[-1], dtype=torch.float32)
-    (x, weight, d_y, d_x), *others = zip(inputs, weights, d_results, gradients, strict=True)
-    more = [*chain(*others)] or [None] * 8
-    launch(short_conv_backward_kernel, constants, x, weight, past, sequence, cu_seqlens, d_y, d_x, parts, *more)
-    return gradients, parts
-
-
-def _forward(x, weight, past, sequence, cu_seqlens, silu, head_dim):
-    return _convolved((x,), (weight,), past, sequence, cu_seqlens, silu, head_dim, True)[0]
-
-
-def _backward(x, weight, past, sequence, cu_seqlens, silu, head_dim, d_y):
-    (d_x,), parts = _convolved_backward((x,), (weight,), past, sequence, cu_seqlens, (d_y,), silu, head_dim, True)
-    return d_x, sum_of_parts(parts, weight.dtype).view_as(weight)
-
-
-_ARGUMENTS = "Tensor x, Tensor weight, Tensor? past, Tensor? sequence, Tensor? cu_seqlens, bool silu, int head_dim"
-
-_short_conv = row_operator(
-    f"short_conv({_ARGUMENTS}) -> Tensor",
-    _forward,
-    _backward,
-    backward_schema=f"short_conv_backward({_ARGUMENTS}, Tensor d_y) -> (Tensor, Tensor)",
-)
-
-
-def _forward_three(q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, *options):
-    return _convolved((q, k, v), (q_weight, k_weight, v_weight), None, sequence, cu_seqlens, *options)
-
-
-def _backward_three(q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, silu, head_dim, norm_v, *d_results):
-    inputs, weights, options = (q, k, v), (q_weight, k_weight, v_weight), (silu, head_dim, norm_v)
-    gradients, parts = _convolved_backward(inputs, weights, None, sequence, cu_seqlens, d_results, *options)
-    return *gradients, *sums_of_parts(parts, weights)
-
-
-_THREE = (
-    "Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, Tensor v_weight, Tensor? sequence, "
-    "Tensor? cu_seqlens, bool silu, int head_dim, bool norm_v"
-)
-
-_short_convs = row_operator(
-    f"short_convs({_THREE}) -> (Tensor, Tensor, Tensor)",
-    _forward_three,
-    _backward_three,
-    backward_schema=f"short_convs_backward({_THREE}, Tensor d_q, Tensor d_k, Tensor d_v)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)

@@ -6,7 +6,7 @@ from torch import Tensor
 from deltazoo.ops.call import RuleCall
 from deltazoo.ops.triton.chunk.gradients import launch_gradients
 from deltazoo.ops.triton.chunk.gradients_channel import launch_gradients_channel
-from deltazoo.ops.triton.chunk.gradients_levels import launch_gradients_exact, launch_gradients_levels
+from deltazoo.ops.triton.chunk.gradients_levels import launch_gradients_levels
 from deltazoo.ops.triton.forward import forward
 from deltazoo.ops.triton.gluon import MISSING
 from deltazoo.ops.triton.hopper.small_step_gradients import (
@@ -124,11 +124,10 @@ def of_chunks(
     if gluon:
         launch_gluon_gradients_channel(p, tensors)
         launch_gluon_gradients_levels(p, tensors)
-    elif p.plan.half:
-        launch_gradients_channel(p, tensors)
-        launch_gradients_levels(p, tensors)
     else:
-        launch_gradients_exact(p, tensors)
+        if p.plan.half:
+            launch_gradients_channel(p, tensors)
+        launch_gradients_levels(p, tensors)
 
 
 def sum_of_group(gradient: Tensor, q: Tensor) -> Tensor:

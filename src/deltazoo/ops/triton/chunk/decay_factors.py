@@ -1,9 +1,9 @@
-"""Decay between tokens of a chunk, one per key channel, as factors that stay in the range of a dtype."""
+"""Decay between tokens of a chunk, one per key channel, as factors in the range of a dtype; sums of log-decays over
+tokens on the matrix unit.
+"""
 
 import triton
 import triton.language as tl
-
-from deltazoo.ops.triton.chunk.terms import masked_sum
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # 2^-200 is zero in float32, so such a decay clears a state of any size; a log-decay of -inf stays finite this way.
@@ -25,13 +25,6 @@ def log2_decay(log_decay, mask):
     return tl.maximum(tl.load(log_decay, mask=mask, other=0.0).to(tl.float32) * LOG2E, LOG2_FLOOR)
 
 
-@triton.jit
-def decays_beyond_one_product(g_last, DTYPE: tl.constexpr):
-    """Whether the decay of some channel over the chunk, `g_last [runs, channels]`, leaves `exponent_range`."""
-    RANGE: tl.constexpr = exponent_range(DTYPE)
-    return tl.min(tl.min(g_last, 1), 0) < -RANGE
-
-
 @triton.constexpr_function
 def centred_range(dtype):
     """How far a chunk may decay, in log2, if its factors are those from and to `middle_of`.
@@ -43,9 +36,8 @@ def centred_range(dtype):
 
 
 @triton.jit
-def decays_beyond_centred_product(g_last, DTYPE: tl.constexpr):
-    """Whether the decay of some channel over the whole chunk leaves even `centred_range`."""
-    RANGE: tl.constexpr = centred_range(DTYPE)
+def decays_beyond(g_last, RANGE: tl.constexpr):
+    """Whether the decay of some channel over the chunk, `g_last [runs, channels]`, leaves this range, in log2."""
     return tl.min(tl.min(g_last, 1), 0) < -RANGE
 
 
@@ -57,6 +49,28 @@ def middle_of(g_last):
     `prepare_channel_kernel` does not use it, for results of a token would depend on later ones by their rounding.
     """
     return tl.floor(0.5 * g_last)
+
+
+@triton.jit
+def two_terms(x, DTYPE: tl.constexpr):
+    """Float32 x as two terms of 16 bits that sum to it but for 2^-17 of it."""
+    if tl.bfloat16 == DTYPE:  # cut off, not rounded: one instruction
+        hi = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    else:
+        hi = x.to(DTYPE).to(tl.float32)
+    return hi.to(DTYPE), (x - hi).to(DTYPE)
+
+
+@triton.jit
+def masked_sum(mask, x):
+    """`mask @ x`: sums of float32 values over selected tokens on the matrix unit; the mask has the inputs' dtype.
+
+    Of 16 bits it takes two terms of x, so a sum is off by up to 2^-17 of the sum of absolute values.
+    """
+    if tl.float32 == mask.dtype:
+        return tl.dot(mask, x, input_precision="tf32x3")
+    hi, lo = two_terms(x, mask.dtype)
+    return tl.dot(mask, hi, tl.dot(mask, lo))
 
 
 @triton.jit

@@ -5,10 +5,9 @@ import triton.language as tl
 from torch import Tensor
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
-from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, middle_of
+from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, masked_sum, middle_of
 from deltazoo.ops.triton.chunk.gradients import gradient_arguments
 from deltazoo.ops.triton.chunk.score_gradients import load_values, score_gradients, store_step_gradient
-from deltazoo.ops.triton.chunk.terms import masked_sum
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Problem

@@ -10,10 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
-from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, centred_range, exponent_range, level_mask
+from deltazoo.ops.triton.chunk.decay_factors import (
+    LOG2_FLOOR,
+    LOG2E,
+    centred_range,
+    exponent_range,
+    level_mask,
+    masked_sum,
+)
 from deltazoo.ops.triton.chunk.gradients import gradient_arguments
 from deltazoo.ops.triton.chunk.score_gradients import load_values, not_near_zero, pair_gradients
-from deltazoo.ops.triton.chunk.terms import masked_sum
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Problem
@@ -169,47 +175,6 @@ def gradients_of_tile(
     return part
 
 
-@triton.jit(do_not_specialize=["key_tiles", "value_tiles", "chunks", "slots", "T", "NT", "H", "HV"])
-def chunk_gradients_strong_kernel(
-    q, k, erase_key, v, beta, log_decay, G, strong_decay, U, Z, d_output, states, d_states, P_diagonal, dq, dk,
-    d_erase_key, dv, d_beta, d_log_decay, W, cu_seqlens, chunk_sequence, chunk_offsets, scale, key_tiles, value_tiles,
-    chunks, slots, T, NT, H, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    HAS_BETA: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-):  # fmt: skip
-    """Gradients of the chunks whose decay is too strong for one matrix product.
-
-    One program handles up to 16 neighbouring `chunks`, of `slots` in all. W and `P_diagonal` are scratch memory for one
-    chunk of each program. Grid (programs,).
-    """
-    start, o = tl.program_id(0).to(tl.int64) * chunks, tl.arange(0, 16)
-    count = tl.minimum(slots - start, chunks).to(tl.int32)
-    flags = tl.load(strong_decay + start + o, mask=o < count, other=0)
-    if tl.max((flags == 2).to(tl.int32), 0) == 0:
-        return
-    W += tl.program_id(0).to(tl.int64) * ((2 if HAS_BETA else 1) * C * C)
-    P_diagonal += tl.program_id(0) * C
-    o_c = tl.arange(0, C)
-    for i in tl.range(0, count, num_stages=1):
-        slot = start + i
-        i_h, i_t, i_b = (slot % HV).to(tl.int32), (slot // HV % NT).to(tl.int32), slot // HV // NT
-        first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
-        if rows > 0 and tl.load(strong_decay + slot) == 2:
-            b_dbeta, stored = pair_gradients(
-                v, beta, U, Z, d_output, W, P_diagonal, dv, d_beta, slot, first, rows, i_h, scale, value_tiles, HV, V,
-                BV, C, HAS_BETA, PRECISION, STAGES, MICRO_STEPS, True,
-            )  # fmt: skip
-            for i_k in tl.range(0, key_tiles, num_stages=1):
-                nothing = tl.load(strong_decay + slot) - 2
-                b_dbeta += gradients_of_tile(
-                    q, k, erase_key, beta, log_decay, G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk,
-                    d_erase_key, d_log_decay, slot, first, rows, i_h, i_k, nothing, scale, value_tiles, H, HV, K, V,
-                    BK, BV, C, HAS_BETA, GROUPED, PRECISION, STAGES, MICRO_STEPS,
-                )  # fmt: skip
-            if HAS_BETA:
-                tl.store(d_beta + first * HV + i_h + o_c * HV, b_dbeta, mask=(o_c < rows) & (stored == 0))
-
-
 @triton.jit
 def exact_sum(x, mask):
     """`x @ mask`: sums of float32 values over selected tokens, along the rows."""
@@ -352,14 +317,14 @@ def exact_gradients_of_tile(
 
 
 @triton.jit(do_not_specialize=["key_tiles", "value_tiles", "chunks", "slots", "T", "NT", "H", "HV"])
-def chunk_gradients_exact_kernel(
+def chunk_gradients_levels_kernel(
     q, k, erase_key, v, beta, log_decay, G, strong_decay, U, Z, d_output, states, d_states, P_diagonal, dq, dk,
     d_erase_key, dv, d_beta, d_log_decay, W, cu_seqlens, chunk_sequence, chunk_offsets, scale, key_tiles, value_tiles,
     chunks, slots, T, NT, H, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    STRONG: tl.constexpr, HAS_BETA: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, MICRO_STEPS: tl.constexpr,
+    EXACT: tl.constexpr, STRONG: tl.constexpr, HAS_BETA: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, MICRO_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the chunks whose decay is too strong for one matrix product (`STRONG`), or of all others.
+    """Gradients of the chunks whose decay is too strong for one matrix product (`STRONG`); if EXACT, or of all others.
 
     One program handles up to 16 neighbouring `chunks`, of `slots` in all. W and `P_diagonal` are scratch memory for one
     chunk of each program. Grid (programs,).
@@ -367,7 +332,11 @@ def chunk_gradients_exact_kernel(
     start, o = tl.program_id(0).to(tl.int64) * chunks, tl.arange(0, 16)
     count = tl.minimum(slots - start, chunks).to(tl.int32)
     flags = tl.load(strong_decay + start + o, mask=o < count, other=0)
-    if tl.max(((flags == 2) == STRONG).to(tl.int32) * (o < count), 0) == 0:
+    if EXACT:
+        found = tl.max(((flags == 2) == STRONG).to(tl.int32) * (o < count), 0)
+    else:
+        found = tl.max((flags == 2).to(tl.int32), 0)
+    if found == 0:
         return
     W += tl.program_id(0).to(tl.int64) * ((2 if HAS_BETA else 1) * C * C)
     P_diagonal += tl.program_id(0) * C
@@ -376,45 +345,46 @@ def chunk_gradients_exact_kernel(
         slot = start + i
         i_h, i_t, i_b = (slot % HV).to(tl.int32), (slot // HV % NT).to(tl.int32), slot // HV // NT
         first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
-        if rows > 0 and (tl.load(strong_decay + slot) == 2) == STRONG:
+        if EXACT:
+            chosen = rows > 0 and (tl.load(strong_decay + slot) == 2) == STRONG
+        else:
+            chosen = rows > 0 and tl.load(strong_decay + slot) == 2
+        if chosen:
             b_dbeta, stored = pair_gradients(
                 v, beta, U, Z, d_output, W, P_diagonal, dv, d_beta, slot, first, rows, i_h, scale, value_tiles, HV, V,
-                BV, C, HAS_BETA, PRECISION, STAGES, MICRO_STEPS, False,
+                BV, C, HAS_BETA, PRECISION, STAGES, MICRO_STEPS, not EXACT,
             )  # fmt: skip
             for i_k in tl.range(0, key_tiles, num_stages=1):
-                b_dbeta += exact_gradients_of_tile(
-                    q, k, erase_key, beta, log_decay, G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk,
-                    d_erase_key, d_log_decay, slot, first, rows, i_h, i_k, scale, value_tiles, H, HV, K, V, BK, BV, C,
-                    STRONG, HAS_BETA, GROUPED, PRECISION, STAGES, MICRO_STEPS,
-                )  # fmt: skip
+                if EXACT:
+                    b_dbeta += exact_gradients_of_tile(
+                        q, k, erase_key, beta, log_decay, G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk,
+                        d_erase_key, d_log_decay, slot, first, rows, i_h, i_k, scale, value_tiles, H, HV, K, V, BK, BV,
+                        C, STRONG, HAS_BETA, GROUPED, PRECISION, STAGES, MICRO_STEPS,
+                    )  # fmt: skip
+                else:
+                    nothing = tl.load(strong_decay + slot) - 2
+                    b_dbeta += gradients_of_tile(
+                        q, k, erase_key, beta, log_decay, G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk,
+                        d_erase_key, d_log_decay, slot, first, rows, i_h, i_k, nothing, scale, value_tiles, H, HV, K, V,
+                        BK, BV, C, HAS_BETA, GROUPED, PRECISION, STAGES, MICRO_STEPS,
+                    )  # fmt: skip
             if HAS_BETA:
                 tl.store(d_beta + first * HV + i_h + o_c * HV, b_dbeta, mask=(o_c < rows) & (stored == 0))
 
 
 @per_plan
-def _constants(plan: Plan) -> Constants:
-    grid, neighbours = plan.neighbour_grid()
-    return Constants(*grid, **neighbours, **gradient_arguments(plan, plan.tiles.gradients_strong))
-
-
-@per_plan
-def _exact_constants(plan: Plan, strong: bool) -> Constants:
+def _constants(plan: Plan, exact: bool, strong: bool) -> Constants:
+    tiles = plan.tiles.gradients if exact else plan.tiles.gradients_strong
     grid, neighbours = plan.neighbour_grid() if strong else ((plan.slots,), dict(chunks=1, slots=plan.slots))
-    return Constants(*grid, STRONG=int(strong), **neighbours, **gradient_arguments(plan, plan.tiles.gradients))
-
-
-def _scratch(p: Problem, constants: Constants) -> Tensor:
-    return p.q.new_empty(constants.grid[0], p.plan.matrices, CHUNK, CHUNK)
+    return Constants(*grid, EXACT=exact, STRONG=int(strong), **neighbours, **gradient_arguments(plan, tiles))
 
 
 def launch_gradients_levels(p: Problem, tensors: tuple[Tensor | None, ...]) -> None:
-    """Fill the gradients of chunks with strong decay, of 16 bits, from the tensors of `backward.of_chunks`."""
-    constants = _constants(p.plan)
-    launch(chunk_gradients_strong_kernel, constants, *tensors, _scratch(p, constants), *p.chunk_offsets)
-
-
-def launch_gradients_exact(p: Problem, tensors: tuple[Tensor | None, ...]) -> None:
-    """Fill the gradients of all chunks in float32, of those with strong decay last, from the same tensors."""
-    for strong in (False, True):
-        constants = _exact_constants(p.plan, strong)
-        launch(chunk_gradients_exact_kernel, constants, *tensors, _scratch(p, constants), *p.chunk_offsets)
+    """Fill the gradients of chunks with strong decay, in float32 of all others before them, from the tensors of
+    `backward.of_chunks`.
+    """
+    plan, exact = p.plan, not p.plan.half
+    for strong in (False, True) if exact else (True,):
+        constants = _constants(plan, exact, strong)
+        scratch = p.q.new_empty(constants.grid[0], plan.matrices, CHUNK, CHUNK)
+        launch(chunk_gradients_levels_kernel, constants, *tensors, scratch, *p.chunk_offsets)

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
 from deltazoo.ops.triton.chunk.decay_factors import (
-    decays_beyond_centred_product,
-    decays_beyond_one_product,
+    centred_range,
+    decays_beyond,
     exponent_range,
     level_factor,
     level_mask,
     log2_decay,
+    masked_sum,
 )
 from deltazoo.ops.triton.chunk.inverse import store_inverse
 from deltazoo.ops.triton.chunk.prepare import store_scores
-from deltazoo.ops.triton.chunk.terms import masked_sum
 from deltazoo.ops.triton.kept import Kept
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
@@ -174,10 +174,10 @@ def prepare_chunk(
         if erase_key is not None:
             b_e = tl.load(erase_key + o_qk, mask=mask, other=0.0)
         b_G, g_last = running_sum(b_g, RUNS, C, BK)
-        if not STRONG and decays_beyond_one_product(g_last, DTYPE):
+        if not STRONG and decays_beyond(g_last, exponent_range(DTYPE)):
             return tl.full([], 1, tl.int32)
         if STRONG:
-            flag = tl.maximum(flag, 1 + decays_beyond_centred_product(g_last, DTYPE).to(tl.int32))
+            flag = tl.maximum(flag, 1 + decays_beyond(g_last, centred_range(DTYPE)).to(tl.int32))
         run = tl.arange(0, RUNS)[:, None]
         tl.store(G + slot * K + o_k[None, :] + run * 0, g_last, mask=(run == 0) & (o_k < K)[None, :])
         decay, undone = tl.exp2(b_G), tl.exp2(tl.minimum(-b_G, RANGE) if STRONG else -b_G)

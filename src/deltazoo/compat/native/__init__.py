@@ -1,0 +1,13 @@
+"""Our models in the formats of transformers' own delta-rule models, and back; the same for fla-hub's format."""
+
+from typing import TYPE_CHECKING
+
+from deltazoo._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from deltazoo.compat.native.exporting import ExportCheck, export
+    from deltazoo.compat.native.importing import load_native_checkpoint
+
+__all__ = ["ExportCheck", "export", "load_native_checkpoint"]
+
+__getattr__ = lazy_names(__name__, {"exporting": ("ExportCheck", "export"), "importing": ("load_native_checkpoint",)})

@@ -1,0 +1,345 @@
+"""One call of `model.generate`, whose decoding step is captured.
+
+    prompt -> [forward, into a DynamicCache] -> [moved to a StaticCache] -> step -> step -> ...   (one graph, replayed)
+
+During a call the model hands every forward pass to a `GenerateCall`. The prompt goes through the ordinary one. Each
+later token is a replay of the captured step, where the result does not depend on that
+(`deltazoo.generation.conditions`).
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, StaticCache, StaticLayer
+from transformers.generation import GenerationConfig
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from deltazoo.generation.cache_argument import CACHE, cache_in
+from deltazoo.generation.capture import free_bytes, graphs_run_on
+from deltazoo.generation.conditions import why_not_these_arguments, why_not_this_call, why_not_this_model
+from deltazoo.generation.states import move_cache
+from deltazoo.generation.static_cache import bytes_when_fixed, fixed_cache
+from deltazoo.generation.step import CapturedStep, Fingerprint
+
+__all__ = ["GenerateCall", "KeptSteps", "StaticDecoding", "generate_call", "running_call", "steps_of"]
+
+_LENGTH_MULTIPLE = 256
+"""Static caches hold a multiple of this many tokens, so that calls of similar length share a step."""
+_CAPTURES = 2
+"""Captures per call at most: a prompt in pieces may end in a piece of one token, with other arguments than a step."""
+_KEPT_SHARE = 64
+"""A captured step is kept if its states, keys and values take no more than the device's memory over this."""
+
+
+class KeptSteps:
+    """The captured step of a model's last call, and how that call went; copies of the model start with an empty one.
+
+    Attributes:
+        last: how the last call ran its steps, in words.
+        kept: for the next call, None if there is none.
+        failed: why a step could not be captured, and the model's fingerprint then.
+        in_use: held while a call captures and replays; one at a time.
+    """
+
+    def __init__(self) -> None:
+        self.last: str | None = None
+        self.kept: StaticDecoding | None = None
+        self.failed: tuple[Fingerprint, str] | None = None
+        self.in_use = threading.Lock()
+        self._of_thread = threading.local()
+
+    def __deepcopy__(self, memo: object) -> "KeptSteps":
+        return KeptSteps()
+
+    def __reduce__(self) -> Any:
+        return KeptSteps, ()
+
+    @property
+    def running(self) -> "list[GenerateCall]":
+        """This thread's calls of `generate`, outermost first."""
+        return self._of_thread.__dict__.setdefault("running", [])
+
+
+def steps_of(model: Any) -> KeptSteps:
+    """What a model keeps between calls of its `generate`."""
+    steps = vars(model).get("_captured_steps")
+    return vars(model).setdefault("_captured_steps", KeptSteps()) if steps is None else steps
+
+
+def running_call(model: Any) -> "GenerateCall | None":
+    """This thread's innermost call of a model's `generate`, None outside."""
+    steps = vars(model).get("_captured_steps")
+    running = [] if steps is None else steps.running
+    return running[-1] if running else None
+
+
+@contextmanager
+def generate_call(model: Any, wanted: bool | None, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Within this context a call of `generate` runs, which may capture its step; at the end its logits are checked.
+
+    Raises:
+        ValueError: `wanted` is True, and nothing can be captured.
+    """
+    steps = steps_of(model)
+    reason = "capture_step=False" if wanted is False else why_not_these_arguments(kwargs)
+    if reason is None and wanted is None:
+        reason = why_not_this_model(model)
+    if reason is None and not steps.in_use.acquire(blocking=False):
+        reason = "another call of generate is running"
+    call = GenerateCall(model, steps, may_capture=reason is None, required=bool(wanted))
+    # A call may begin others of the same model (processors of logits), which are not "the last call".
+    if reason is not None and (wanted or not steps.running):
+        call.decline(reason)
+    steps.running.append(call)
+    try:
+        yield
+        call.check_last_logits()
+    finally:
+        steps.running.pop()
+        if reason is None:
+            call.keep_step()
+            steps.in_use.release()
+
+
+class GenerateCall:
+    """One call of `generate`, through which this thread's forward passes of the model go.
+
+    Args:
+        model: that generates.
+        steps: what it keeps between calls.
+        may_capture: nothing that is known so far keeps the step from being captured.
+        required: a step that cannot be captured is an error.
+
+    Attributes:
+        checks_logits: the last logits are kept, and must not hold NaN.
+        last_logits: `[B, 1, vocabulary]`.
+    """
+
+    def __init__(self, model: Any, steps: KeptSteps, *, may_capture: bool, required: bool) -> None:
+        self.checks_logits = True
+        self.last_logits: Tensor | None = None
+        self._model = model
+        self._steps = steps
+        self._may_capture = may_capture
+        self._required = required
+        self._source: Cache | None = None
+        self._decoding: StaticDecoding | None = None
+        self._is_filled = False
+        self._captures_left = _CAPTURES
+
+    def decline(self, reason: str) -> None:
+        """Record why the call runs the ordinary loop; ValueError if it must not."""
+        if self._required:
+            raise ValueError(f"capture_step=True cannot act: {reason}")
+        self._steps.last = f"the ordinary loop: {reason}"
+
+    def begin(
+        self, config: GenerationConfig, cache: Any, is_the_callers: bool, mode: GenerationMode, max_length: int
+    ) -> None:
+        """Capture steps from here on, unless something that is known now is against it.
+
+        Args:
+            config, is_the_callers, mode: see `why_not_this_call`.
+            cache: that `generate` fills with the prompt; a static one, the user's own, is used as it is.
+            max_length: tokens that will be in it at most.
+        """
+        if not self._may_capture:
+            return
+        self._may_capture = False  # decided once
+        reason, failed = why_not_this_call(config, cache, is_the_callers, mode, self._required), self._steps.failed
+        if reason is None and failed is not None and failed[0] == Fingerprint(self._model):
+            reason = failed[1]
+        if reason is not None:
+            return self.decline(reason)
+        config.disable_compile = True
+        self._steps.last = "no step was needed"
+        if type(cache) is StaticCache:
+            self._decoding = StaticDecoding(cache, rows=None)
+        else:
+            self._source = cache
+            self._max_length = -(-max_length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+
+    def keep_step(self) -> None:
+        """Keep the captured step for the next call, unless it takes much memory."""
+        decoding, device = self._decoding, self._model.device
+        if decoding is None or decoding.step is None or decoding.rows is None or not graphs_run_on(device):
+            return
+        if decoding.step.cache_tensors.nbytes <= _total_bytes(device) // _KEPT_SHARE:
+            self._steps.kept = decoding
+
+    def check_last_logits(self) -> None:
+        """FloatingPointError if the last logits hold NaN: a check of every step's would cost as much as other parts."""
+        if not self.checks_logits or self.last_logits is None:
+            return
+        rows = self.last_logits.isnan().flatten(1).any(1).tolist()
+        if True in rows:
+            raise FloatingPointError(
+                f"the model computed NaN in the logits of row {rows.index(True)}, so the tokens mean nothing; "
+                "deltazoo.generate stops at the first such token and says where NaN comes from"
+            )
+
+    def forward(self, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+        """A forward pass: the ordinary one, given as `forward`, or of one token by a captured step."""
+        cache = cache_in(kwargs)
+        if cache is None or torch.is_grad_enabled():
+            return forward(**kwargs)
+        if cache is self._source:
+            return self._prompt(forward, kwargs)
+        decoding, ids = self._decoding, kwargs.get("input_ids")
+        one_token = ids is not None and ids.shape[1] == 1
+        if decoding is None or cache is not decoding.cache or not one_token:
+            return forward(**kwargs)
+        self._is_filled = self._is_filled or _is_filled(cache)
+        if not self._is_filled:  # the prompt is one token
+            return forward(**kwargs)
+        logits = decoding.replay(kwargs)
+        if logits is None and self._capture(decoding, forward, kwargs):
+            logits = decoding.replay(kwargs)
+        if logits is None:
+            return forward(**kwargs)
+        self._steps.last = "captured"
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})  # type: ignore[arg-type]
+
+    def _prompt(self, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+        """The ordinary forward pass; then its cache is moved to a static one, over which steps are captured."""
+        outputs = forward(**kwargs)
+        source, self._source = self._source, None
+        assert source is not None
+        try:
+            self._decoding = decoding = self._static_decoding(source, len(outputs.logits))
+        except ValueError as error:
+            self.decline(str(error))
+            return outputs
+        move_cache(source, decoding.cache)
+        setattr(outputs, CACHE, decoding.cache)
+        return outputs
+
+    def _static_decoding(self, filled: Cache, rows: int) -> "StaticDecoding":
+        """With an empty cache: that of an earlier call, with its captured step, if they fit; otherwise a new one.
+
+        Args:
+            filled: the cache whose contents will be moved to the static one.
+            rows: of the batch.
+
+        Raises:
+            ValueError: the model can have no such cache, or there is too little memory for it.
+        """
+        model, max_length = self._model, self._max_length
+        kept, self._steps.kept = self._steps.kept, None
+        if kept is not None and kept.serves(model, rows, max_length):
+            kept.cache.reset()
+            return kept
+        del kept
+        needed, free = bytes_when_fixed(filled, max_length), free_bytes(model.device)
+        if 2 * needed > free:
+            raise ValueError(
+                f"the keys and values of {max_length} tokens take {needed / 2**30:.1f} GiB at once, and "
+                f"{free / 2**30:.1f} GiB are free"
+            )
+        return StaticDecoding(fixed_cache(model, max_length), rows)
+
+    def _capture(self, decoding: "StaticDecoding", forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a step with these arguments could be captured; that it could not is remembered."""
+        if not self._captures_left:
+            return False
+        self._captures_left -= 1
+        try:
+            decoding.capture(self._model, forward, kwargs)
+        except RuntimeError as error:
+            if self._required:
+                raise
+            self._captures_left = 0
+            reason = f"capturing the step failed ({str(error).splitlines()[0]})"
+            self._steps.failed = Fingerprint(self._model), reason
+            self.decline(reason)
+            return False
+        return True
+
+
+class StaticDecoding:
+    """A static cache and, once it is captured, a model's step over it for one set of arguments of the forward pass.
+
+    Args:
+        cache: as `deltazoo.generation.static_cache.fixed_cache` makes it.
+        rows: of the batch; None: the cache is the user's, and no other call gets it.
+
+    Attributes:
+        step: None before `capture`.
+    """
+
+    def __init__(self, cache: StaticCache, rows: int | None) -> None:
+        self.cache = cache
+        self.rows = rows
+        self.step: CapturedStep | None = None
+        self._kinds: Any = None
+        self._inputs: dict[str, Tensor] = {}
+
+    def serves(self, model: Any, rows: int, max_length: int) -> bool:
+        """Whether a new call can use the cache and the step that an earlier call captured."""
+        fits = all(x.max_cache_len >= max_length for x in self.cache.layers if isinstance(x, StaticLayer))
+        return self.rows == rows and fits and self.step is not None and self.step.is_valid_for(model)
+
+    def capture(self, model: Any, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        """Capture what `forward` does with one token and these arguments, whose tensors' values may change.
+
+        Raises:
+            RuntimeError: the step waits for the device, or memory runs out; there is no captured step then.
+        """
+        replaced, self.step = self.step, None  # kept until the end of the call: it owns the merged weights
+        given = _by_name(arguments)
+        self._inputs = {name: x.clone() for name, x in given.items() if isinstance(x, Tensor)}
+        fixed = {name: self._inputs.get(name, x) for name, x in arguments.items()}
+        masks = arguments.get("attention_mask")
+        if isinstance(masks, Mapping):
+            fixed["attention_mask"] = {name: self._inputs.get(_mask(name), x) for name, x in masks.items()}
+        self.step = CapturedStep(model, lambda: forward(**fixed).logits, self.cache)
+        self._kinds = _kinds(given)
+        del replaced
+
+    def replay(self, arguments: Mapping[str, Any]) -> Tensor | None:
+        """The logits after one more token, until the next replay; None if no step with such arguments is captured."""
+        given = _by_name(arguments)
+        if self.step is None or self._kinds != _kinds(given):
+            return None
+        self.step.cache_tensors.put_back()
+        for name, x in given.items():
+            if isinstance(x, Tensor):
+                self._inputs[name].copy_(x)
+        self.step.replay()
+        return self.step.output
+
+
+def _mask(name: str) -> str:
+    return f"attention_mask.{name}"
+
+
+def _by_name(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a forward pass, those of a dict of masks one by one."""
+    masks = arguments.get("attention_mask")
+    return {**arguments, **{_mask(name): x for name, x in masks.items()}} if isinstance(masks, Mapping) else arguments
+
+
+def _kinds(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What must not change from one step to the next: kinds of tensors, and all other arguments but the cache."""
+    return {
+        name: (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x
+        for name, x in given.items()
+        if not isinstance(x, Mapping | Cache)
+    }
+
+
+def _is_filled(cache: Any) -> bool:
+    return all(
+        layer.has_previous_state[0] if isinstance(layer, LinearAttentionCacheLayerMixin) else layer.is_initialized
+        for layer in cache.layers
+    )
+
+
+def _total_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else sys.maxsize
