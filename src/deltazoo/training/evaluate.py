@@ -29,6 +29,7 @@ from deltazoo.swap.surgery import swap_attention, unswap_attention
 from deltazoo.training.console import console, track
 from deltazoo.training.data import Records, TextFiles, first_texts, num_bytes
 from deltazoo.training.folder import write_json
+from deltazoo.training.loading import check_vocabulary
 from deltazoo.training.tokens import IGNORED, Row, collate, collate_side_by_side, encode_documents, pack_in_order
 
 _BYTES_PER_TOKEN = 16  # more than with any tokenizer on ordinary text, so that enough text is read
@@ -172,15 +173,6 @@ def score_documents(
     seconds = time.perf_counter() - began
     tokens, size = sum(len(ids) - 1 for ids in encoded), sum(map(num_bytes, texts))
     return Score(nats, tokens, size, len(texts), seconds)
-
-
-def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if the tokenizer has tokens for which the model has no embedding."""
-    if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} entries, the checkpoint's vocabulary only {model.config.vocab_size}: "
-            "they do not belong together"
-        )
 
 
 def packs_documents(model: PreTrainedModel) -> bool:

@@ -216,8 +216,6 @@ def load_checkpoint(
     """
     from transformers import AutoTokenizer
 
-    from deltazoo.training.evaluate import check_vocabulary
-
     model = load_model(path, device, dtype)
     path = resolve_checkpoint(path)
     try:
@@ -226,6 +224,15 @@ def load_checkpoint(
         raise ValueError(f"{path} holds a model, but no tokenizer that transformers can load: save it there") from error
     check_vocabulary(model, tokenizer)
     return model, tokenizer
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if the tokenizer has tokens for which the model has no embedding."""
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} entries, the checkpoint's vocabulary only {model.config.vocab_size}: "
+            "they do not belong together"
+        )
 
 
 def load_model(path: str, device: str | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
