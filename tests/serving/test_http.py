@@ -16,8 +16,9 @@ import pytest
 from fake_engine import CONTEXT, FakeEngine, byte_tokenizer, expected_text
 
 REASON = "needs the extras serve and test: pip install 'deltazoo[test]'"
-for package in ("fastapi", "uvicorn", "prometheus_client"):
+for package in ("uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason=REASON)
+fastapi = pytest.importorskip("fastapi", reason=REASON)
 httpx = pytest.importorskip("httpx", reason=REASON)
 openai = pytest.importorskip("openai", reason=REASON)
 
@@ -348,6 +349,16 @@ def test_models_health_and_metrics(client: Any, url: str) -> None:
     assert finished["length"] > 0 and set(finished) == {"stop", "length", "cancelled", "error"}
     assert families["deltazoo_time_to_first_token_seconds"].type == "histogram"
     assert all(sample.labels["model"] == "tiny" for family in families.values() for sample in family.samples)
+
+
+def test_an_application_can_be_served_again_and_mounted_in_another() -> None:
+    engine = FakeEngine(byte_tokenizer())
+    app, other = create_app(engine, model="tiny"), fastapi.FastAPI()
+    other.mount("/tiny", app)
+    with engine:
+        for served_app, path in ((app, ""), (app, ""), (other, "/tiny")):
+            with background_server(served_app) as url:
+                assert httpx.post(f"{url}{path}/v1/completions", json=ASK).status_code == 200
 
 
 def test_a_key_is_required_of_all_but_health() -> None:
