@@ -49,7 +49,7 @@ DOUBLED = ("eda", "gated_deltanet2", "fg2_gdn", "pgdn")
 ORDINARY = ("erase_only", "without_conv")
 CHILD = """
 import sys; sys.path[:0] = sys.argv[1:3]
-import test_fused_blocks as tests
+import test_fused_blocks as tests, test_step_modules as steps
 from unittest import mock
 # The ordinary step runs in plain torch, which is faster than the interpreter.
 no_kernels = mock.patch("deltazoo.ops.backends.triton_obstacle", lambda *args: "interpreted")
@@ -64,6 +64,10 @@ with mock.patch.object(tests.fused_blocks, "takes_kernel", lambda *_, **__: True
     tests.check_swapped_tokens(*tests.SWAPPED[1], "cpu", count=3, batch_sizes=(3,))
     for swap in tests.SWAPPED:
         tests.check_logits(tests.swapped_model(*swap), tests.tokens(1, 30))
+with mock.patch.object(steps.step_modules, "takes_kernel", lambda *_, **__: True):
+    for family in steps.OF_EACH_FORM:
+        for dtype in (tests.torch.float32, tests.torch.bfloat16):
+            steps.check_modules(family, "cpu", dtype)
 """
 SWAPPED = [
     ("llama", "gated_deltanet", {}),

@@ -1,6 +1,6 @@
 """The pipe between an engine and an HTTP process: what is answered, lost and forgotten; both processes end together.
 
-Whole servers with a model are started and stopped in test_under_load.py.
+Whole servers with a model are started and stopped in test_under_load.py; `make processes-test` kills some without.
 """
 
 from __future__ import annotations
@@ -227,12 +227,6 @@ def started(stop_takes: float = 0) -> Iterator[tuple[psutil.Process, str]]:
         folder.cleanup()
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[psutil.Process, str]]:
-    with started() as found:
-        yield found
-
-
 def http_processes(server: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in server.children():
@@ -241,24 +235,25 @@ def http_processes(server: psutil.Process) -> list[psutil.Process]:
     return found
 
 
-def test_clients_at_once_get_their_answers_and_the_port_is_free_afterwards(server: Any) -> None:
-    main, url = server
-    assert len(http_processes(main)) == 1
+def test_clients_at_once_get_their_answers_and_the_port_is_free_afterwards() -> None:
     tokenizer = byte_tokenizer()
+    with started() as (main, url):
+        assert len(http_processes(main)) == 1
 
-    def check(number: int) -> None:
-        body = {"prompt": f"number {number}", "max_tokens": 12, "seed": number}
-        text = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).json()["choices"][0]["text"]
-        request = Request(prompt=tuple(tokenizer(body["prompt"])["input_ids"]), max_tokens=12)
-        assert text == expected_text(request, number)
+        def check(number: int) -> None:
+            body = {"prompt": f"number {number}", "max_tokens": 12, "seed": number}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).json()
+            asked = Request(prompt=tuple(tokenizer(body["prompt"])["input_ids"]), max_tokens=12)
+            assert answer["choices"][0]["text"] == expected_text(asked, number)
 
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(check, range(48)))
-    main.send_signal(signal.SIGTERM)
-    assert main.wait(20) == 0
-    bind("127.0.0.1", int(url.rpartition(":")[2])).close()
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(check, range(48)))
+        main.send_signal(signal.SIGTERM)
+        assert main.wait(20) == 0
+        bind("127.0.0.1", int(url.rpartition(":")[2])).close()
 
 
+@pytest.mark.processes
 def test_an_http_process_that_is_killed_ends_the_server_with_a_sentence() -> None:
     with started() as (main, _):
         http_processes(main)[0].kill()
@@ -266,10 +261,13 @@ def test_an_http_process_that_is_killed_ends_the_server_with_a_sentence() -> Non
     assert "RuntimeError: the HTTP process has ended with status -9" in said[-1]
 
 
-def test_one_that_reads_nothing_does_not_keep_the_server_from_ending(server: tuple[psutil.Process, str]) -> None:
-    main, url = server
+@pytest.mark.processes
+def test_one_that_reads_nothing_does_not_keep_the_server_from_ending() -> None:
     body = {"prompt": ["x"] * 8, "max_tokens": 4000, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as response:
+    with (
+        started() as (main, url),
+        httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as response,
+    ):
         next(response.iter_raw())
         for process in http_processes(main):
             process.suspend()
@@ -278,6 +276,7 @@ def test_one_that_reads_nothing_does_not_keep_the_server_from_ending(server: tup
         assert main.wait(20) == 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_third_signal_ends_the_process(number: signal.Signals) -> None:
     with started(stop_takes=60) as (main, _):
@@ -287,10 +286,11 @@ def test_the_third_signal_ends_the_process(number: signal.Signals) -> None:
         assert main.wait(5) == -number
 
 
-def test_it_ends_with_the_engine_that_is_killed(server: tuple[psutil.Process, str]) -> None:
-    main, url = server
-    others = http_processes(main)
-    main.kill()
-    assert psutil.wait_procs(others, timeout=20)[1] == []
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) != 0
+@pytest.mark.processes
+def test_it_ends_with_the_engine_that_is_killed() -> None:
+    with started() as (main, url):
+        others = http_processes(main)
+        main.kill()
+        assert psutil.wait_procs(others, timeout=20)[1] == []
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) != 0

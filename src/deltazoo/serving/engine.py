@@ -327,11 +327,10 @@ class Engine:
 
     def _admit(self) -> None:
         """Begin with the prompts of waiting requests, as many as will find a row."""
-        while len(self._prefill.tasks) + len(self._running) < self.table.widths[-1]:
-            with self._mutex:
-                if not self._waiting:
-                    return
-                task = self._waiting.popleft()
+        free = self.table.widths[-1] - len(self._prefill.tasks) - len(self._running)
+        with self._mutex:
+            tasks = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        for task in tasks:
             self._prefill.add(task)
 
     def _run_prompts(self) -> None:

@@ -73,19 +73,17 @@ def app_of(engine: Any, *, model: str, api_key: str | None = None, max_body: int
         yield
         engine.close()
 
-    # Pages of documentation load scripts from elsewhere.
-    app = FastAPI(title="deltazoo", docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(_Gate, api_key=api_key, max_body=max_body)
-
     async def of_http(request: HTTPRequest, error: Any) -> JSONResponse:
         return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
 
     async def of_others(request: HTTPRequest, error: Exception) -> JSONResponse:
         return ApiError.of(error).response()
 
-    app.add_exception_handler(HTTPException, of_http)
-    for kind in (ApiError, RequestValidationError, QueueFull, RequestError, EngineStopped, EngineError, Exception):
-        app.add_exception_handler(kind, of_others)
+    kinds = (ApiError, RequestValidationError, QueueFull, RequestError, EngineStopped, EngineError, Exception)
+    handlers: dict[Any, Any] = {HTTPException: of_http, **dict.fromkeys(kinds, of_others)}
+    # Pages of documentation load scripts from elsewhere.
+    app = FastAPI(title="deltazoo", docs_url=None, redoc_url=None, lifespan=lifespan, exception_handlers=handlers)
+    app.add_middleware(_Gate, api_key=api_key, max_body=max_body)
     endpoints = _Endpoints(engine, model)
     app.post("/v1/completions")(endpoints.completions)
     app.post("/v1/chat/completions")(endpoints.chat_completions)
@@ -211,45 +209,37 @@ class _Endpoints:
         self, choices: Sequence[TextStream], news: asyncio.Event, last: asyncio.Event
     ) -> AsyncGenerator[tuple[int, Piece]]:
         """Pieces with the number of their choice, and pauses between them that grow with the number of open choices."""
-        began, left = time.monotonic(), dict(enumerate(choices))
+        began, left, reason = time.monotonic(), dict(enumerate(choices)), "cancelled"
         self._open += len(choices)
         try:
-            while True:
+            while left:
                 while not any(choice.stream.has_news for choice in left.values()):
                     news.clear()
                     await news.wait()
                 last.clear()
                 for index, choice in [*left.items()]:
-                    if choice.stream.has_news:
-                        piece = self._take(index, left, began)
-                        yield index, piece
-                if not left:
-                    return
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_PAUSE * self._open):
-                        await last.wait()
+                    if not choice.stream.has_news:
+                        continue
+                    piece = choice.take()
+                    if piece.finish_reason == "cancelled":
+                        raise ApiError(503, "the server stopped before the request was finished", code="stopping")
+                    if choice.completion_tokens == len(piece.token_ids):
+                        self._metrics.first_token(began)
+                    if piece.finish_reason is not None:
+                        del left[index]
+                        self._metrics.end(piece.finish_reason, began)
+                    yield index, piece
+                if left:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_PAUSE * self._open):
+                            await last.wait()
+        except EngineError:
+            reason = "error"
+            raise
         finally:
             self._open -= len(choices)
             for _ in left:
-                self._metrics.end("cancelled", began)
-
-    def _take(self, index: int, left: dict[int, TextStream], began: float) -> Piece:
-        """The next piece of a choice, which is left no more if that was the last one."""
-        choice = left[index]
-        try:
-            piece = choice.take()
-        except EngineError:
-            del left[index]
-            self._metrics.end("error", began)
-            raise
-        if piece.finish_reason == "cancelled":
-            raise ApiError(503, "the server stopped before the request was finished", code="stopping")
-        if choice.completion_tokens == len(piece.token_ids):
-            self._metrics.first_token(began)
-        if piece.finish_reason is not None:
-            del left[index]
-            self._metrics.end(piece.finish_reason, began)
-        return piece
+                self._metrics.end(reason, began)
 
 
 _NOW = {
@@ -423,9 +413,13 @@ def bind(host: str, port: int) -> socket.socket:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         raise OSError(f"cannot listen at {host}, port {port}: {error.strerror or error}") from error
+    # Its connections have it, too. asyncio sets it for sockets of its own alone, and without it the second part of an
+    # answer waits up to 40 ms until the client says that it has the first one.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def url_of(address: socket.socket) -> str:

@@ -70,8 +70,8 @@ class EngineEnd:
             while True:
                 kind, number, content = self._pipe.recv()
                 if kind == "enter":
-                    error = self._refusal(content)
-                    self._messages.put([(number, error), *((key, error) for key, _ in content if error is not None)])
+                    refusal = self._enter(content)
+                    self._messages.put([(number, refusal), *((key, refusal) for key, _ in content if refusal)])
                 elif kind == "cancel":
                     self._engine.cancel([number], self._messages.put)
                 elif kind == "status":
@@ -91,7 +91,8 @@ class EngineEnd:
                 self._pipe.send(message)
             self._pipe.send(None)
 
-    def _refusal(self, requests: Sequence[tuple[int, Request]]) -> Exception | None:
+    def _enter(self, requests: Sequence[tuple[int, Request]]) -> Exception | None:
+        """The reason why the engine does not take requests, if it does not."""
         try:
             self._engine.enter(requests, self._messages.put)
         except (RequestError, QueueFull, EngineStopped) as error:
