@@ -54,10 +54,9 @@ from deltazoo.ops.triton.hopper.gradients_walk import (
 )
 from deltazoo.ops.triton.hopper.scan import HALF, C, D, as_tile
 from deltazoo.ops.triton.hopper.small_step_gradients import SMALL_STEP
-from deltazoo.ops.triton.kept import Gradients, Kept
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
-from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.problem import Gradients, Kept, Problem
 from deltazoo.ops.triton.tiles import CHUNK, FUSED_BACKWARD
 
 __all__ = ["backward_kernel"]
