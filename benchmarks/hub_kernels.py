@@ -7,7 +7,8 @@ Needs a version of `kernels` that fits transformers. The folder is built by `scr
 path, on a GPU by the names of its layers. Four layers with the widths of the configuration's defaults and random
 weights, as in `benchmarks.accelerate`:
 
-    results     float32: the largest difference of the logits of two rows, and whether greedy text is the same
+    results     float32: the largest difference of the logits of two rows, how far both are from those of the layers in
+                float64 (norms and gates stay in float32), and whether greedy text is the same
     forward     milliseconds of a forward pass without gradients, in bfloat16 on a GPU; median of rounds in turns
     training    forward and backward
 """
@@ -64,10 +65,17 @@ def compare(results: Results, setting: Row, model: Any, folder: Path, names: lis
     before = results_of(model.eval(), ids)
     attach(model, folder, names)
     after = results_of(model, ids)
-    attach(model, folder, [])
-    found = {"logits": (before[0] - after[0]).abs().max().item(), "largest_logit": before[0].abs().max().item()}
+    with torch.no_grad():
+        exact = model.double()(ids, use_cache=False).logits
+    attach(model.float(), folder, [])
+    found: Row = {"logits": largest(before[0] - after[0]), "largest_logit": largest(exact)}
+    found |= {"torch_error": largest(before[0] - exact), "layers_error": largest(after[0] - exact)}
     found["same_text"] = torch.equal(before[1], after[1])
     results.add({**setting, "measure": "results", "batch": 2, "tokens": tokens, "dtype": "float32"}, found)
+
+
+def largest(x: torch.Tensor) -> float:
+    return x.abs().max().item()
 
 
 def measure(results: Results, setting: Row, model: Any, folder: Path, names: list[str], tokens: int) -> None:
@@ -101,9 +109,11 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--small", action="store_true", help="narrow models, for a quick try")
     parser.add_argument("--families", nargs="+", default=list(RULES), choices=list(RULES), metavar="FAMILY")
+    parser.add_argument("--measure", nargs="+", default=["results", "times"], choices=["results", "times"])
     arguments = parser.parse_args()
     device, results = torch.device(arguments.device), Results(arguments)
     results.run["kernels"] = package_version("kernels")
+    torch.backends.cudnn.allow_tf32 = False  # float32 convolutions of torch are otherwise rounded to 10 bits
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "deltazoo-kernels"
@@ -112,8 +122,10 @@ def main() -> int:
             setting, names = {"model": family, "layers": 4}, [*RULES[family], *AROUND]
             model = make_model(family, arguments.small, device, torch.float32)
             setting["hidden_size"] = model.config.hidden_size
-            compare(results, setting, model, folder, names, 100 if arguments.small else 512)
-            measure(results, setting, model.to(dtype), folder, names, 256 if arguments.small else 4096)
+            if "results" in arguments.measure:
+                compare(results, setting, model, folder, names, 100 if arguments.small else 512)
+            if "times" in arguments.measure:
+                measure(results, setting, model.to(dtype), folder, names, 256 if arguments.small else 4096)
             del model
     return results.status()
 

@@ -183,10 +183,9 @@ def save_models(folder: Path, size: str, device: str) -> None:
     import torch
 
     from benchmarks.models import SIZES, candidates
-    from deltazoo.training.data import Document
     from deltazoo.training.tokens import train_bpe
 
-    tokenizer = train_bpe([Document("library", library_text(12_000_000), "library")], SIZES[size].vocab_size)
+    tokenizer = train_bpe([library_text(12_000_000)], SIZES[size].vocab_size)
     for candidate in candidates(SIZES[size], ["gated_deltanet"], ["qwen3-next"]):
         if candidate.library != "accelerated":
             torch.manual_seed(0)

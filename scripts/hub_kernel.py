@@ -24,7 +24,7 @@ LAYERS = "deltazoo.layers"
 """Module of the layers within the folder; the library's own package of this name is never among their imports."""
 
 FIGURES = ROOT / "benchmarks/results/hub_kernels_h200.json"
-FORWARD, TRAINING = "forward", "training step"
+"""Written by `benchmarks.hub_kernels`."""
 
 CARD = """---
 library_name: kernels
@@ -212,7 +212,27 @@ def card() -> str:
 
 
 def figures() -> str:
-    return ""
+    """Section of the card with what `FIGURES` holds; empty before it was measured."""
+    if not FIGURES.is_file():
+        return ""
+    content = json.loads(FIGURES.read_text(encoding="utf-8"))
+    run, rows = content["runs"][-1], content["rows"]
+    lines = [f"\n## Figures\n\n{run['gpu'] or run['cpu']}, torch {run['torch']}, Triton {run['triton']}, transformers"]
+    lines[0] += f" {run['transformers']}, kernels {run['kernels']}; four layers of the default widths, random weights."
+    lines += ["", "| model | call | transformers' torch code | these layers |", "|---|---|---:|---:|"]
+    for row in rows:
+        if row["measure"] != "results":
+            call = f"{row['measure']}, {row['batch']} x {row['tokens']:,}, {row['dtype']}"
+            lines.append(f"| `{row['model']}` | {call} | {row['torch_ms']:.1f} ms | {row['layers_ms']:.1f} ms |")
+    lines.append("")
+    for row in rows:
+        if row["measure"] == "results":
+            text = "the same" if row["same_text"] else "another"
+            lines.append(
+                f"`{row['model']}` in float32, {row['batch']} x {row['tokens']} tokens: logits of up to "
+                f"{row['largest_logit']:.2f} differ by at most {row['logits']:.1e}; {text} greedy text."
+            )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ class causal_conv1d_update(nn.Module):
 
         Args:
             hidden_states: `[B, C, T]`.
-            conv_state: `[B, C, S]`, the last S >= W - 1 inputs before these, oldest first; overwritten, no gradient.
+            conv_state: `[B, C, S]`, the last S >= W - 1 inputs before these, oldest first; overwritten.
             weight, bias, activation: as of `causal_conv1d_fn`.
         """
         past = conv_state[..., conv_state.shape[-1] - weight.shape[-1] + 1 :].clone()

@@ -16,7 +16,7 @@ USE = """
 import importlib.util
 import deltazoo, torch
 from deltazoo.layers import GatedDeltaNet
-from deltazoo.training.locate import presets
+from deltazoo.training.loading import presets
 assert "site-packages" in deltazoo.__file__, deltazoo.__file__
 assert "quickstart_cpu" in presets(), "the presets are missing from the wheel"
 assert importlib.util.find_spec("matplotlib") is importlib.util.find_spec("fastapi") is None, "more than the core"

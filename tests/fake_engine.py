@@ -19,7 +19,6 @@ from deltazoo.serving import (
     Request,
     RequestError,
     Status,
-    Stream,
 )
 from deltazoo.serving.requests import FinishReason, Output, TokenLogprob
 
@@ -77,16 +76,11 @@ class FakeEngine:
     def __exit__(self, *_: Any) -> None:
         self.stop(timeout=0)
 
-    def submit_all(self, requests: Sequence[Request]) -> list[Stream]:
-        def cancel(stream: Stream) -> None:
-            self.cancel([stream], Stream.deliver)
-
-        streams = [Stream(request.with_seed(), cancel) for request in requests]
-        self.enter([(stream, stream.request) for stream in streams], Stream.deliver)
-        return streams
-
-    def cancel(self, keys: Iterable[Any], deliver: Any) -> None:
-        self._cancelled.update((key, deliver) for key in keys)
+    def cancel(self, keys: Iterable[Any] | None, deliver: Any) -> None:
+        with self._lock:
+            entries = [*self._running, *self._waiting]
+            keys = [entry.key for entry in entries if entry.deliver == deliver] if keys is None else keys
+            self._cancelled.update((key, deliver) for key in keys)
 
     def enter(self, requests: Sequence[tuple[Any, Request]], deliver: Any) -> None:
         if not self.is_running:

@@ -19,7 +19,7 @@ from foreign_models import INSTALLED, VOCAB, foreign_model
 from torch import Tensor
 from transformers.utils import is_kernels_available
 
-from scripts.hub_kernel import BACKENDS, build
+from scripts.hub_kernel import BACKENDS, FIGURES, build
 
 
 def modeling_of(family: str) -> ModuleType:
@@ -134,9 +134,14 @@ def test_building_again_replaces_the_folder_and_no_other(folder: Path, tmp_path:
     assert (tmp_path / "mine.txt").exists()
 
 
-def test_the_card_names_every_layer(folder: Path, layers: Any) -> None:
+def test_the_card_names_every_layer_and_every_figure(folder: Path, layers: Any) -> None:
     text = (folder / "README.md").read_text()
     assert [name for name in layers.__all__ if f"| `{name}` |" not in text] == []
+    for row in json.loads(FIGURES.read_text())["rows"]:
+        if "layers_ms" in row:
+            assert f"{row['torch_ms']:.1f} ms | {row['layers_ms']:.1f} ms |" in text
+        else:
+            assert f"differ by at most {row['logits']:.1e}; the same greedy text" in text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -157,11 +162,30 @@ def test_arguments_are_those_of_transformers(family: str, layers: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_compute_the_same_on_the_layers(family: str, layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = model_and_text(family)
-    wanted, modeling = run(model, ids), modeling_of(family)
+    wanted = run(model, ids)
+    put_in_place(family, layers, monkeypatch)
+    assert_same(run(model, ids), wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_keep_packed_sequences_apart(family: str, layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_place(family, layers, monkeypatch)
+    model, ids = foreign_model(family), torch.randint(3, VOCAB, (1, 12))
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    boundaries = torch.tensor([0, 5, 12], dtype=torch.int32)
+    packing = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": 7, "max_length_k": 7}
+    with torch.no_grad():
+        wanted = torch.cat([model(ids[:, :5]).logits, model(ids[:, 5:]).logits], dim=1)
+        found = model(ids, position_ids=positions, use_cache=False, **packing).logits
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+def put_in_place(family: str, layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers in place of transformers' functions, without the library `kernels`."""
+    modeling = modeling_of(family)
     for layer, function in FAMILIES[family].items():
         monkeypatch.setattr(modeling, function, getattr(layers, layer)())
     monkeypatch.setattr(getattr(modeling, NORMS[family]), "forward", layers.RMSNormGated.forward)
-    assert_same(run(model, ids), wanted)
 
 
 @pytest.mark.skipif(
@@ -221,7 +245,8 @@ def test_convolution_is_that_of_transformers(activation: str | None, with_bias: 
     wanted = modeling.causal_conv1d_fn(x, weight, bias, activation)
     torch.testing.assert_close(layers.causal_conv1d_fn()(x, weight, bias, activation=activation), wanted)
     for width in (3, 4):
-        state, same = torch.randn(2, 6, width).repeat(2, 1, 1, 1)
+        state = torch.randn(2, 6, width)
+        same = state.clone()
         wanted = modeling.causal_conv1d_update(x[..., :1], state, weight, bias, activation)
         token = x[..., :1].clone().requires_grad_()
         found = layers.causal_conv1d_update()(token, same, weight, bias, activation)

@@ -179,7 +179,7 @@ import importlib, pkgutil, sys, types
 import deltazoo
 
 for module in pkgutil.walk_packages(deltazoo.__path__, "deltazoo."):
-    if module.name != "deltazoo.__main__":  # a program
+    if not module.name.startswith(("deltazoo.__main__", "deltazoo.serving.vllm")):  # a program; a plugin of vLLM
         importlib.import_module(module.name)
 for name, package in sorted(sys.modules.items()):
     if name.partition(".")[0] == "deltazoo" and hasattr(package, "__path__"):

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 
-from deltazoo.training.data import Document
 from deltazoo.training.tokens import begin_id, encode_documents, train_bpe
 
 DEFAULT_PATH = Path.home() / ".cache" / "deltazoo" / "python_text.npz.xz"
@@ -146,11 +145,9 @@ def build_corpus(sources: Iterable[SourceFile], held_out: Sequence[str], vocab_s
     if not all(kept.values()):
         raise ValueError("nothing is left to train on, or nothing held out")
 
-    documents = {
-        part: [Document(source.path, source.text, source.path) for source in files] for part, files in kept.items()
-    }
-    tokenizer = train_bpe(documents[False], vocab_size)
-    encoded = {part: encode_documents(tokenizer, files) for part, files in documents.items()}
+    texts = {part: [source.text for source in files] for part, files in kept.items()}
+    tokenizer = train_bpe(texts[False], vocab_size)
+    encoded = {part: encode_documents(tokenizer, files) for part, files in texts.items()}
     vocabulary = tokenizer.get_vocab()
     token_bytes = np.zeros(len(vocabulary), dtype=np.uint8)
     for token, number in vocabulary.items():  # the byte-level alphabet writes every byte as one character

@@ -27,7 +27,7 @@ from deltazoo.cli import main
 from deltazoo.cli.training import configuration
 from deltazoo.training import load_config, save_config
 from deltazoo.training.folder import checkpoints
-from deltazoo.training.locate import find_config, presets
+from deltazoo.training.loading import find_config, presets
 from deltazoo.training.trainer import TrainingInterrupted
 
 COMMANDS = [
@@ -330,6 +330,7 @@ def test_a_text_of_ones_own_is_one_option(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "inner").mkdir()
     for path in (".", "inner/.."):
         assert configuration(None, None, path, None, []).output == f"runs/{tmp_path.name}"
+        assert configuration(None, None, path, None, ["output=mine"]).output == "mine"
     found = configuration("paper_340m", "kda", "my#text.md", None, [])  # the preset's own text is a data set
     assert (found.data.text, found.data.streaming, found.data.subset) == ("my#text.md", False, None)
     found = configuration("paper_340m", "kda", "my#text.md", "elsewhere", ["data={}"])
@@ -474,7 +475,6 @@ QUICK = [
     "eval ./nowhere --device tpu",
     "swap --help",
     "swap ./nowhere --rule kdaa",
-    "swap ./nowhere --rule kda --output x --train swap_cpu --set align.stepps=1",
     "distill --help",
     "distill ./nowhere --original ./nowhere --recipe swap_cpu --set align.stepps=1",
     "distill ./nowhere --original ./nowhere --recipe swap_cpu",

@@ -148,19 +148,6 @@ def test_what_to_do_next_can_be_copied(
     assert "held-out part of" in capsys.readouterr().out
 
 
-def test_the_old_options_name_the_new_command(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
-    for options in (("--train", "swap_gpu"), ("--train", "swap_gpu", "--set", "align.steps=3"), ("--resume",)):
-        assert call(home, "--layers", "3:1", "--output", "x", *options) == 1
-        captured = capsys.readouterr()
-        recipe = "swap_gpu" if "swap_gpu" in options else "RECIPE"
-        assert f"then deltazoo distill SWAPPED --original {home / 'llama'} --recipe {recipe}" in captured.err
-        assert not captured.out
-    assert not Path("x").exists()
-
-
 def test_a_distillation_replaces_nothing_of_somebody_else(
     home: Path, swapped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from tiny_runs import run_config, write_text_folder
 
 from deltazoo.cli.training import _remark
 from deltazoo.training import RunConfig, TrainingResult, save_config, train
-from deltazoo.training.data import Corpus, Document
+from deltazoo.training.data import Corpus
 from deltazoo.training.folder import held
 
 TWO_STEPS = ("--set", "training.steps=2", "--set", "training.save_every=10")
@@ -141,8 +141,8 @@ def test_where_nothing_can_be_written_is_said_before_the_text_is_read(
 
 def result(losses: dict[int, float], passes: float | None) -> TrainingResult:
     history = [{"step": step, "eval_loss": loss} for step, loss in losses.items()]
-    corpus = Corpus([], [Document("a", "text", "a")], "text")
-    return TrainingResult(Path("model"), history, 1, 1, 1.0, 1.0, "CPU", "fp32", corpus, passes)
+    corpus = Corpus([], ["text"], "text")
+    return TrainingResult(Path("model"), corpus, history, 1, 1, 1.0, 1.0, "CPU", "fp32", passes)
 
 
 def test_a_text_learnt_by_heart_is_one_closing_sentence(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from decoding_loops import ACCELERATED, model_of
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_models import FEW, STATES, tiny_model, tokens
+from tiny_models import STATES, tiny_model, tokens
 from transformers import DynamicCache
 
 import deltazoo
@@ -17,7 +17,7 @@ from deltazoo.generation.states import RowStates, Snapshot, detach, fork, restor
 from deltazoo.generation.static_cache import fixed_cache
 
 SWAPPED = ["llama 1:1", "gemma3_text 1:1", "llama all"]
-KINDS = [*FEW, *SWAPPED, ACCELERATED[0], ACCELERATED[-1]]
+KINDS = ["kda_without_conv", "hybrid", *SWAPPED, ACCELERATED[0], ACCELERATED[-1]]
 
 
 def run(model, cache, ids):
@@ -101,13 +101,6 @@ def test_detached_states_go_on_without_their_gradients(kind):
         list(segments(lambda cache: cache))
 
 
-def test_an_unknown_kind_of_layer_is_not_detached():
-    cache = DynamicCache()
-    cache.layers.append(object())
-    with pytest.raises(ValueError, match="the contents of a object cannot be taken out of a cache"):
-        detach(cache)
-
-
 def static_cache(model, saved=None, max_length=24):
     cache = fixed_cache(model, max_length)
     if saved is not None:
@@ -140,7 +133,8 @@ def test_states_move_between_growing_and_static_caches(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "static"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in (*FEW, *SWAPPED, KINDS[-1]))]
+    ("kind", "static"),
+    [*((kind, False) for kind in KINDS), *((kind, True) for kind in KINDS if kind != ACCELERATED[0])],
 )
 def test_a_row_joins_a_longer_batch(kind, static):
     """It goes on there as it does alone, and its state leaves the batch as it came."""
@@ -216,7 +210,7 @@ def test_room_for_a_longer_row():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kind", [*FEW, "llama 1:1", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["kda_without_conv", "hybrid", "llama 1:1", "qwen3_next"])
 def test_captured_steps_go_on_from_restored_states(kind, device):
     """Also where the rows have changed places."""
     model, ids = model_of(kind).to(device), tokens(2, 6).to(device)
@@ -277,54 +271,39 @@ class TestRefusals:
     def saved(self):
         return snapshot(run(tiny_model("hybrid"), None, tokens(2, 5))[1])
 
-    @pytest.mark.parametrize("rows", [[2], [-1], [[0]]])
+    @pytest.mark.parametrize("rows", [[2], [-1], [[0]], [True, False], torch.tensor([False, True]), [0.7]])
     def test_rows_that_are_not_there(self, saved, rows):
-        with pytest.raises(ValueError, match="from 0 to 1"):
-            saved.select(rows)
-
-    @pytest.mark.parametrize("rows", [[True, False], torch.tensor([False, True]), [0.7], torch.tensor([1.0])])
-    def test_rows_that_are_no_numbers(self, saved, rows):
         """A mask was read as rows 0 and 1, and 0.7 as 0."""
         _, cache = run(tiny_model("hybrid"), None, tokens(2, 5))
+        numbers = isinstance(rows, list) and not isinstance(rows[0], bool | float)
+        found = "rows must be a list of numbers from 0 to 1, got " + ("" if numbers else ".* values.*nonzero")
         for call in (saved.select, lambda rows: snapshot(cache, rows), lambda rows: restore(cache, saved, rows)):
-            with pytest.raises(ValueError, match=r"numbers from 0 to 1, got torch.(bool|float32) values.*nonzero"):
+            with pytest.raises(ValueError, match=found):
                 call(rows)
-
-    def test_no_rows(self, saved):
         assert saved.select([]).num_rows == 0
 
-    @pytest.mark.parametrize("rows", [[0], [0, 0], [0, 1, 2]])
-    def test_other_number_of_rows(self, saved, rows):
-        _, cache = run(tiny_model("hybrid"), None, tokens(3, 5))
-        with pytest.raises(ValueError, match="2 rows need as many different places"):
-            restore(cache, saved, rows=rows)
-
-    def test_rows_of_an_empty_cache(self, saved):
-        with pytest.raises(ValueError, match="rows must be"):
-            restore(DynamicCache(), saved, rows=[0, 1])
-
-    def test_other_number_of_layers(self, saved):
-        _, cache = run(tiny_model("gated_deltanet", num_hidden_layers=3), None, tokens(2, 5))
-        with pytest.raises(ValueError, match="3 layers and the states are of 2"):
-            restore(cache, saved)
-
-    def test_other_kinds_of_layers(self, saved):
-        _, cache = run(tiny_model("hybrid_softmax_first"), None, tokens(2, 5))
-        with pytest.raises(ValueError, match="another model"):
-            restore(cache, saved)
-
-    @pytest.mark.parametrize("change", [{"head_dim": 4}, {"use_short_conv": False}, {"num_key_value_heads": 4}])
-    def test_other_sizes(self, saved, change):
-        _, cache = run(tiny_model("hybrid", **change), None, tokens(2, 5))
+    @pytest.mark.parametrize(
+        ("kind", "changes", "num_rows", "rows", "message"),
+        [
+            ("hybrid", {}, 3, [0], "2 rows need as many different places"),
+            ("hybrid", {}, 3, [0, 0], "2 rows need as many different places"),
+            ("hybrid", {}, 3, [0, 1, 2], "2 rows need as many different places"),
+            ("hybrid", {}, 0, [0, 1], "rows must be"),
+            ("gated_deltanet", {"num_hidden_layers": 3}, 2, None, "3 layers and the states are of 2"),
+            ("hybrid_softmax_first", {}, 2, None, "another model"),
+            ("hybrid", {"head_dim": 4}, 2, [0, 1], "do not fit layer"),
+            ("hybrid", {"use_short_conv": False}, 2, [0, 1], "do not fit layer"),
+            ("hybrid", {"num_key_value_heads": 4}, 2, [0, 1], "do not fit layer"),
+            ("hybrid", {"dtype": torch.bfloat16}, 2, None, "torch.float32.*torch.bfloat16"),
+        ],
+    )
+    def test_caches_that_states_do_not_fit(self, saved, kind, changes, num_rows, rows, message):
+        model = tiny_model(kind, **{key: x for key, x in changes.items() if key != "dtype"}).to(changes.get("dtype"))
+        cache = run(model, None, tokens(num_rows, 5))[1] if num_rows else DynamicCache()
         before = snapshot(cache)
-        with pytest.raises(ValueError, match="do not fit layer"):
-            restore(cache, saved, rows=[0, 1])
-        assert same(snapshot(cache), before)
-
-    def test_other_dtype(self, saved):
-        _, cache = run(tiny_model("hybrid").to(torch.bfloat16), None, tokens(2, 5))
-        with pytest.raises(ValueError, match="torch.float32.*torch.bfloat16"):
-            restore(cache, saved)
+        with pytest.raises(ValueError, match=message):
+            restore(cache, saved, rows=rows)
+        assert not num_rows or same(snapshot(cache), before)
 
     def test_static_caches_keep_their_size(self, saved):
         cache = static_cache(tiny_model("hybrid"), saved, max_length=8)
@@ -340,17 +319,18 @@ class TestRefusals:
         with pytest.raises(ValueError, match=f"between 0 and the 5 tokens of the cache, got {num_tokens}"):
             snapshot(cache, num_tokens=num_tokens)
 
-    def test_tokens_that_were_not_seen(self, saved):
+    def test_values_out_of_range(self, saved):
         with pytest.raises(ValueError, match="cannot become 4"):
             saved.padded(4)
         with pytest.raises(ValueError, match="n must be at least 1"):
             saved.fork(0)
 
-    def test_unknown_layers(self):
+    @pytest.mark.parametrize("take", [snapshot, detach])
+    def test_unknown_layers(self, take):
         cache = DynamicCache()
         cache.layers = [type("OtherLayer", (), {})()]
-        with pytest.raises(ValueError, match="contents of a OtherLayer cannot"):
-            snapshot(cache)
+        with pytest.raises(ValueError, match="contents of a OtherLayer cannot be taken out of a cache"):
+            take(cache)
 
 
 class TestFiles:
@@ -399,20 +379,12 @@ class TestFiles:
             number.copy_(before)
         Snapshot.load(tmp_path / "states", model)
 
-    def test_weights_changed_after_a_file_was_read(self, path):
-        model = tiny_model("hybrid")
-        Snapshot.load(path, model)
-        with torch.no_grad():
-            model.lm_head.weight[-1, -1] += 1
-        with pytest.raises(ValueError, match="states of another model: weights differ"):
-            Snapshot.load(path, model)
-
-    @pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.double(), lambda m: m.bfloat16().float()])
     @pytest.mark.parametrize("kind", ["tied", "hybrid", "llama 1:1", "qwen3_next"])
-    def test_a_copy_in_another_dtype_is_the_same_model(self, kind, cast, tmp_path):
+    def test_a_copy_in_another_dtype_is_the_same_model(self, kind, tmp_path):
         model = model_of(kind)
         snapshot(run(model, None, tokens(2, 5))[1]).save(tmp_path / "states", model)
-        assert Snapshot.load(tmp_path / "states", cast(model)).num_tokens == 5
+        for dtype in (torch.float64, torch.bfloat16, torch.float32):
+            assert Snapshot.load(tmp_path / "states", model.to(dtype)).num_tokens == 5
 
     @pytest.mark.parametrize(
         ("header", "message"),
@@ -426,14 +398,9 @@ class TestFiles:
         with pytest.raises(ValueError, match=message):
             Snapshot.load(tmp_path / "other", tiny_model("hybrid"))
 
-    @pytest.mark.parametrize("kept", [slice(5), slice(-50), slice(0)])
+    @pytest.mark.parametrize("kept", [slice(5), slice(-50), slice(0), None])
     def test_parts_of_files(self, path, kept):
-        path.write_bytes(path.read_bytes()[kept])
-        with pytest.raises(ValueError, match="states is no whole safetensors file"):
-            Snapshot.load(path, tiny_model("hybrid"))
-
-    def test_files_of_another_format(self, path):
-        path.write_text("no tensors at all")
+        path.write_bytes(b"no tensors at all" if kept is None else path.read_bytes()[kept])
         with pytest.raises(ValueError, match="states is no whole safetensors file"):
             Snapshot.load(path, tiny_model("hybrid"))
 

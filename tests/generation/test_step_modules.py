@@ -1,14 +1,12 @@
 """Modules that compute otherwise within a step give what they give alone, and the model stays what it was around it.
 
 Weights that decoding has merged in memory are saved, loaded, cast, copied, trained and adapted as before. Norms and
-MLPs of transformers in our kernels run on a GPU and interpreted: in a child process, as the interpreter has to be
-chosen before Triton is imported.
+MLPs of transformers in our kernels run on a GPU, and interpreted in the child process of test_fused_blocks.py.
 """
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import foreign_models
@@ -16,7 +14,6 @@ import pytest
 import safetensors.torch
 import torch
 from decoding_loops import assert_decodes_like_forward, model_of, own
-from helpers import run_python
 from tiny_families import OWN, tiny_original
 from tiny_models import FEW, tiny_config, tiny_model, tokens
 from torch import nn
@@ -32,15 +29,6 @@ SOME = [*FEW, "kda", "grouped_values", "micro_steps", "tied", "hybrid_kda", "sof
 OF_EACH_FORM = ("llama", "olmo2", "gemma3_text")
 """Families with norms whose weight comes after rounding, before it, and as its difference from one."""
 LAYER_NORMS = ("gpt2", "gpt_neox")
-CHILD = """
-import sys; sys.path[:0] = sys.argv[1:3]
-import test_step_modules as tests
-from unittest import mock
-with mock.patch.object(tests.step_modules, "takes_kernel", lambda *_, **__: True):
-    for family in tests.OF_EACH_FORM:
-        for dtype in (tests.torch.float32, tests.torch.bfloat16):
-            tests.check_modules(family, "cpu", dtype)
-"""
 
 
 def with_merged_maps(model: nn.Module) -> Any:
@@ -360,13 +348,6 @@ def check_modules(family: str, device: str, dtype: torch.dtype) -> None:
         assert found.dtype == own.dtype == dtype
         allowed = torch.finfo(dtype).eps * exact.norm()
         assert (found - exact).norm() <= (own - exact).norm() + allowed, type(module).__name__
-
-
-def test_library_modules_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    here = Path(__file__).parent
-    run_python(CHILD, str(here), str(here.parent))
 
 
 @pytest.mark.parametrize("family", OWN)

@@ -12,7 +12,7 @@ from tiny_models import tokens
 from deltazoo.generation import Decoder, conditions
 from deltazoo.generation.step_modules import JointProduct, merged_products
 
-KINDS = ["gated_deltanet", "hybrid", "llama 1:1", "qwen3_next"]
+KINDS = ["hybrid", "llama 1:1", "qwen3_next"]
 WAIT = 5.0
 """Seconds after which a thread goes on, in a test that fails."""
 
@@ -122,7 +122,7 @@ def test_other_calls_run_the_modules_own_forward_passes(kind, run, monkeypatch):
 
 
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[::2])
 def test_many_calls_at_once(kind, captured, request):
     """Switching threads as often as Python can, every call gives what it gives alone.
 

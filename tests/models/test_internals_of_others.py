@@ -266,7 +266,7 @@ def _internals_in(tree: ast.AST, defined_anywhere: set[str]) -> Iterator[str]:
 def _overridden() -> Iterator[tuple[str, type]]:
     """Private members of our classes that a base class of transformers or torch has as well."""
     for found in pkgutil.walk_packages(deltazoo.__path__, "deltazoo."):
-        if found.name.endswith("__main__"):
+        if found.name.endswith("__main__") or found.name.startswith("deltazoo.serving.vllm"):  # a plugin of vLLM
             continue
         for cls in vars(importlib.import_module(found.name)).values():
             if inspect.isclass(cls) and cls.__module__.startswith("deltazoo."):

@@ -84,23 +84,27 @@ def model_of_kind(kind):
     return model
 
 
+def assert_tokens_of_generate(engine, streams, **drawing):
+    for stream in streams:
+        prompt, count = torch.tensor([stream.request.prompt]), stream.request.max_tokens
+        expected = deltazoo.generate(engine.model, prompt, max_new_tokens=count, eos_token_id=[], **drawing)
+        assert tokens_of(stream) == expected[0, prompt.shape[1] :].tolist()
+
+
 @pytest.mark.parametrize("kind", ["gated_deltanet", "kda_without_conv", "hybrid", "swapped", "accelerated"])
 def test_greedy_tokens_are_those_of_generate(kind, engine_of):
     engine = engine_of(model_of_kind(kind), widths=(1, 2, 4), context_limit=60)
-    streams = [engine.submit(request(length, max_tokens=12, ignore_eos=True)) for length in (1, 7, 8, 9, 40)]
-    for stream in streams:
-        prompt = torch.tensor([stream.request.prompt])
-        expected = deltazoo.generate(engine.model, prompt, max_new_tokens=12, eos_token_id=[])
-        assert tokens_of(stream) == expected[0, prompt.shape[1] :].tolist()
+    lengths = (1, 7, 8, 9, 40)
+    streams = [engine.submit(request(length, max_tokens=12, ignore_eos=True)) for length in lengths]
+    assert_tokens_of_generate(engine, streams)
 
 
 @pytest.mark.parametrize("drawing", [{}, {"top_k": 20, "top_p": 0.8}])
 def test_a_seed_draws_the_tokens_of_generate(drawing, engine_of):
     engine, drawing = engine_of(), {"temperature": 1.2, "seed": 7, **drawing}
-    prompt = prompt_of(21)
-    made = tokens_of(engine.submit(request(21, max_tokens=30, **drawing)))
-    ids = deltazoo.generate(engine.model, torch.tensor([prompt]), max_new_tokens=30, eos_token_id=[], **drawing)
-    assert made == ids[0, 21:].tolist() != tokens_of(engine.submit(request(21, max_tokens=30)))
+    drawn, greedy = engine.submit(request(21, max_tokens=30, **drawing)), engine.submit(request(21, max_tokens=30))
+    assert_tokens_of_generate(engine, [drawn], **drawing)
+    assert tokens_of(engine.submit(drawn.request)) != tokens_of(greedy)
 
 
 def test_a_model_without_our_layers_is_refused(engine_of):
@@ -133,10 +137,7 @@ def test_passes_of_several_sizes(engine_of, monkeypatch):
     engine = with_sizes(engine_of(widths=(4, 8), start=False, prefix_memory=0), (1, 2, 4))
     calls = recorded(engine, monkeypatch)
     streams = all_at_once(engine, *(request(length, length, max_tokens=5) for length in (57, 33, 34, 17, 24, 12, 3)))
-    for stream in streams:
-        prompt = torch.tensor([stream.request.prompt])
-        expected = deltazoo.generate(engine.model, prompt, max_new_tokens=5, eos_token_id=[])
-        assert tokens_of(stream) == expected[0, prompt.shape[1] :].tolist()
+    assert_tokens_of_generate(engine, streams)
     counts = [len(starts) for name, starts in calls if name == "pass"]
     assert sum(counts) == 24 and set(counts) == {1, 2, 4}
 
@@ -306,8 +307,11 @@ class TestSampling:
         streams = [engine.submit(request(temperature=2.0, seed=seed, max_tokens=20)) for seed in seeds]
         made = [tuple(tokens_of(stream)) for stream in streams]
         assert made[0] == made[1] and len(set(made)) == 4
-        assert streams[0].seed == 1
-        assert tuple(tokens_of(engine.submit(request(temperature=2.0, seed=streams[3].seed, max_tokens=20)))) == made[3]
+        assert streams[0].request.seed == 1
+        assert (
+            tuple(tokens_of(engine.submit(request(temperature=2.0, seed=streams[3].request.seed, max_tokens=20))))
+            == made[3]
+        )
 
     def test_logprobs(self, engine_of):
         engine = engine_of()

@@ -1,6 +1,6 @@
 """The pipe between an engine and an HTTP process: what is answered, lost and forgotten; both processes end together.
 
-Whole servers with a model are started and stopped in test_under_load.py.
+Whole servers with a model are started and stopped in test_under_load.py; `make processes-test` kills some without.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ for package in ("fastapi", "uvicorn", "openai", "prometheus_client"):
     pytest.importorskip(package, reason=REASON)
 httpx = pytest.importorskip("httpx", reason=REASON)
 
-from deltazoo.serving import EngineError, EngineStopped, QueueFull, Request  # noqa: E402
+from deltazoo.serving import EngineError, EngineStopped, Piece, QueueFull, Request, Stream  # noqa: E402
 from deltazoo.serving.http import bind  # noqa: E402
 from deltazoo.serving.pipe import EngineEnd, RemoteEngine  # noqa: E402
 
@@ -40,14 +40,23 @@ class Linked:
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
-        self.ours, theirs = multiprocessing.Pipe()
-        self.is_ready, self.is_over = threading.Event(), threading.Event()
-        self.end = EngineEnd(engine, self.ours, "hello", on_ready=self.is_ready.set, on_end=self.is_over.set)
-        assert theirs.recv() == "hello"
-        self.remote = RemoteEngine(theirs, engine.tokenizer, engine.max_queue, engine.context_limit)
-        self.remote_has_ended = asyncio.Event()
-        self.remote.begin(self.remote_has_ended.set)
+        self.ours, self.theirs = multiprocessing.Pipe()
+        self.is_ready, self.remote_has_ended = threading.Event(), asyncio.Event()
+        self.end = EngineEnd(engine, self.ours, on_ready=self.is_ready.set)
+        self.serving = threading.Thread(target=self.end.serve)
+        self.serving.start()
+        facts = engine.tokenizer, engine.max_queue, engine.context_limit
+        self.remote = RemoteEngine(lambda: self.theirs, *facts, on_end=self.remote_has_ended.set)
+        self.remote.begin()
         assert self.is_ready.wait(5)
+
+    async def submit(self, **options: Any) -> Stream:
+        (stream,) = await self.remote.submit_all([request(**options)], lambda output: None)
+        return stream
+
+
+async def pieces_of(stream: Stream) -> list[Piece]:
+    return await asyncio.to_thread(list, stream)
 
 
 @asynccontextmanager
@@ -57,8 +66,9 @@ async def linked(engine: FakeEngine) -> AsyncIterator[Linked]:
         yield link
         link.end.close()
         await link.remote_has_ended.wait()
-        link.remote._pipe.close()
-        assert link.is_over.wait(5)
+        link.remote.close()
+        link.serving.join(5)
+        assert not link.serving.is_alive()
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -72,12 +82,12 @@ def request(**options: Any) -> Request:
 def test_what_was_made_before_the_end_is_read_although_the_other_end_writes() -> None:
     async def test() -> None:
         async with linked(FakeEngine(byte_tokenizer())) as link:
-            (stream,) = await link.remote.submit_all([request()])
+            stream = await link.submit()
             link.engine.stop()  # this loop does not read meanwhile
             link.end.close()
             time.sleep(0.2)
-            late = asyncio.create_task(link.remote.submit_all([request()]))
-            pieces = [piece async for piece in stream]
+            late = asyncio.create_task(link.submit())
+            pieces = await pieces_of(stream)
             assert sum(len(piece.token_ids) for piece in pieces) == 20 and pieces[-1].finish_reason == "length"
             with pytest.raises(EngineStopped):
                 await late
@@ -94,11 +104,11 @@ def test_a_request_that_the_engine_fails_on_ends_nothing_else() -> None:
 
     async def test() -> None:
         async with linked(Failing(byte_tokenizer())) as link:
-            (stream,) = await link.remote.submit_all([request()])
+            stream = await link.submit()
             with pytest.raises(EngineError, match=r"could not be queued: bytes must be in range\(0, 256\)"):
-                await link.remote.submit_all([request(top_k=5)])
-            assert [piece async for piece in stream][-1].finish_reason == "length"
-            assert not link.remote._streams
+                await link.submit(top_k=5)
+            assert (await pieces_of(stream))[-1].finish_reason == "length"
+            assert not link.remote._receivers
 
     run(test)
 
@@ -108,16 +118,16 @@ def test_refused_requests_are_forgotten_though_nobody_waits() -> None:
         engine = FakeEngine(byte_tokenizer(), places=1, max_queue=1)
         engine.steps = threading.Semaphore(0)
         async with linked(engine) as link:
-            running = await link.remote.submit_all([request(max_tokens=2)])
+            running = await link.submit(max_tokens=2)
             for _ in range(5):
-                asking = asyncio.create_task(link.remote.submit_all([request()]))
+                asking = asyncio.create_task(link.submit())
                 await asyncio.sleep(0)
                 asking.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await asking
             with pytest.raises(QueueFull):
-                await link.remote.submit_all([request()])
-            assert [*link.remote._streams.values()] == running
+                await link.submit()
+            assert [*link.remote._receivers.values()] == [running.put]
             engine.steps.release(100)
 
     run(test)
@@ -135,17 +145,17 @@ def test_a_process_that_is_gone_ends_what_runs_in_both(whose: str) -> None:
         engine = FakeEngine(byte_tokenizer())
         engine.steps = threading.Semaphore(0)
         async with linked(engine) as link:
-            (stream,) = await link.remote.submit_all([request()])
-            asked = asyncio.create_task(link.remote.submit_all([request()]))
+            stream = await link.submit()
+            asked = asyncio.create_task(link.submit())
             await asyncio.sleep(0)
-            cut(link.ours if whose == "engine" else link.remote._pipe)
-            assert [piece.finish_reason async for piece in stream] == ["cancelled"]
+            cut(link.ours if whose == "engine" else link.theirs)
+            assert [piece.finish_reason for piece in await pieces_of(stream)] == ["cancelled"]
             await asyncio.gather(asked, return_exceptions=True)
             with pytest.raises(EngineStopped):
                 await link.remote.status()
-            assert link.is_over.wait(5)
+            link.serving.join(5)
             engine.steps.release(100)
-            assert not link.remote._streams and not link.remote._asked
+            assert not link.serving.is_alive() and not link.remote._receivers
         assert engine.finished["cancelled"] >= 1 and not engine.finished["length"]
 
     run(test)
@@ -154,13 +164,13 @@ def test_a_process_that_is_gone_ends_what_runs_in_both(whose: str) -> None:
 def test_a_pipe_that_nobody_reads_does_not_hold_up_the_engine() -> None:
     engine, (ours, theirs) = FakeEngine(byte_tokenizer(), seconds=0), multiprocessing.Pipe()
     with engine:
-        EngineEnd(engine, ours, "hello", on_ready=lambda: None, on_end=lambda: None)
+        threading.Thread(target=EngineEnd(engine, ours).serve).start()
         theirs.send(("enter", 0, [(number, request(max_tokens=4000)) for number in range(1, 9)]))
         end = time.monotonic() + 30
         while engine.finished["length"] < 8:
             assert time.monotonic() < end
             time.sleep(0.01)
-        assert theirs.recv() == "hello" and theirs.recv() == ("answer", 0, None)
+        assert theirs.recv() == [(0, None)]
         theirs.close()
 
 
@@ -217,12 +227,6 @@ def started(stop_takes: float = 0) -> Iterator[tuple[psutil.Process, str]]:
         folder.cleanup()
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[psutil.Process, str]]:
-    with started() as found:
-        yield found
-
-
 def http_processes(server: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in server.children():
@@ -231,24 +235,25 @@ def http_processes(server: psutil.Process) -> list[psutil.Process]:
     return found
 
 
-def test_clients_at_once_get_their_answers_and_the_port_is_free_afterwards(server: Any) -> None:
-    main, url = server
-    assert len(http_processes(main)) == 1
+def test_clients_at_once_get_their_answers_and_the_port_is_free_afterwards() -> None:
     tokenizer = byte_tokenizer()
+    with started() as (main, url):
+        assert len(http_processes(main)) == 1
 
-    def check(number: int) -> None:
-        body = {"prompt": f"number {number}", "max_tokens": 12, "seed": number}
-        text = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).json()["choices"][0]["text"]
-        request = Request(prompt=tuple(tokenizer(body["prompt"])["input_ids"]), max_tokens=12)
-        assert text == expected_text(request, number)
+        def check(number: int) -> None:
+            body = {"prompt": f"number {number}", "max_tokens": 12, "seed": number}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).json()
+            asked = Request(prompt=tuple(tokenizer(body["prompt"])["input_ids"]), max_tokens=12)
+            assert answer["choices"][0]["text"] == expected_text(asked, number)
 
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(check, range(48)))
-    main.send_signal(signal.SIGTERM)
-    assert main.wait(20) == 0
-    bind("127.0.0.1", int(url.rpartition(":")[2])).close()
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(check, range(48)))
+        main.send_signal(signal.SIGTERM)
+        assert main.wait(20) == 0
+        bind("127.0.0.1", int(url.rpartition(":")[2])).close()
 
 
+@pytest.mark.processes
 def test_an_http_process_that_is_killed_ends_the_server_with_a_sentence() -> None:
     with started() as (main, _):
         http_processes(main)[0].kill()
@@ -256,10 +261,13 @@ def test_an_http_process_that_is_killed_ends_the_server_with_a_sentence() -> Non
     assert "RuntimeError: the HTTP process has ended with status -9" in said[-1]
 
 
-def test_one_that_reads_nothing_does_not_keep_the_server_from_ending(server: tuple[psutil.Process, str]) -> None:
-    main, url = server
+@pytest.mark.processes
+def test_one_that_reads_nothing_does_not_keep_the_server_from_ending() -> None:
     body = {"prompt": ["x"] * 8, "max_tokens": 4000, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as response:
+    with (
+        started() as (main, url),
+        httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as response,
+    ):
         next(response.iter_raw())
         for process in http_processes(main):
             process.suspend()
@@ -268,6 +276,7 @@ def test_one_that_reads_nothing_does_not_keep_the_server_from_ending(server: tup
         assert main.wait(20) == 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_third_signal_ends_the_process(number: signal.Signals) -> None:
     with started(stop_takes=60) as (main, _):
@@ -277,10 +286,11 @@ def test_the_third_signal_ends_the_process(number: signal.Signals) -> None:
         assert main.wait(5) == -number
 
 
-def test_it_ends_with_the_engine_that_is_killed(server: tuple[psutil.Process, str]) -> None:
-    main, url = server
-    others = http_processes(main)
-    main.kill()
-    assert psutil.wait_procs(others, timeout=20)[1] == []
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) != 0
+@pytest.mark.processes
+def test_it_ends_with_the_engine_that_is_killed() -> None:
+    with started() as (main, url):
+        others = http_processes(main)
+        main.kill()
+        assert psutil.wait_procs(others, timeout=20)[1] == []
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) != 0

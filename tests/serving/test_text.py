@@ -4,7 +4,6 @@ import asyncio
 import random
 import threading
 
-import psutil
 import pytest
 from fake_engine import byte_tokenizer as with_template
 from tiny_serving import byte_tokenizer
@@ -15,7 +14,6 @@ from deltazoo.serving import EngineError, Piece, Request, RequestError, Stream, 
 from deltazoo.serving import text as text_module
 from deltazoo.serving.text import PromptTokens, bytes_of, text_of
 
-SLEEP = "import time; time.sleep(600)"
 TEXT = "Ein Maß für 👩‍🚀 und 日本, 1 € – é́!"
 
 
@@ -30,13 +28,13 @@ class Reader:
 
     def __init__(self, prompt=(0,), stop=(), tokenizer=None):
         self.cancelled = []
-        self._stream = Stream(Request(prompt=tuple(prompt), seed=1), self.cancelled.append)
+        self._stream = Stream(Request(prompt=tuple(prompt), seed=1), lambda: self.cancelled.append(True))
         self.text = TextStream(self._stream, tokenizer or byte_tokenizer(), stop)
         self._pieces = iter(self.text)
 
     def add(self, tokens, reason=None, logprobs=None):
         piece = Piece(token_ids=tuple(tokens), logprobs=logprobs, finish_reason=reason)
-        Stream.deliver([(self._stream, piece)])
+        self._stream.put(piece)
         return next(self._pieces)
 
     def all_of(self, tokens, at_once=1):
@@ -62,10 +60,6 @@ def test_bytes_that_are_no_text(seed):
     assert "".join(Reader().all_of(tokens)[0]) == byte_tokenizer().decode(tokens)
 
 
-def test_half_a_character_at_the_end():
-    assert Reader().all_of(of_bytes("a€".encode()[:-1])) == (["a", "", "\ufffd"], "length")
-
-
 @pytest.mark.parametrize("tokens", [of_bytes(TEXT * 4), random.Random(1).choices(range(2, 258), k=300)])
 def test_several_tokens_at_a_time_make_the_same_text(tokens):
     for at_once in (2, 3, 7, 300):
@@ -81,19 +75,12 @@ def byte_fallback():
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 100])
 @pytest.mark.parametrize("prompt", [[257], list("👍🏽🎉".encode())])
-@pytest.mark.parametrize("count", [1, 2, 5, 100])
 def test_characters_of_several_tokens_in_a_row(prompt, count):
-    expected = "👩‍🚀👍🏽🎉🎉🎉日本語 a"
-    tokens = [*expected.removesuffix(" a").encode(), 256]
-    assert "".join(Reader(prompt, tokenizer=byte_fallback()).all_of(tokens, count)[0]) == expected
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 6])
-def test_half_a_character_is_the_same_text_however_many_tokens_come(count):
-    tokens = [*"€".encode(), 0xE2, 256, 257]
-    made = "".join(Reader([257], tokenizer=byte_fallback()).all_of(tokens, count)[0])
-    assert made == "€\ufffd a bc"
+    text = "👩‍🚀👍🏽🎉🎉🎉日本語"
+    for tokens, expected in (([*text.encode(), 256], text + " a"), ([*"€".encode(), 0xE2, 256, 257], "€\ufffd a bc")):
+        assert "".join(Reader(prompt, tokenizer=byte_fallback()).all_of(tokens, count)[0]) == expected
 
 
 @pytest.mark.parametrize("characters", ["\ufffd".encode(), b"\x80", b"\xf0\x9f\x98", b"\xe2\x82", b"\xe2"])
@@ -134,17 +121,18 @@ def test_the_token_that_completes_a_stop_string_is_the_last_one_that_counts():
     assert piece.token_ids == tuple(of_bytes("one stop")) and reader.text.completion_tokens == 8
 
 
-def test_a_stop_string_in_text_that_was_held_back():
-    """The tokens of half a character wait; their mark completes the stop string at the end."""
-    reader = Reader(stop=("p\ufffd",))
-    texts, reason = reader.all_of(of_bytes(b"one stop\xe2\x82"))
-    assert ("".join(texts), reason) == ("one sto", "stop")
-
-
-def test_what_only_began_a_stop_string_is_text():
-    assert Reader(stop=("abc",)).all_of(of_bytes("end ab")) == ([*"end ", "", "ab"], "length")
-    texts, reason = Reader(stop=("abc",)).all_of(of_bytes("ab ab abd"))
-    assert ("".join(texts), reason) == ("ab ab abd", "length")
+@pytest.mark.parametrize(
+    ("content", "stop", "texts", "reason"),
+    [
+        (b"one stop\xe2\x82", "p\ufffd", "one sto", "stop"),  # the mark of half a character completes it at the end
+        (b"a\xe2\x82", "x", [*"a", "", "\ufffd"], "length"),
+        (b"end ab", "abc", [*"end ", "", "ab"], "length"),  # what only began a stop string is text
+        (b"ab ab abd", "abc", "ab ab abd", "length"),
+    ],
+)
+def test_text_that_was_held_back(content, stop, texts, reason):
+    made, ended = Reader(stop=(stop,)).all_of(of_bytes(content))
+    assert ended == reason and (made == texts if isinstance(texts, list) else "".join(made) == texts)
 
 
 def spaces_before_words():
@@ -155,12 +143,9 @@ def spaces_before_words():
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def test_a_space_between_prompt_and_answer_stays():
+def test_a_space_between_prompt_and_answer_stays_and_special_tokens_have_no_text():
     reader = Reader([0], tokenizer=spaces_before_words())
     assert reader.all_of((1, 3, 2) * 9)[0] == [" wide", "", " world"] * 9
-
-
-def test_special_tokens_have_no_text_however_many_come():
     reader = Reader([0], tokenizer=spaces_before_words())
     assert "".join(reader.all_of([1, *[3] * 50, 2])[0]) == " wide world"
 
@@ -296,30 +281,6 @@ class TestPromptTokens:
         assert found == [tokenizer(text)["input_ids"] for text in texts[:-2]]
         assert isinstance(bad, ValueError) and isinstance(left, asyncio.CancelledError)
         assert calls == [["first"], texts[1:-1], *texts[1:-1]]
-
-    def test_a_long_text_holds_up_no_other_and_ends_when_nobody_waits(self, monkeypatch):
-        """Two are being read, one waits: all are given up, and their processes end."""
-        monkeypatch.setattr(text_module, "_CHILD", SLEEP)
-
-        def children():
-            return [
-                child
-                for child in psutil.Process().children()
-                if child.status() != "zombie" and SLEEP in child.cmdline()
-            ]
-
-        async def test():
-            prompts = PromptTokens(byte_tokenizer(), None)
-            long = [asyncio.create_task(prompts.of_text("x" * 200_000)) for _ in range(3)]
-            while len(children()) < 2:
-                await asyncio.sleep(0.01)
-            assert await asyncio.wait_for(prompts.of_text("short"), 5) == byte_tokenizer()("short")["input_ids"]
-            for task in long:
-                task.cancel()
-            while children():
-                await asyncio.sleep(0.01)
-
-        asyncio.run(asyncio.wait_for(test(), 20))
 
     def test_a_process_that_fails_is_an_error(self, monkeypatch):
         monkeypatch.setattr(text_module, "_CHILD", "raise SystemExit(3)")

@@ -7,6 +7,7 @@ The engine has one width here, so that every answer must equal the one that the 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -34,6 +35,7 @@ openai = pytest.importorskip("openai", reason=REASON)
 
 from deltazoo.serving import Engine, Request, TextStream, background_server, create_app  # noqa: E402
 
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 WIDTH = 16
 LIMIT = 4100
 LONGER = 10 if os.environ.get("DELTAZOO_LONG_LOAD") else 1
@@ -49,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved model with a tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("served") / "tiny"
     small_model().save_pretrained(folder)
-    byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}").save_pretrained(folder)
+    byte_tokenizer(TEMPLATE).save_pretrained(folder)
     return folder
 
 
@@ -146,11 +148,9 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
-def test_nan_is_an_error_and_never_a_number(endpoint: str) -> None:
+def test_nan_is_an_error_and_never_a_number() -> None:
     """500 or an error event, with log-probabilities or without, while others are answered."""
-    model = small_model()
-    tokenizer = byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    model, tokenizer = small_model(), byte_tokenizer(TEMPLATE)
     model.get_input_embeddings().weight.data[tokenizer("N")["input_ids"][-1]] = float("nan")
 
     def refuse(constant: str) -> None:
@@ -161,32 +161,22 @@ def test_nan_is_an_error_and_never_a_number(endpoint: str) -> None:
         background_server(create_app(engine, model="tiny")) as url,
         httpx.Client(base_url=f"{url}/v1/", trust_env=False) as client,
     ):
-        for stream in (False, True):
-            for asked in ({}, {"logprobs": 2 if endpoint == "completions" else True}):
-                body = {"max_tokens": 2, "temperature": 0, "stream": stream, **asked}
-                bad, good = ({"prompt": text, "messages": [{"role": "user", "content": text}]} for text in ("N", "a"))
-                for fields in (bad, good):
-                    del fields["messages" if endpoint == "completions" else "prompt"]
-                answer = client.post(endpoint, json={**body, **bad})
+        for endpoint in ("completions", "chat/completions"):
+            is_chat = endpoint == "chat/completions"
+            bad, good = ({"messages": [{"role": "user", "content": x}]} if is_chat else {"prompt": x} for x in "Na")
+            for stream, asked in itertools.product((False, True), ({}, {"logprobs": True if is_chat else 2})):
+                body = {"max_tokens": 2, "temperature": 0, **asked}
+                answer = client.post(endpoint, json={**body, **bad, "stream": stream})
                 assert answer.status_code == (200 if stream else 500)
                 events = answer.text.replace("data: [DONE]", "").split("data: ") if stream else [answer.text]
                 said = [json.loads(event, parse_constant=refuse) for event in events if event.strip()]
                 assert "NaN or infinite logits" in said[-1]["error"]["message"]
-                assert client.post(endpoint, json={**body, **good, "stream": False}).status_code == 200
+                assert client.post(endpoint, json={**body, **good}).status_code == 200
 
 
 HOSTILE = [
-    *(
-        b"",
-        b"{",
-        b"null",
-        b"[]",
-        b'"x"',
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b'{"prompt": ' * 50_000,
-        b'{"a":' + b"9" * 9000 + b"}",
-    ),
+    *(b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"prompt": ' * 50_000),
+    b'{"a":' + b"9" * 9000 + b"}",
     *(b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "top_p": Infinity}', b'{"prompt": "x", "prompt": 1}'),
     *(b'{"prompt": "\\ud800"}', b'{"\\ud800": 1}', b'{"prompt": [[1], []]}'),
     b'{"prompt": [' + b"1," * 900_000 + b"1]}",
@@ -196,49 +186,43 @@ HOSTILE = [
     b'{"messages": [{"role": "user", "content": [' + b"1," * 900_000 + b"1]}]}",
     b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": "{{ 1 / 0 }}"}}',
     b"{" + b",".join(b'"%d": 1' % number for number in range(200_000)) + b"}",
-]
+]  # fmt: skip
 
 
-def test_hostile_bodies_are_refused_and_hold_nobody_up(engine: Engine) -> None:
+def test_whatever_is_sent_is_answered_or_refused_with_a_sentence_and_holds_nobody_up(engine: Engine) -> None:
+    """Hostile bodies, and random ones of known fields."""
+    source, statuses, slowest = random.Random(0), set(), 0.0
     with (
         background_server(create_app(engine, model="tiny")) as url,
         httpx.Client(base_url=url, trust_env=False, timeout=60) as client,
         httpx.Client(base_url=url, trust_env=False, timeout=60) as other,
         ThreadPoolExecutor(1) as pool,
     ):
-        slowest = 0.0
-        for body in HOSTILE:
-            for path in ("completions", "chat/completions"):
-                for headers in ({"Content-Type": "application/json"}, {}):
-                    asking = pool.submit(client.post, f"/v1/{path}", content=body, headers=headers)
-                    while not asking.done():
-                        began = time.monotonic()
-                        assert other.get("/health").status_code == 200
-                        slowest = max(slowest, time.monotonic() - began)
-                    answer = asking.result()
-                    assert answer.status_code in (400, 413), (body[:50], answer.text[:200])
-                    assert len(answer.json()["error"]["message"]) < 300
-        assert slowest < 1.5 and client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
-
-
-def test_whatever_is_sent_is_answered_or_refused_with_a_sentence(engine: Engine) -> None:
-    source, statuses = random.Random(0), set()
-    with (
-        background_server(create_app(engine, model="tiny")) as url,
-        httpx.Client(base_url=url, trust_env=False) as client,
-    ):
+        every = itertools.product(
+            HOSTILE, ("completions", "chat/completions"), ({"Content-Type": "application/json"}, {})
+        )
+        for body, path, headers in every:
+            asking = pool.submit(client.post, f"/v1/{path}", content=body, headers=headers)
+            while not asking.done():
+                began = time.monotonic()
+                assert other.get("/health").status_code == 200
+                slowest = max(slowest, time.monotonic() - began)
+            answer = asking.result()
+            assert answer.status_code in (400, 413), (body[:50], answer.text[:200])
+            assert len(answer.json()["error"]["message"]) < 300
+        assert slowest < 1.5
         for _ in range(250):
             chat = source.random() < 0.3
-            body: dict[str, Any] = {"max_tokens": 2} | ({"messages": []} if chat else {"prompt": "ab"})
-            body |= {field: source.choice(ANYTHING) for field in source.sample(sorted(FIELDS), 2)}
+            fields: dict[str, Any] = {"max_tokens": 2} | ({"messages": []} if chat else {"prompt": "ab"})
+            fields |= {field: source.choice(ANYTHING) for field in source.sample(sorted(FIELDS), 2)}
             answer = client.post(
                 "/v1/chat/completions" if chat else "/v1/completions",
-                content=json.dumps(body),
+                content=json.dumps(fields),
                 headers={"Content-Type": "application/json"},
             )
             statuses.add(answer.status_code)
-            assert answer.status_code in (200, 400, 404), (body, answer.text)
-            assert ("error" in answer.text) == (answer.status_code != 200), (body, answer.text)
+            assert answer.status_code in (200, 400, 404), (fields, answer.text)
+            assert ("error" in answer.text) == (answer.status_code != 200), (fields, answer.text)
     assert {200, 400} <= statuses and engine.status().running
 
 

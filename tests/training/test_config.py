@@ -66,7 +66,7 @@ def test_a_written_configuration_reads_back_the_same(minimal: Path, tmp_path: Pa
         ("data.validation_fraction=1.5", "data.validation_fraction must be less than 1, got 1.5"),
         ("data.streaming=true", "data.streaming needs data.max_validation_bytes"),
         ("data=text", "data must be a mapping"),
-        ("tokenizer.vocab_size=300", "act only for kind bpe, not byte"),
+        ("tokenizer.vocab_size=300", "acts only for kind bpe, not byte"),
         ("tokenizer.kind=bpe", "tokenizer.vocab_size is missing, which kind bpe needs"),
         ("tokenizer.kind=pretrained", "tokenizer.path belongs to kind pretrained"),
         ("model.vocab_size=10", "set by the tokenizer: give tokenizer.vocab_size"),

@@ -41,7 +41,7 @@ def parquet(tmp_path: Path) -> Path:
 
 def test_the_standard_library_is_real_text_without_tests_and_packages() -> None:
     source = standard_library()
-    names = {document.name for document in source.documents()}
+    names = {document.split_key for document in source.documents()}
     assert {"argparse.py", "json/decoder.py"} <= names
     assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
     assert sum(path.stat().st_size for path in source.paths) > 5_000_000
@@ -51,7 +51,7 @@ def test_the_split_is_disjoint_complete_and_the_same_each_time(folder: Path) -> 
     data = DataConfig(text=str(folder), validation_fraction=0.3)
     first, second = (read_corpus(open_text(data), data) for _ in range(2))
     assert first == second
-    held_out, learned = ({document.name for document in part} for part in (first.validation, first.train))
+    held_out, learned = (set(part) for part in (first.validation, first.train))
     assert not held_out & learned
     assert len(held_out | learned) == len(TEXTS)
     assert 0.1 < len(held_out) / len(TEXTS) < 0.5
@@ -59,12 +59,11 @@ def test_the_split_is_disjoint_complete_and_the_same_each_time(folder: Path) -> 
 
 def test_the_side_of_a_document_does_not_depend_on_the_others(folder: Path) -> None:
     data = DataConfig(text=str(folder), validation_fraction=0.3)
-    before = {document.name for document in read_corpus(open_text(data), data).validation}
-    removed = sorted(folder.rglob("*.txt"))[::2]
+    before = set(read_corpus(open_text(data), data).validation)
+    removed = {path: path.read_text() for path in sorted(folder.rglob("*.txt"))[::2]}
     for path in removed:
         path.unlink()
-    after = {document.name for document in read_corpus(open_text(data), data).validation}
-    assert after == before - {path.relative_to(folder).as_posix() for path in removed}
+    assert set(read_corpus(open_text(data), data).validation) == before - {*removed.values()}
 
 
 def test_duplicates_of_a_record_fall_on_one_side() -> None:
@@ -95,11 +94,12 @@ def test_a_dataset_name_goes_through_load_dataset(parquet: Path) -> None:
     assert [document.text for document in local.documents()] == TEXTS
 
 
-def test_streaming_stops_once_both_samples_are_full(jsonl: Path) -> None:
+def test_streaming_stops_once_both_samples_are_full(jsonl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltazoo.training.data.TOKENIZER_SAMPLE", 100)
     data = DataConfig(text=str(jsonl), streaming=True, max_validation_bytes=60, validation_fraction=0.3)
-    corpus = read_corpus(open_text(data), data, train_sample_bytes=100)
+    corpus = read_corpus(open_text(data), data)
     assert 60 <= corpus.validation_bytes < 200
-    assert 100 <= sum(each.num_bytes for each in corpus.train) < 200
+    assert 100 <= len("".join(corpus.train)) < 200
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_the_tail_of_a_single_file_is_held_out(tmp_path: Path) -> None:
         data = DataConfig(text=str(tmp_path / "input.txt"), validation_fraction=fraction, max_validation_bytes=limit)
         corpus = read_corpus(open_text(data), data)
         [train], [tail] = corpus.train, corpus.validation
-        assert train.text + tail.text == text
-        assert train.text.endswith("\n"), "cut between two lines"
+        assert train + tail == text
+        assert train.endswith("\n"), "cut between two lines"
         wanted = min(fraction * len(text.encode()), limit or float("inf"))
         assert abs(corpus.validation_bytes - wanted) < 0.02 * wanted + 20, (
             "off by a line, and by characters of two bytes"
@@ -160,9 +160,10 @@ def test_the_tail_of_a_few_files_is_held_out_where_their_hashes_hold_out_none(tm
     data = DataConfig(text=str(tmp_path), validation_fraction=0.05)
     assert not any(is_held_out(document.split_key, 0.05) for document in open_text(data).documents())
     corpus = read_corpus(open_text(data), data)
-    assert [document.name for document in corpus.validation] == ["c.py"]
-    assert [document.name for document in corpus.train] == ["a.py", "b.py", "c.py"]
-    total = sum(each.num_bytes for each in corpus.train) + corpus.validation_bytes
+    [tail] = corpus.validation
+    assert [text.startswith("# ") for text in corpus.train] == [True] * 3
+    assert (tmp_path / "c.py").read_text() == corpus.train[2] + tail
+    total = len("".join(corpus.train)) + corpus.validation_bytes
     assert 0.05 * total <= corpus.validation_bytes < 0.06 * total
 
 

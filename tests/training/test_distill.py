@@ -38,7 +38,15 @@ from deltazoo.training.distill import (
     teacher_forced,
 )
 from deltazoo.training.pictures import draw_distillation
-from deltazoo.training.tokens import PackedRows, build_tokenizer, collate_side_by_side, encode_documents, pack_in_order
+from deltazoo.training.tokens import (
+    PackedRows,
+    Row,
+    TokenizedText,
+    build_tokenizer,
+    collate_side_by_side,
+    encode_documents,
+    pack_in_order,
+)
 from deltazoo.training.trainer import training_arguments
 
 STAGE = {"row_length": 48, "rows_per_batch": 4, "log_every": 2, "evaluate_every": 8, "evaluation_rows": 4}
@@ -95,7 +103,7 @@ def distilled(home: Path, config: Recipe, model: Any = None, **options: Any) -> 
     return distill(model or swapped(home), original_of(home), tokenizer, config, **options)
 
 
-def held_out_rows(home: Path) -> list[dict[str, np.ndarray]]:
+def held_out_rows(home: Path) -> list[Row]:
     data = recipe(home / "text", home).data
     documents = read_corpus(open_text(data), data).validation
     return pack_in_order(encode_documents(AutoTokenizer.from_pretrained(home / "original"), documents), 48)
@@ -103,19 +111,10 @@ def held_out_rows(home: Path) -> list[dict[str, np.ndarray]]:
 
 def trainer_of(config: Recipe, name: str, home: Path, model: Any) -> DistillationTrainer:
     run = module._as_run(name, config, "gated_deltanet")
-    rows = held_out_rows(home)
-    return DistillationTrainer(
-        stage=config.stages[name],
-        original=original_of(home),
-        model=model,
-        tokenizer=AutoTokenizer.from_pretrained(home / "original"),
-        config=run,
-        arguments=training_arguments(run),
-        train_rows=rows,
-        validation_rows=rows[:4],
-        bytes_per_token=1.0,
-        collate_rows=collate_side_by_side,
-    )
+    source = open_text(config.data)
+    tokenizer = AutoTokenizer.from_pretrained(home / "original")
+    text = TokenizedText(source, config.data, read_corpus(source, config.data), tokenizer)
+    return DistillationTrainer(config.stages[name], original_of(home), model, run, training_arguments(run), text)
 
 
 @pytest.fixture(scope="module")
@@ -375,10 +374,7 @@ def test_the_text_adds_its_weight_to_the_divergence(home: Path, tmp_path: Path) 
 def test_packed_documents_do_not_reach_each_other(home: Path) -> None:
     """In batches of rows, neither softmax attention, nor the recurrence, nor padding at the end."""
     model = swapped(home, layers=[1])
-    rows = [
-        {"input_ids": torch.arange(5, 25).numpy(), "starts": torch.tensor([0, 8]).numpy()},
-        {"input_ids": torch.arange(40, 50).numpy(), "starts": torch.tensor([0]).numpy()},
-    ]
+    rows = [[np.arange(5, 13), np.arange(13, 25)], [np.arange(40, 50)]]
     inputs = collate_side_by_side(rows)
     assert inputs["labels"].eq(-100).sum() == 3 + 10  # three beginnings, ten of padding
     logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits

@@ -29,9 +29,8 @@ import deltazoo.models  # noqa: F401
 from deltazoo.cli.swapping import ranking_table
 from deltazoo.swap import swap_attention
 from deltazoo.training.config import TokenizerConfig
-from deltazoo.training.data import Document
 from deltazoo.training.evaluate import Ranking, baselines, packs_documents, rank_layers, score_documents, score_rows
-from deltazoo.training.tokens import build_tokenizer, collate_side_by_side, pack_in_order
+from deltazoo.training.tokens import Row, build_tokenizer, collate_side_by_side, pack_in_order
 
 TEXTS = ["a", "def f(x):\n    return x\n", "ünïcödé 語 🙂 " * 9, "x" * 150, "the end"]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 16, "initializer_range": 0.3}
@@ -76,8 +75,7 @@ _BYTE_IDS: dict[int, int] = {}
 def test_the_score_is_that_of_each_document_alone(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens_at_once: int
 ) -> None:
-    documents = [Document(str(i), text, "") for i, text in enumerate(TEXTS)]
-    score = score_documents(model, tokenizer, documents, tokens_at_once=tokens_at_once)
+    score = score_documents(model, tokenizer, TEXTS, tokens_at_once=tokens_at_once)
     expected = sum(slow_nats(model, text) for text in TEXTS)
     size = len("".join(TEXTS).encode())
     assert score.nats == pytest.approx(expected, rel=1e-5)
@@ -93,7 +91,7 @@ def test_rows_are_no_longer_than_a_models_learned_positions(
     torch.manual_seed(0)
     sizes = {"n_positions": 20, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=258, **sizes)).eval()
-    score = score_documents(model, tokenizer, [Document("a", "x" * 50, "")], tokens_at_once=tokens_at_once)
+    score = score_documents(model, tokenizer, ["x" * 50], tokens_at_once=tokens_at_once)
     ids = torch.tensor([[0] + [_BYTE_IDS[ord("x")]] * 50])
     expected = 0.0
     size = min(tokens_at_once, 20)
@@ -113,10 +111,9 @@ def test_a_model_that_computes_nan_has_no_score(
     broken = copy.deepcopy(model)
     (module,) = (module for name, module in broken.named_modules() if name.endswith(where))
     module.weight.data[7, 3] = math.nan
-    documents = [Document(str(i), text, "") for i, text in enumerate(TEXTS)]
     found = f"computed nan as the negative log-likelihood .*; NaN comes first in the output of .*{where}, whose weight"
     with pytest.raises(FloatingPointError, match=found):
-        score_documents(broken, tokenizer, documents, tokens_at_once=tokens_at_once)
+        score_documents(broken, tokenizer, TEXTS, tokens_at_once=tokens_at_once)
 
 
 def test_a_token_without_any_probability_has_no_score(
@@ -126,9 +123,9 @@ def test_a_token_without_any_probability_has_no_score(
         return F.linear(inputs, self.weight).index_fill(-1, torch.tensor(_BYTE_IDS[ord("a")]), -math.inf)
 
     monkeypatch.setattr(model.lm_head, "forward", never_a.__get__(model.lm_head))
-    assert math.isfinite(score_documents(model, tokenizer, [Document("0", "bcd", "")]).nats)
+    assert math.isfinite(score_documents(model, tokenizer, ["bcd"]).nats)
     with pytest.raises(FloatingPointError, match="computed inf as the negative log-likelihood of a text, so it has no"):
-        score_documents(model, tokenizer, [Document("0", "bad", "")])
+        score_documents(model, tokenizer, ["bad"])
 
 
 def test_only_models_that_restart_their_state_are_given_packed_documents(model: PreTrainedModel) -> None:
@@ -137,14 +134,14 @@ def test_only_models_that_restart_their_state_are_given_packed_documents(model: 
 
 def test_scoring_leaves_the_mode_of_the_model_alone(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     model.train()
-    score_documents(model, tokenizer, [Document("a", "abc", "")])
+    score_documents(model, tokenizer, ["abc"])
     assert model.training
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     small = AutoModelForCausalLM.from_config(AutoConfig.for_model("gated_deltanet", vocab_size=257, **SIZES))
     with pytest.raises(ValueError, match="tokenizer has 258 entries, the checkpoint's vocabulary only 257"):
-        score_documents(small, tokenizer, [Document("a", "abc", "")])
+        score_documents(small, tokenizer, ["abc"])
 
 
 def test_nothing_to_score_is_refused(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -152,13 +149,13 @@ def test_nothing_to_score_is_refused(model: PreTrainedModel, tokenizer: PreTrain
         score_documents(model, tokenizer, [])
 
 
-def documents(*texts: bytes) -> list[Document]:
-    return [Document("name", text.decode("latin-1"), "name") for text in texts]
+def decoded(*texts: bytes) -> list[str]:
+    return [text.decode("latin-1") for text in texts]
 
 
 def test_the_baselines_are_gzip_9_and_xz_9() -> None:
-    held_out = documents(random.Random(0).randbytes(300), b"the cat sat on the mat. " * 9)
-    data = "".join(document.text for document in held_out).encode()
+    held_out = decoded(random.Random(0).randbytes(300), b"the cat sat on the mat. " * 9)
+    data = "".join(held_out).encode()
     found = {baseline.name: baseline for baseline in baselines([], held_out, primed=True)}
     assert list(found) == ["gzip -9", "xz -9"], "there is no text to prime with"
     assert found["gzip -9"].bits_per_byte == 8 * len(gzip.compress(data, 9, mtime=0)) / len(data)
@@ -166,7 +163,7 @@ def test_the_baselines_are_gzip_9_and_xz_9() -> None:
 
 
 def test_a_primed_compressor_pays_only_for_what_is_new() -> None:
-    text = documents(random.Random(1).randbytes(100_000))
+    text = decoded(random.Random(1).randbytes(100_000))
     found = {baseline.name: baseline for baseline in baselines(text, text, primed=True)}
     assert found["xz -9"].bits_per_byte > 5
     assert found["xz -9, primed"].bits_per_byte < 0.1
@@ -176,7 +173,7 @@ def test_a_primed_compressor_pays_only_for_what_is_new() -> None:
 
 def test_nothing_to_compress_is_refused() -> None:
     with pytest.raises(ValueError, match="no byte to compress"):
-        baselines([], documents(b""))
+        baselines([], [""])
 
 
 def llama() -> LlamaForCausalLM:
@@ -187,7 +184,7 @@ def llama() -> LlamaForCausalLM:
     return model
 
 
-def rows() -> list[dict[str, np.ndarray]]:
+def rows() -> list[Row]:
     generator = np.random.default_rng(0)
     return pack_in_order([generator.integers(0, 50, 40) for _ in range(4)], 32)
 

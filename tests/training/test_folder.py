@@ -21,7 +21,6 @@ from deltazoo.training.config import DataConfig
 from deltazoo.training.data import Records, open_text
 from deltazoo.training.folder import (
     SaveError,
-    as_json,
     best_checkpoint,
     check_run,
     checkpoints,
@@ -31,6 +30,7 @@ from deltazoo.training.folder import (
     remove_oldest,
     unfinished,
     whole_or_not_at_all,
+    write_json,
 )
 from deltazoo.training.pictures import draw_loss_curve
 from deltazoo.training.tokens import byte_tokenizer
@@ -59,7 +59,7 @@ def test_an_existing_folder_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def write_json(folder: Path) -> None:
+def write_text(folder: Path) -> None:
     (folder / "result.json").write_text("x" * 10_000)
 
 
@@ -91,7 +91,7 @@ def write_picture(folder: Path) -> None:
     draw_loss_curve([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}], folder / "loss.png", "a run", 1000)
 
 
-WRITERS = [write_json, write_safetensors, write_optimizer, write_sharded_optimizer, write_tokenizer, write_dataset]
+WRITERS = [write_text, write_safetensors, write_optimizer, write_sharded_optimizer, write_tokenizer, write_dataset]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -142,12 +142,12 @@ def test_another_process_does_not_get_the_folder(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
     refused = f"another process trains in {run}: wait for its end, or choose another output"
-    for look in (lambda: check_run(config, run, False), lambda: check_run(config, run, True), held(run).__enter__):
+    for look in (lambda: check_run(config, False), lambda: check_run(config, True), held(run).__enter__):
         with pytest.raises(ValueError, match=re.escape(refused)):
             look()
     holder.kill()
     holder.wait()
-    check_run(config, run, resume=False)
+    check_run(config, resume=False)
     with held(run):
         pass
     assert not run.exists() or not any(run.iterdir())
@@ -166,7 +166,7 @@ with held(Path(sys.argv[1])):
 def test_other_processes_of_the_same_run_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with held(tmp_path / "run"):
         monkeypatch.setenv("RANK", "1")
-        check_run(run_config(tmp_path, tmp_path / "run"), tmp_path / "run", resume=False)
+        check_run(run_config(tmp_path, tmp_path / "run"), resume=False)
         with held(tmp_path / "run"):
             pass
         monkeypatch.setenv("RANK", "0")
@@ -233,7 +233,14 @@ def test_checkpoints_are_ordered_by_step_and_the_oldest_removed(tmp_path: Path) 
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-200", "checkpoint-1000"]
 
 
-def test_json_holds_no_nan() -> None:
+def test_json_holds_no_nan(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
-    text = as_json({"a": [1, nan, (inf, -inf)], "b": {"c": nan, "d": "nan"}, "e": True, "f": 0.5}, indent=1)
-    assert json.loads(text) == {"a": [1, None, [None, None]], "b": {"c": None, "d": "nan"}, "e": True, "f": 0.5}
+    content = {"a": [1, nan, (inf, -inf)], "b": {"c": nan, "d": "nan"}, "e": True, "f": 0.5}
+    write_json(tmp_path / "some.json", content)
+    found = json.loads((tmp_path / "some.json").read_text())
+    assert found == {
+        "a": [1, None, [None, None]],
+        "b": {"c": None, "d": "nan"},
+        "e": True,
+        "f": 0.5,
+    }

@@ -20,15 +20,15 @@ from tiny_runs import write_text_folder
 from transformers import AutoModelForCausalLM
 
 import deltazoo
+from deltazoo.compat.transformers import new_model
+from deltazoo.compat.transformers.new_model import architectures, refuse_unrunnable
 from deltazoo.layers import parameters_without_decay
 from deltazoo.runtime import RuntimeOptions
-from deltazoo.training import RunConfig, TokenizerConfig, TrainingResult, native_model, train
+from deltazoo.training import RunConfig, TokenizerConfig, TrainingResult, train
 from deltazoo.training.config import as_mapping
-from deltazoo.training.data import Document
 from deltazoo.training.evaluate import packs_documents, score_documents
 from deltazoo.training.folder import checkpoints
 from deltazoo.training.loading import load_checkpoint
-from deltazoo.training.native_model import architectures, refuse_unrunnable
 from deltazoo.training.run import build_model
 from deltazoo.training.tokens import build_tokenizer, collate_side_by_side
 from deltazoo.training.trainer import PackedTrainer
@@ -137,9 +137,8 @@ def test_evaluation_packs_documents(run: tuple[RunConfig, TrainingResult]) -> No
     model, tokenizer = load_checkpoint(str(run[1].model_path))
     assert packs_documents(model) and any("Accelerated" in type(layer).__name__ for layer in model.modules())
     texts = [f"{n} def read(self, size=-1):\n    return {n}\n" * (n + 1) for n in range(4)]
-    documents = [Document(str(n), text, str(n)) for n, text in enumerate(texts)]
-    together = score_documents(model, tokenizer, documents)
-    alone = sum(score_documents(model, tokenizer, [document], tokens_at_once=9).nats for document in documents)
+    together = score_documents(model, tokenizer, texts)
+    alone = sum(score_documents(model, tokenizer, [text], tokens_at_once=9).nats for text in texts)
     assert together.nats == pytest.approx(alone, rel=1e-4)
 
 
@@ -147,21 +146,20 @@ def packed_and_one_by_one(model: Any) -> tuple[dict[str, torch.Tensor], dict[str
     """Loss and gradients of two packed rows, and of their documents one after another."""
     model.config.output_router_logits = False  # that loss is a mean over all tokens of a batch
     model.train()
-    lengths = [[5, 1, 66, 24], [96]]
     generator = np.random.default_rng(0)
-    rows = [{"input_ids": generator.integers(3, 250, sum(row)), "starts": np.cumsum([0, *row[:-1]])} for row in lengths]
+    rows = [[generator.integers(3, 250, length) for length in row] for row in ([5, 1, 66, 24], [96])]
     batch = {name: x.to(model.device) for name, x in collate_side_by_side(rows).items()}
     loss = model(**batch).loss
     loss.backward()
     packed = {"loss": loss.detach(), **{name: parameter.grad.clone() for name, parameter in model.named_parameters()}}
     model.zero_grad()
-    targets, total = sum(length - 1 for row in lengths for length in row), torch.zeros_like(loss)
-    for row, row_lengths in zip(rows, lengths, strict=True):
-        for document in torch.from_numpy(row["input_ids"]).to(model.device).split(row_lengths):
-            if len(document) > 1:
-                loss = model(document[None], labels=document[None], num_items_in_batch=targets).loss
-                loss.backward()
-                total += loss.detach()
+    documents = [torch.from_numpy(document).to(model.device) for row in rows for document in row]
+    targets, total = sum(len(document) - 1 for document in documents), torch.zeros_like(loss)
+    for document in documents:
+        if len(document) > 1:
+            loss = model(document[None], labels=document[None], num_items_in_batch=targets).loss
+            loss.backward()
+            total += loss.detach()
     return packed, {"loss": total, **{name: parameter.grad for name, parameter in model.named_parameters()}}
 
 
@@ -199,7 +197,7 @@ def test_files_have_the_names_that_other_programs_read(runs: dict[str, Any], tmp
         assert {f"0.linear_attn.{x}_conv1d" for x in "qkv"} < norms
     model = AutoModelForCausalLM.from_pretrained(runs["olmo_hybrid"][1].model_path)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    native_model.write_served_names(model, tmp_path)
+    new_model.write_served_names(model, tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -267,7 +265,6 @@ def test_runtime_options_reach_the_layers() -> None:
         ("qwen3_5_text", {"hidden_act": "sillu"}, "qwen3_5_text cannot be built with these fields: KeyError: 'sillu'"),
         ("qwen3_5_text", {"dtype": "bfloat16"}, "model.dtype has no effect on the training of qwen3_5_text"),
         ("qwen3_5_text", {"use_cache": False}, "model.use_cache has no effect"),
-        ("qwen3_5_text", {"eos_token_id": 3}, "model.eos_token_id is set by the tokenizer"),
         ("qwen3_5_moe_text", {"num_experts_per_tok": 5}, "qwen3_5_moe_text cannot run with these fields"),
         ("qwen3_next", {"num_experts": 0}, "output_router_logits=true balances experts, of which no layer has any"),
         ("kimi_linear", {"moe_intermediate_size": 12}, "model.moe_intermediate_size=12 must be a multiple of 8"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from deltazoo.training.config import DataConfig, TokenizerConfig
 from deltazoo.training.data import Records, is_held_out, open_text
-from deltazoo.training.tokens import StreamedRows, build_tokenizer
+from deltazoo.training.tokens import Row, StreamedRows, build_tokenizer
 
 TEXTS = [f"text {i} " + "ab" * (5 * i % 40) for i in range(25)]
 ROW = 32
@@ -36,12 +35,12 @@ def stream(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> StreamedRows
     return StreamedRows(source, data, tokenizer, ROW, num_rows=10**6, remembered=20)
 
 
-def first(rows: StreamedRows, count: int) -> list[dict[str, np.ndarray]]:
+def first(rows: StreamedRows, count: int) -> list[Row]:
     return [rows[index] for index in range(count)]
 
 
-def as_lists(rows: list[dict[str, np.ndarray]]) -> list[tuple[Any, Any]]:
-    return [(row["input_ids"].tolist(), row["starts"].tolist()) for row in rows]
+def as_lists(rows: list[Row]) -> list[list[list[int]]]:
+    return [[piece.tolist() for piece in row] for row in rows]
 
 
 def test_rows_hold_the_training_documents_in_order_and_begin_again(
@@ -51,7 +50,7 @@ def test_rows_hold_the_training_documents_in_order_and_begin_again(
     assert 0 < len(training) < len(TEXTS)
     expected = "".join(training).encode() * 3
     rows = first(stream(data, tokenizer), len(expected) // ROW)
-    ids = np.concatenate([row["input_ids"] for row in rows])
+    ids = np.concatenate([piece for row in rows for piece in row])
     text_ids = ids[(ids != tokenizer.bos_token_id) & (ids != tokenizer.eos_token_id)]
     assert expected.decode().startswith(tokenizer.decode(text_ids.tolist()))
     assert len(text_ids) > 2 * len(expected) // 3 * 0.9, "the stream must have begun a third time"

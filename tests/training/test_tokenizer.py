@@ -10,23 +10,19 @@ from fake_hub import names_asked
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deltazoo.training.config import TokenizerConfig
-from deltazoo.training.data import Document, standard_library
+from deltazoo.training.data import standard_library
 from deltazoo.training.tokens import BOS, EOS, build_tokenizer, encode_documents, train_bpe
 
 HARD = "plain, \ttabs\r\n  indents, ünïcödé 語 🙂, \x00 control, <|bos|> and <|eos|> spelled out   "
 
 
-def document(text: str) -> Document:
-    return Document("name", text, "name")
+@pytest.fixture(scope="module")
+def library() -> list[str]:
+    return [text for text, name in standard_library().documents() if name in ("ast.py", "textwrap.py")]
 
 
 @pytest.fixture(scope="module")
-def library() -> list[Document]:
-    return [document for document in standard_library().documents() if document.name in ("ast.py", "textwrap.py")]
-
-
-@pytest.fixture(scope="module")
-def bpe(library: list[Document]) -> PreTrainedTokenizerFast:
+def bpe(library: list[str]) -> PreTrainedTokenizerFast:
     return train_bpe(library, 600)
 
 
@@ -40,7 +36,7 @@ def byte() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("kind", ["bpe", "byte"])
 def test_texts_come_back_unchanged(kind: str, request: pytest.FixtureRequest) -> None:
     tokenizer = request.getfixturevalue(kind)
-    (ids,) = encode_documents(tokenizer, [document(HARD)])
+    (ids,) = encode_documents(tokenizer, [HARD])
     assert tokenizer.decode(ids[1:].tolist()) == HARD
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.bos_token_id not in ids[1:], "a document that spells <|bos|> must not begin a new one"
@@ -49,24 +45,24 @@ def test_texts_come_back_unchanged(kind: str, request: pytest.FixtureRequest) ->
 
 def test_the_byte_tokenizer_has_one_token_per_byte(byte: PreTrainedTokenizerFast) -> None:
     assert len(byte) == 258
-    (ids,) = encode_documents(byte, [document(HARD)])
+    (ids,) = encode_documents(byte, [HARD])
     assert len(ids) == 1 + len(HARD.encode())
 
 
-def test_the_bpe_has_the_size_asked_for_and_compresses(bpe: PreTrainedTokenizerFast, library: list[Document]) -> None:
+def test_the_bpe_has_the_size_asked_for_and_compresses(bpe: PreTrainedTokenizerFast, library: list[str]) -> None:
     assert len(bpe) == 600
     (ids,) = encode_documents(bpe, library[:1])
     assert ids.dtype == np.uint16
-    assert len(ids) < 0.6 * len(library[0].text)
+    assert len(ids) < 0.6 * len(library[0])
 
 
-def test_training_is_repeatable(bpe: PreTrainedTokenizerFast, library: list[Document]) -> None:
+def test_training_is_repeatable(bpe: PreTrainedTokenizerFast, library: list[str]) -> None:
     assert train_bpe(library, 600).get_vocab() == bpe.get_vocab()
 
 
 def test_the_end_is_added_on_request(bpe: PreTrainedTokenizerFast) -> None:
-    (with_end,) = encode_documents(bpe, [document("abc")], with_end=True)
-    (without,) = encode_documents(bpe, [document("abc")])
+    (with_end,) = encode_documents(bpe, ["abc"], with_end=True)
+    (without,) = encode_documents(bpe, ["abc"])
     assert with_end.tolist() == [*without.tolist(), bpe.eos_token_id]
 
 
@@ -82,16 +78,9 @@ def test_it_saves_as_a_fast_tokenizer(bpe: PreTrainedTokenizerFast, tmp_path: Pa
 
 
 def test_a_small_text_yields_a_small_vocabulary_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = train_bpe([document("hello hello")], 5000)
+    tokenizer = train_bpe(["hello hello"], 5000)
     assert 259 < len(tokenizer) < 270
     assert f"the text yields a vocabulary of {len(tokenizer)}, not of 5000: that is taken" in capsys.readouterr().err
-
-
-def test_the_sample_limits_what_the_tokenizer_reads() -> None:
-    texts = [document("abcabcabc " * 20), document("xyzxyzxyz " * 20)]
-    vocabulary = train_bpe(texts, 261, max_bytes=100).get_vocab()
-    assert any("ab" in token or "bc" in token for token in vocabulary)
-    assert not any("xy" in token or "yz" in token for token in vocabulary)
 
 
 def test_a_missing_pretrained_tokenizer_is_named(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 What imports torch stands inside the commands, after the checks of their arguments: help and a typo's message are quick.
 """
 
-import importlib.util
 import ipaddress
 import os
 import re
@@ -11,7 +10,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,26 +24,20 @@ from deltazoo.cli.exporting import export
 from deltazoo.cli.options import (
     CheckpointArgument,
     DeviceOption,
-    JsonOption,
     LoadOption,
-    TextFieldOption,
     check_output_file,
-    figures_table,
     load_rule_file,
     print_facts,
     refuse,
     with_loads,
 )
 from deltazoo.cli.swapping import distill, swap
-from deltazoo.cli.training import train
+from deltazoo.cli.training import diagnose, evaluate, lm_eval, train
 from deltazoo.compat.native.formats import targets_of
 from deltazoo.names import unknown
-from deltazoo.training.config import DataConfig
 from deltazoo.training.console import console as errors
 from deltazoo.training.console import say
-from deltazoo.training.folder import as_json
-from deltazoo.training.loading import choose_documents
-from deltazoo.training.locate import paper_shape, resolve_checkpoint
+from deltazoo.training.loading import paper_shape, resolve_checkpoint
 
 __all__ = ["app", "main"]
 
@@ -264,6 +256,21 @@ app.command(
     "[bold]deltazoo distill runs/kda --original my_llama --output runs/distilled --resume[/]"
 )(distill)
 app.command(
+    "eval",
+    epilog="Examples: [bold]deltazoo eval runs/quickstart[/], "
+    "[bold]deltazoo eval runs/quickstart --text my_texts --json score.json[/]",
+)(evaluate)
+app.command(
+    epilog="Examples: [bold]deltazoo diagnose runs/quickstart[/], "
+    "[bold]deltazoo diagnose runs/quickstart --text my_texts --picture layers.png[/]"
+)(diagnose)
+app.command(
+    "lm-eval",
+    epilog="Example: [bold]deltazoo lm-eval --model hf --model_args pretrained=runs/quickstart/model --tasks "
+    "lambada_openai[/]; what it takes: [bold]deltazoo lm-eval -- --help[/]",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(lm_eval)
+app.command(
     epilog="Examples: [bold]deltazoo export runs/quickstart --to qwen3_5_text --out exported[/], "
     "[bold]deltazoo export exported --to fla --out back[/] (a checkpoint of such a type as one of ours)"
 )(export)
@@ -439,141 +446,3 @@ def serve(
 
     options = {"model": name, "api_key": api_key, "max_body": int(max_body * 1e6)}
     run_server(engine, options, address, stop_timeout=stop_timeout, ready=ready)
-
-
-@app.command(
-    "eval",
-    epilog="Examples: [bold]deltazoo eval runs/quickstart[/], "
-    "[bold]deltazoo eval runs/quickstart --text my_texts --json score.json[/]",
-)
-def evaluate(
-    path: CheckpointArgument,
-    text: Annotated[
-        str | None,
-        typer.Option(help="Score all of this text (as data.text in a configuration), not the run's held-out part."),
-    ] = None,
-    text_field: TextFieldOption = "text",
-    max_bytes: Annotated[int | None, typer.Option(min=1, help="Stop reading --text after this many bytes.")] = None,
-    primed: Annotated[bool, typer.Option(help="Also measure xz with the training text read before.")] = False,
-    json_file: JsonOption = None,
-    load: LoadOption = None,
-    device: DeviceOption = None,
-) -> None:
-    """Score a model on held-out text, and compare it with gzip and xz."""
-    without_text = max_bytes is not None or text_field != DataConfig.text_field
-    refuse({"--max-bytes and --text-field act on --text only": text is None and without_text})
-    data = None if text is None else DataConfig(text=text, text_field=text_field)
-    documents = choose_documents(path, data, max_bytes)
-
-    from deltazoo.training.evaluate import Baseline, baselines, score_documents
-    from deltazoo.training.loading import load_checkpoint
-
-    model, tokenizer = load_checkpoint(path, device)
-    score = score_documents(model, tokenizer, documents.validation)
-    others = baselines(documents.train, documents.validation, primed=primed)
-    rule = getattr(model.config, "mixer", model.config.model_type)
-    ours = Baseline(f"{rule}, {model.num_parameters() / 1e6:.1f} M", score.bits_per_byte, "the training text")
-    ranked = sorted([ours, *others], key=lambda row: row.bits_per_byte)
-    rows = [(f"> {row.name}" if row is ours else row.name, f"{row.bits_per_byte:.3f}", row.has_seen) for row in ranked]
-    title = f"documents scored: {score.documents}, {score.bytes:,} bytes"
-    console = Console()
-    console.print(figures_table(title, ("predictor", "bits per byte", "has seen before"), rows))
-    facts = {
-        "text": documents.description,
-        "perplexity": f"{score.perplexity:.2f} per token of this tokenizer ({len(tokenizer)} entries)",
-        "speed": f"{score.tokens_per_second:,.0f} tokens/s",
-    }
-    print_facts(facts)
-    if json_file:
-        figures = {
-            "model": path,
-            "text": documents.description,
-            "bits_per_byte": score.bits_per_byte,
-            "perplexity": score.perplexity,
-            "score": asdict(score),
-            "baselines": [asdict(baseline) for baseline in others],
-        }
-        Path(json_file).write_text(as_json(figures, indent=1) + "\n", encoding="utf-8")
-
-
-@app.command(
-    epilog="Examples: [bold]deltazoo diagnose runs/quickstart[/], "
-    "[bold]deltazoo diagnose runs/quickstart --text my_texts --picture layers.png[/]"
-)
-def diagnose(
-    path: CheckpointArgument,
-    text: Annotated[
-        str | None,
-        typer.Option(help="This text (as data.text in a configuration), not the run's held-out part."),
-    ] = None,
-    text_field: TextFieldOption = "text",
-    length: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Tokens of a document; the rest of it is left out. Default: 2048, or the model's number of learned "
-            "positions if that is smaller.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        int,
-        typer.Option(min=2, help="No document is added beyond so many tokens in all; the first one is always there."),
-    ] = 8192,
-    picture: Annotated[
-        str | None,
-        typer.Option(help="Also draw heat maps of all heads into this PNG.", callback=check_output_file),
-    ] = None,
-    json_file: JsonOption = None,
-    load: LoadOption = None,
-    device: DeviceOption = None,
-) -> None:
-    """Erase gains, half-lives of decays, norms of states and saturated gates of every layer; warnings in sentences."""
-    refuse({"--text-field acts on --text only": text is None and text_field != DataConfig.text_field})
-    if picture is not None:
-        if Path(picture).suffix.lower() != ".png":
-            raise ValueError(f"--picture writes a PNG: give a name that ends in .png, not {picture}")
-        from deltazoo.diagnosis.pictures import require_matplotlib
-
-        require_matplotlib()
-    data = None if text is None else DataConfig(text=text, text_field=text_field)
-    documents = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
-
-    from deltazoo.diagnosis import diagnose as measure_layers
-    from deltazoo.generation.conditions import check_positions, learned_positions
-    from deltazoo.training.loading import load_checkpoint
-    from deltazoo.training.tokens import text_batch
-
-    model, tokenizer = load_checkpoint(path, device)
-    if length is None:
-        length = min(2048, learned_positions(model) or 2048)
-    check_positions(model, length, f"documents of --length {length}")
-    found = measure_layers(model, text_batch(tokenizer, documents.validation, length, tokens))
-    typer.echo(f"{documents.description}\n{found}")
-    if picture is not None:
-        found.save_picture(picture)
-    if json_file is not None:
-        Path(json_file).write_text(as_json(found.records(), indent=1), encoding="utf-8")
-    if found.not_finite is not None:
-        raise typer.Exit(1)
-
-
-@app.command(
-    "lm-eval",
-    epilog="Example: [bold]deltazoo lm-eval --model hf --model_args pretrained=runs/quickstart/model --tasks "
-    "lambada_openai[/]; what it takes: [bold]deltazoo lm-eval -- --help[/]",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def lm_eval(
-    arguments: Annotated[list[str], typer.Argument(help="Those of lm_eval, as they are.", metavar="ARGUMENTS")],
-    load: LoadOption = None,
-) -> None:
-    """Run lm-evaluation-harness with our models, swapped ones and, as --model deltazoo, accelerated ones."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ImportError(
-            "lm-evaluation-harness is not installed: pip install '.[harness]' in a checkout of deltazoo, or elsewhere "
-            "pip install lm_eval"
-        )
-
-    from deltazoo.training.evaluate import run_harness
-
-    run_harness(arguments)

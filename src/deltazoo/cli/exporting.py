@@ -11,7 +11,7 @@ from deltazoo.compat.native.formats import FORMATS, TARGETS
 from deltazoo.names import unknown
 from deltazoo.training.console import console as errors
 from deltazoo.training.console import no_transformers_bars, say
-from deltazoo.training.locate import resolve_checkpoint
+from deltazoo.training.loading import resolve_checkpoint
 
 
 def export(

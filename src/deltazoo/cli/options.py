@@ -1,6 +1,7 @@
 """Arguments and options that several commands have, with their checks, and the tables that they print."""
 
 import importlib.util
+import json
 import shlex
 import sys
 import traceback
@@ -86,6 +87,26 @@ def refuse(reasons: dict[str, bool]) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(reason)
+
+
+def as_overrides(options: dict[str, str | None], overrides: Sequence[str] = ()) -> list[str]:
+    """Overrides of a configuration that set what the given options say.
+
+    Args:
+        options: "--option section.key" -> its value, None if it was not given.
+        overrides: the user's own.
+
+    Raises:
+        ValueError: the user sets the key of a given option as well.
+    """
+    found = []
+    for names, given in options.items():
+        option, key = names.split()
+        if given is not None and any(override.partition("=")[0].strip() == key for override in overrides):
+            raise ValueError(f"{option} {given} and --set {key} say the same thing: give one of them")
+        if given is not None:
+            found.append(f"{key}={json.dumps(given)}")  # JSON: a string whatever its characters
+    return found
 
 
 def where_drawn(draw: Callable[[], Path]) -> str:

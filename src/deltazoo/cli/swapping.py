@@ -1,6 +1,5 @@
 """``deltazoo swap``, delta-rule layers in a softmax model, and ``deltazoo distill``, which trains them."""
 
-import json
 import re
 import shlex
 from contextlib import nullcontext
@@ -17,6 +16,7 @@ from deltazoo.cli.options import (
     LoadOption,
     OverrideOption,
     TextFieldOption,
+    as_overrides,
     figures_table,
     print_facts,
     refuse,
@@ -28,7 +28,7 @@ from deltazoo.training.config import STAGES, DataConfig, Recipe, load_as
 from deltazoo.training.console import no_transformers_bars, say
 from deltazoo.training.data import open_text
 from deltazoo.training.folder import LOSS_PICTURE, check_run, has_saved, held, whole_or_not_at_all
-from deltazoo.training.locate import find_config, resolve_checkpoint
+from deltazoo.training.loading import find_config, resolve_checkpoint
 
 if TYPE_CHECKING:  # these import torch, which waits until the arguments are checked
     from deltazoo.training.distill import Distillation
@@ -53,9 +53,6 @@ def swap(
     text_field: TextFieldOption = "text",
     rank_tokens: Annotated[int, typer.Option(min=16, help="Upper limit of tokens to rank on.")] = 16384,
     output: Annotated[str | None, typer.Option(help="Folder for the model and the ranking.")] = None,
-    train: Annotated[str | None, typer.Option(hidden=True)] = None,
-    override: Annotated[list[str] | None, typer.Option("--set", hidden=True)] = None,
-    resume: Annotated[bool, typer.Option(hidden=True)] = False,
     load: LoadOption = None,
     device: DeviceOption = None,
 ) -> None:
@@ -64,12 +61,8 @@ def swap(
     best_of = re.fullmatch(r"best:(\d+)", layers)
     best = None if best_of is None else int(best_of[1])
     ranks = rank or best is not None
-    swapped = f"deltazoo swap ... --output SWAPPED, then deltazoo distill SWAPPED --original {shlex.quote(path)}"
     refuse(
         {
-            f"--train, --set and --resume moved to deltazoo distill: {swapped} --recipe {train or 'RECIPE'}": bool(
-                train or override or resume
-            ),
             "--text, --text-field and --rank-tokens act with --rank and --layers best:K only": not ranks
             and (text is not None or text_field != "text" or rank_tokens != 16384),
             "--rank measures every layer alone: leave out --layers and --dry-run": rank
@@ -157,11 +150,7 @@ def distill(
     Ctrl-C saves a checkpoint before it stops.
     """
     overrides = list(override or [])
-    for option, key, given in (("--text", "data.text", text), ("--output", "output", output)):
-        if given is not None:
-            if any(set_here.partition("=")[0].strip() == key for set_here in overrides):
-                raise ValueError(f"{option} {given} and --set {key} say the same thing: give one of them")
-            overrides.append(f"{key}={json.dumps(given)}")  # JSON: a string whatever its characters
+    overrides += as_overrides({"--text data.text": text, "--output output": output}, overrides)
     if recipe is None and resume and output is not None:
         recipe = output
     elif recipe is None:
@@ -173,7 +162,7 @@ def distill(
     model_path, original_path = resolve_checkpoint(path), resolve_checkpoint(original)
     if (folder / "model").resolve() == Path(model_path).resolve():
         raise ValueError(f"{folder} holds the swapped model itself: choose another --output")
-    check_run(config, folder, resume, stages=STAGES)
+    check_run(config, resume)
     open_text(config.data)
     with held(folder):
         pass  # it can be written, and nobody else trains there

@@ -1,18 +1,35 @@
-"""``deltazoo train``, a run from a preset or a YAML file."""
+"""``deltazoo train``, a run from a preset or a YAML file, and the commands that measure models."""
 
+import importlib.util
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
-from deltazoo.cli.options import LoadOption, OverrideOption, print_facts, where_drawn, with_loads
+from deltazoo.cli.options import (
+    CheckpointArgument,
+    DeviceOption,
+    JsonOption,
+    LoadOption,
+    OverrideOption,
+    TextFieldOption,
+    as_overrides,
+    check_output_file,
+    figures_table,
+    print_facts,
+    refuse,
+    where_drawn,
+    with_loads,
+)
 from deltazoo.training.config import DataConfig, RunConfig, load_config
 from deltazoo.training.console import say
-from deltazoo.training.data import open_text
-from deltazoo.training.folder import LOSS_PICTURE, best_checkpoint, check_run, checkpoints
-from deltazoo.training.locate import find_config, is_for_gpus, rule_overrides
+from deltazoo.training.data import choose_documents, open_text
+from deltazoo.training.folder import LOSS_PICTURE, best_checkpoint, check_run, checkpoints, write_json
+from deltazoo.training.loading import find_config, is_for_gpus, rule_overrides
 
 if TYPE_CHECKING:  # imports torch, which waits until the arguments are checked
     from deltazoo.training.run import TrainingResult
@@ -56,7 +73,7 @@ def train(
     """
     run = configuration(config, rule, text, output, list(override or []))
     folder = Path(run.output)
-    check_run(run, folder, resume)
+    check_run(run, resume)
     started = os.environ.get("WORLD_SIZE")  # set by torchrun and accelerate launch
     run.training.divided(int(started or 1))
     if started is None and config is not None and is_for_gpus(config):
@@ -97,30 +114,21 @@ def configuration(
     """
     if name is None and text is None:
         raise ValueError("name a configuration, or a text with --text; deltazoo train --help has examples")
-    for option, key, given in (
-        ("--rule", "model.mixer", rule),
-        ("--text", "data.text", text),
-        ("--output", "output", output),
-    ):
-        if given is not None and any(override.partition("=")[0].strip() == key for override in overrides):
-            raise ValueError(f"{option} {given} and --set {key} say the same thing: give one of them")
-    if text is not None:
-        # A data set's subset, split and streaming do not belong to another text.
-        reset = [f"data.{key}={json.dumps(getattr(DataConfig, key))}" for key in ("subset", "split", "streaming")]
-        overrides = [*reset, f"data.text={json.dumps(text)}", *overrides]  # JSON: a string whatever its characters
-    if output is None and name is not None and Path(name).is_dir():
-        output = name
-    elif output is None and name is None and text is not None:
-        output = f"runs/{Path(os.path.abspath(text)).stem or 'text'}"  # also of . and ..
-    if output is not None:
-        overrides = [*overrides, f"output={json.dumps(output)}"]
+    given = as_overrides({"--rule model.mixer": rule, "--text data.text": text, "--output output": output}, overrides)
+    defaults = []
+    if text is not None:  # a data set's subset, split and streaming do not belong to another text
+        defaults += [f"data.{key}={json.dumps(getattr(DataConfig, key))}" for key in ("subset", "split", "streaming")]
+    if name is not None and Path(name).is_dir():
+        defaults += as_overrides({"--output output": name})
+    elif name is None and text is not None:
+        defaults += as_overrides({"--output output": f"runs/{Path(os.path.abspath(text)).stem or 'text'}"})  # of . too
     if name is None:
         open_text(DataConfig(text=str(text)))  # before torch is asked for a GPU
         import torch
 
         name = "quickstart_gpu" if torch.cuda.is_available() else "quickstart_cpu"
     path = find_config(name)
-    run = load_config(path, [*(rule_overrides(path, rule) if rule else []), *overrides])
+    run = load_config(path, [*(rule_overrides(path, rule) if rule else []), *defaults, *given, *overrides])
     open_text(run.data)
     return run
 
@@ -161,7 +169,7 @@ def _report(run: RunConfig, result: "TrainingResult", load: list[Path] | None) -
 
 def _prompt(result: "TrainingResult") -> str:
     """The beginning of a line of the held-out text, which a shell takes as it is once it is quoted."""
-    lines = (line.strip() for document in result.corpus.validation for line in document.text.splitlines())
+    lines = (line.strip() for text in result.corpus.validation for line in text.splitlines())
     line = next(filter(str.isprintable, filter(None, lines)), "The")
     return line if len(line) <= 24 else line[:24].rpartition(" ")[0] or line[:24]
 
@@ -181,3 +189,126 @@ def _remark(result: "TrainingResult", folder: Path) -> str | None:
         f"{f', and {read}' if read else ''}: more text, or --set training.steps={best}, would do better"
         f"{'' if kept is None or kept.name == f'checkpoint-{last}' else f'; the best model that was kept is {kept}'}"
     )
+
+
+def evaluate(
+    path: CheckpointArgument,
+    text: Annotated[
+        str | None,
+        typer.Option(help="Score all of this text (as data.text in a configuration), not the run's held-out part."),
+    ] = None,
+    text_field: TextFieldOption = "text",
+    max_bytes: Annotated[int | None, typer.Option(min=1, help="Stop reading --text after this many bytes.")] = None,
+    primed: Annotated[bool, typer.Option(help="Also measure xz with the training text read before.")] = False,
+    json_file: JsonOption = None,
+    load: LoadOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Score a model on held-out text, and compare it with gzip and xz."""
+    without_text = max_bytes is not None or text_field != DataConfig.text_field
+    refuse({"--max-bytes and --text-field act on --text only": text is None and without_text})
+    data = None if text is None else DataConfig(text=text, text_field=text_field)
+    texts = choose_documents(path, data, max_bytes)
+
+    from deltazoo.training.evaluate import Baseline, baselines, score_documents
+    from deltazoo.training.loading import load_checkpoint
+
+    model, tokenizer = load_checkpoint(path, device)
+    score = score_documents(model, tokenizer, texts.validation)
+    others = baselines(texts.train, texts.validation, primed=primed)
+    rule = getattr(model.config, "mixer", model.config.model_type)
+    ours = Baseline(f"{rule}, {model.num_parameters() / 1e6:.1f} M", score.bits_per_byte, "the training text")
+    ranked = sorted([ours, *others], key=lambda row: row.bits_per_byte)
+    rows = [(f"> {row.name}" if row is ours else row.name, f"{row.bits_per_byte:.3f}", row.has_seen) for row in ranked]
+    title = f"documents scored: {score.documents}, {score.bytes:,} bytes"
+    console = Console()
+    console.print(figures_table(title, ("predictor", "bits per byte", "has seen before"), rows))
+    facts = {
+        "text": texts.description,
+        "perplexity": f"{score.perplexity:.2f} per token of this tokenizer ({len(tokenizer)} entries)",
+        "speed": f"{score.tokens_per_second:,.0f} tokens/s",
+    }
+    print_facts(facts)
+    if json_file:
+        figures = {
+            "model": path,
+            "text": texts.description,
+            "bits_per_byte": score.bits_per_byte,
+            "perplexity": score.perplexity,
+            "score": asdict(score),
+            "baselines": [asdict(baseline) for baseline in others],
+        }
+        write_json(Path(json_file), figures)
+
+
+def diagnose(
+    path: CheckpointArgument,
+    text: Annotated[
+        str | None,
+        typer.Option(help="This text (as data.text in a configuration), not the run's held-out part."),
+    ] = None,
+    text_field: TextFieldOption = "text",
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens of a document; the rest of it is left out. Default: 2048, or the model's number of learned "
+            "positions if that is smaller.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(min=2, help="No document is added beyond so many tokens in all; the first one is always there."),
+    ] = 8192,
+    picture: Annotated[
+        str | None,
+        typer.Option(help="Also draw heat maps of all heads into this PNG.", callback=check_output_file),
+    ] = None,
+    json_file: JsonOption = None,
+    load: LoadOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Erase gains, half-lives of decays, norms of states and saturated gates of every layer; warnings in sentences."""
+    refuse({"--text-field acts on --text only": text is None and text_field != DataConfig.text_field})
+    if picture is not None:
+        if Path(picture).suffix.lower() != ".png":
+            raise ValueError(f"--picture writes a PNG: give a name that ends in .png, not {picture}")
+        from deltazoo.diagnosis.pictures import require_matplotlib
+
+        require_matplotlib()
+    data = None if text is None else DataConfig(text=text, text_field=text_field)
+    texts = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
+
+    from deltazoo.diagnosis import diagnose as measure_layers
+    from deltazoo.generation.conditions import check_positions, learned_positions
+    from deltazoo.training.loading import load_checkpoint
+    from deltazoo.training.tokens import text_batch
+
+    model, tokenizer = load_checkpoint(path, device)
+    if length is None:
+        length = min(2048, learned_positions(model) or 2048)
+    check_positions(model, length, f"documents of --length {length}")
+    found = measure_layers(model, text_batch(tokenizer, texts.validation, length, tokens))
+    typer.echo(f"{texts.description}\n{found}")
+    if picture is not None:
+        found.save_picture(picture)
+    if json_file is not None:
+        write_json(Path(json_file), found.records())
+    if found.not_finite is not None:
+        raise typer.Exit(1)
+
+
+def lm_eval(
+    arguments: Annotated[list[str], typer.Argument(help="Those of lm_eval, as they are.", metavar="ARGUMENTS")],
+    load: LoadOption = None,
+) -> None:
+    """Run lm-evaluation-harness with our models, swapped ones and, as --model deltazoo, accelerated ones."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ImportError(
+            "lm-evaluation-harness is not installed: pip install '.[harness]' in a checkout of deltazoo, or elsewhere "
+            "pip install lm_eval"
+        )
+
+    from deltazoo.training.evaluate import run_harness
+
+    run_harness(arguments)

@@ -25,7 +25,7 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, Tenso
 from deltazoo.layers import DeltaRuleAttention, RMSNorm, ShortConvolution
 from deltazoo.layers.norm import GatedRMSNorm
 
-__all__ = ["CallTogether", "DividedHeads", "DividedMLP", "SharedNorm", "Whole"]
+__all__ = ["CallTogether", "DividedHeads", "DividedMLP", "SharedNorm", "Whole", "check_heads"]
 
 # Parameters and modules of delta-rule layers that the plan or the styles here divide.
 _DIVIDED = frozenset(
@@ -43,7 +43,7 @@ class DividedHeads(TensorParallelLayer):
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
         """Give the module its share (transformers from 5.17)."""
-        _check_heads(module, mesh.size())
+        check_heads(module, mesh.size())
         plain, gathered, prepare = module.forward, [], []
         if isinstance(module, DeltaRuleAttention):
             for owner in (module, *_convolutions(module)):
@@ -63,7 +63,7 @@ class DividedHeads(TensorParallelLayer):
 
     def validate_module(self, module: nn.Module, device_mesh: Any, layer_name: str = "") -> None:
         """Refuse heads that do not divide, and parameters that heads share (transformers before 5.17)."""
-        _check_heads(module, device_mesh.size())
+        check_heads(module, device_mesh.size())
         if shared := _whole_parameters(module):  # that interface divides every parameter of the layer
             raise ValueError(f"{type(module).__name__} shares {', '.join(shared)} among heads: needs transformers 5.17")
 
@@ -156,7 +156,8 @@ class HasHeads(Protocol):
         """Numbers that the ranks must divide, by their names in the configuration."""
 
 
-def _check_heads(module: nn.Module, ranks: int) -> None:
+def check_heads(module: nn.Module, ranks: int) -> None:
+    """Raise ValueError unless so many ranks can divide an attention layer; TypeError for another module."""
     if isinstance(module, DeltaRuleAttention):
         counts = {"num_heads": module.num_heads}
         if module.projected_steps > 1:

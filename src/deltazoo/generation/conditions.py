@@ -24,7 +24,7 @@ from transformers.generation.utils import is_fsdp_managed_module
 from deltazoo._report import RunsDeltaRule
 from deltazoo.generation.cache import DeltaRuleCacheLayer, is_used
 from deltazoo.generation.capture import graphs_run_on
-from deltazoo.generation.static_cache import IMPLEMENTATIONS, check_fixed, describe_layer, fixed_cache
+from deltazoo.generation.static_cache import IMPLEMENTATIONS, describe_layer, fixed_cache, why_not_fixed
 from deltazoo.layers import DeltaRuleAttention
 
 __all__ = [
@@ -198,11 +198,7 @@ def why_not_this_call(
 
 def _why_not_this_cache(cache: Any) -> str | None:
     if type(cache) is StaticCache:
-        try:
-            check_fixed(cache)
-        except ValueError as error:
-            return str(error)
-        return None
+        return why_not_fixed(cache)
     if type(cache) is not DynamicCache:
         return f"the cache is a {type(cache).__name__}"
     if cache.offloading:

@@ -71,7 +71,7 @@ class Decoder:
         compile: bool = False,
     ) -> None:
         check_model(model)
-        self.cache = fixed_cache(model, max_length or 1)
+        self.cache = fixed_cache(model, max_length)
         self._makes_masks = any(map(_is_masked, self.cache.layers))
         if self._makes_masks and max_length is None:
             raise ValueError("max_length is needed: softmax layers and their masks take memory for every token")

@@ -25,24 +25,22 @@ from transformers.cache_utils import Cache, StaticCache
 from deltazoo._report import replaced_methods
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.cache_argument import cache_in
+from deltazoo.generation.fused_rule import FusedRule, first_maps, further_maps, is_plain_linear, why_not_this_rule
 from deltazoo.generation.step_modules import (
     JointProduct,
     Replacement,
     block_parts,
     is_row_norm,
     is_swiglu,
-    is_unhooked,
     replacement,
 )
-from deltazoo.layers import DeltaRuleAttention, LayerInput
+from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm
 from deltazoo.layers.rotary import Rotary
-from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import LayerState, is_decoding_step
-from deltazoo.ops.decoding.step_form import STEP_KEYS, STEP_SIZES, RuleShape
-from deltazoo.ops.fused import FUSED_ACTIVATIONS, MOST_COLUMNS, takes_kernel
-from deltazoo.ops.linear_maps import is_hooked, is_plain_sequence
+from deltazoo.ops.fused import MOST_COLUMNS, takes_kernel
+from deltazoo.ops.linear_maps import is_hooked
 
 __all__ = ["FusedBlock", "fused_blocks", "why_not_fused"]
 
@@ -116,7 +114,7 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
         return f"its layers are {type(layer).__name__} and {type(mlp).__name__}"
     if methods := replaced_methods(layer):
         return f"{methods[0]} of its layer was replaced"
-    reason = _why_not_this_rule(layer)
+    reason = why_not_this_rule(layer)
     if reason is not None:
         return reason
     if parts.turns and layer.step_form.keys == "scaled":
@@ -129,14 +127,14 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
     if layer.backend not in (None, "triton"):
         return f"backend={layer.backend!r} was asked for"
     qkv = [layer.q_proj, layer.k_proj, layer.v_proj]
-    for first, others in ((qkv, _further_maps(layer)), ([mlp.gate_proj], [mlp.up_proj])):
+    for first, others in ((qkv, further_maps(layer)), ([mlp.gate_proj], [mlp.up_proj])):
         product = products.get(id(first[0]))
         merged = [] if product is None or (first != qkv and product.bias is not None) else list(product.linears)
         if merged[: len(first)] != first or any(linear not in merged for linear in others):
             return "the maps of one input could not be merged"
-    if not all(_is_plain_linear(x) and x.bias is None for x in (layer.o_proj, mlp.down_proj)):
+    if not all(is_plain_linear(x) and x.bias is None for x in (layer.o_proj, mlp.down_proj)):
         return "a linear map is not a plain one"
-    if layer.head_k_dim > 256 or layer.head_v_dim > 512 or layer.hidden_size > MOST_COLUMNS:
+    if layer.hidden_size > MOST_COLUMNS:
         return "it is wider than the kernels"
     weights = [linear.weight for linear in (layer.q_proj, layer.o_proj, mlp.gate_proj, mlp.down_proj)]
     if len({(x.dtype, x.device) for x in weights}) > 1 or not takes_kernel(None, weights[0]):
@@ -146,61 +144,6 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
     if any(map(is_hooked, block.modules())):
         return "it has hooks or a replaced forward pass"
     return None
-
-
-def _why_not_this_rule(layer: DeltaRuleAttention) -> str | None:
-    spec, form = layer.spec, layer.step_form
-    if form is None or form.keys not in STEP_KEYS or (spec.decay == "none") != (form.decay is None):
-        return f"the rule {spec.name!r} has a decay or keys of its own"
-    if spec.step_size not in STEP_SIZES:
-        return "its step size is a function of its own"
-    if layer.allow_neg_eigval and layer.neg_eigval != "both":
-        return f"its neg_eigval is {layer.neg_eigval!r}"
-    if spec.output_gate != "none" and spec.gate_activation not in FUSED_ACTIVATIONS:
-        return "its output gate has an activation of its own"
-    keys_fit = spec.erase_key == "tied" if form.keys == "tied" else spec.normalize_k
-    if not keys_fit:
-        return f"its keys are {form.keys!r}, and its spec has others"
-    if form.keys == "erase_first" and spec.erase_reads != "decayed":
-        return "its first step reads the state before the decay"
-    if form.decay == "fixed" and spec.decay != "scalar":
-        return "its decay is per head, and its spec has another"
-    convolutions = [getattr(layer, f"{name}_conv1d", None) for name in "qkv"]
-    if layer.conv_size < 2 or any(type(x) is not ShortConvolution for x in convolutions):
-        return "queries, keys and values do not pass a short convolution"
-    low_rank = _low_rank_maps(layer)
-    if not all(is_plain_sequence(x) and len(x) == 2 and all(map(_is_plain_linear, x)) for x in low_rank):
-        return "a gate of low rank is not two plain linear maps"
-    if any(x[1].in_features > 512 for x in low_rank):
-        return "a gate has a higher rank than the kernels hold"
-    return None
-
-
-def _is_plain_linear(x: Any) -> bool:
-    return type(x) is nn.Linear and is_unhooked(x)
-
-
-def _low_rank_maps(layer: Any) -> list[Any]:
-    """The maps of low rank to output gate, decay and a further key, as far as the layer has them."""
-    spec, form = layer.spec, layer.step_form
-    names = [
-        "g_proj" if spec.output_gate == "low_rank" else None,
-        form.decay_gate if spec.decay == "channel" else None,
-        form.first_key,
-    ]
-    return [getattr(layer, name) for name in names if name is not None]
-
-
-def _further_maps(layer: Any) -> list[nn.Module]:
-    """The linear maps that read the layer's input, besides those to q, k and v."""
-    spec, form = layer.spec, layer.step_form
-    names = [
-        "g_proj" if spec.output_gate == "full" else None,
-        form.decay_gate if spec.decay == "scalar" else None,
-        "b_proj" if spec.corrects else None,
-        *form.key_maps,
-    ]
-    return [*(getattr(layer, name) for name in names if name is not None), *(x[0] for x in _low_rank_maps(layer))]
 
 
 class FusedBlock:
@@ -222,13 +165,9 @@ class FusedBlock:
         self._into_layer = products[id(self._layer.q_proj)]
         self._into_mlp = products[id(self._mlp.gate_proj)]
         ends = accumulate(self._into_layer.sizes, initial=0)
-        self._columns = {id(linear): first for linear, first in zip(self._into_layer.linears, ends, strict=False)}
-        """Where in the product of the layer's maps the result of each begins."""
-        self._shape = self._rule_shape()
-        self._fixed_decay: Tensor | None = None
-        if self._layer.step_form.decay == "fixed":  # made once, not for every token
-            x = self._layer.q_proj.weight.new_empty(1, 1, self._layer.hidden_size)
-            self._fixed_decay = self._layer.log_decay(LayerInput(x, self._layer)).flatten()
+        begins = {id(linear): first for linear, first in zip(self._into_layer.linears, ends, strict=False)}
+        columns = {name: begins.get(id(x), 0) for name, x in first_maps(self._layer).items()}
+        self._rule = FusedRule(self._layer, columns, lambda name: getattr(self._layer, name)[1])
         self.following: FusedBlock | None = None
         self.ready: tuple[Tensor, Tensor] | None = None
 
@@ -289,7 +228,7 @@ class FusedBlock:
         norm, mlp_norm = map(_row_norm, (self._parts.norm, self._parts.mlp_norm))
         mixed = token_product(
             x[0], self._into_layer.weight, norm_weight=norm.weight, norm_eps=norm.eps,
-            bias=self._into_layer.bias, convolution=self._convolution(state), dtype=torch.float32,
+            bias=self._into_layer.bias, convolution=self._rule.convolution(state), dtype=torch.float32,
         )  # fmt: skip
         z, head_norm = self._rule(mixed, state, rotary)
         x = token_product(z, self._layer.o_proj.weight, head_norm=head_norm, residual=x[0])
@@ -306,7 +245,7 @@ class FusedBlock:
         if normed is None or source is not x:
             _, normed = add_parts(None, total, _row_norm(self._parts.norm))
         product = row_product(normed, self._into_layer.weight)
-        mixed = convolve_parts(product, self._convolution(state), self._into_layer.bias)
+        mixed = convolve_parts(product, self._rule.convolution(state), self._into_layer.bias)
         z = norm_heads(*self._rule(mixed, state, rotary), x.dtype)
         total, normed = add_parts(row_product(z, self._layer.o_proj.weight), total, _row_norm(self._parts.mlp_norm))
         h = swiglu_parts(row_product(normed, self._into_mlp.weight), x.dtype)
@@ -316,76 +255,6 @@ class FusedBlock:
         if following is not None:
             following.ready = output, normed
         return output
-
-    def _convolution(self, state: LayerState) -> Any:
-        from deltazoo.ops.decoding.convolution import Convolution
-
-        layer = self._layer
-        q_conv, k_conv, v_conv = layer.q_conv1d, layer.k_conv1d, layer.v_conv1d
-        assert state.conv is not None
-        taps = (q_conv.weight[:, 0], k_conv.weight[:, 0], v_conv.weight[:, 0])
-        return Convolution(taps, state.conv, layer.activation == "silu")
-
-    def _column(self, name: str | None) -> int:
-        """Column of the merged product where the result of the layer's map begins; 0 if it is none of its maps."""
-        return 0 if name is None else self._columns.get(id(getattr(self._layer, name, None)), 0)
-
-    def _rule_shape(self) -> RuleShape:
-        layer, spec, form = self._layer, self._layer.spec, self._layer.step_form
-        return RuleShape(
-            layer.num_heads,
-            layer.num_v_heads,
-            layer.head_k_dim,
-            layer.head_v_dim,
-            normalize_q=spec.normalize_q,
-            doubled_step=layer.allow_neg_eigval,
-            decay=spec.decay,
-            gate="none" if spec.output_gate == "none" else spec.gate_activation,
-            low_rank_gate=spec.output_gate == "low_rank",
-            normalize_k=spec.normalize_k,
-            step=spec.step_size,
-            decay_form=form.decay or "softplus",
-            keys=form.keys,
-            micro_steps=layer.projected_steps,
-            undecayed=spec.erase_reads == "undecayed",
-            scale_queries=spec.scale_queries,
-            gate_at=self._column("g_proj"),
-            decay_at=self._column(form.decay_gate),
-            step_at=self._column("b_proj"),
-            keys_at=self._column(form.key_maps[0] if form.key_maps else None),
-        )
-
-    def _rule(self, mixed: Tensor, state: LayerState, rotary: Rotary | None) -> tuple[Tensor, Any]:
-        from deltazoo.ops.decoding.between_products import HeadNorm
-        from deltazoo.ops.decoding.low_rank_maps import LowRankGate, low_rank_gates
-        from deltazoo.ops.decoding.rule import token_rule
-        from deltazoo.ops.decoding.scaled_keys import scaled_keys
-
-        layer, form = self._layer, self._layer.step_form
-        shape = self._shape if rotary is None else self._shape._replace(turned=rotary[0].shape[-1])
-        angles = None if rotary is None else (rotary[0].flatten(0, 1), rotary[1].flatten(0, 1))
-        low_rank = [LowRankGate(self._columns[id(x[0])], x[1].weight, x[1].bias) for x in _low_rank_maps(layer)]
-        gates = low_rank_gates(mixed, low_rank) if low_rank else None
-        softplus = form.decay in ("softplus", "saturating")
-        A_log, dt_bias = (layer.A_log, layer.dt_bias) if softplus else (self._fixed_decay, None)
-        key_parameters, write_keys = [getattr(layer, name) for name in form.key_parameters], None
-        if form.keys == "scaled":
-            assert state.auxiliary is not None
-            write_keys = scaled_keys(mixed, state.auxiliary, key_parameters, *map(self._column, form.key_maps))
-            key_parameters = []
-        z, squares = token_rule(
-            mixed,
-            gates,
-            state.recurrent,
-            A_log,
-            dt_bias,
-            layer.o_norm.weight,
-            shape,
-            key_parameters,
-            write_keys,
-            angles,
-        )
-        return z, HeadNorm(squares, layer.head_v_dim, layer.o_norm.eps)
 
 
 def _is_of_rows(angles: Tensor, rows: int, head_dim: int) -> bool:

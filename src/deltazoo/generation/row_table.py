@@ -25,7 +25,7 @@ from deltazoo.generation.conditions import check_model
 from deltazoo.generation.sampling import Sampler, Sampling, Way
 from deltazoo.generation.snapshots import Snapshot
 from deltazoo.generation.states import RowStates, restore
-from deltazoo.generation.static_cache import RowKeyValues, cache_of_rows, fixed_cache, some_rows
+from deltazoo.generation.static_cache import RowKeyValues, fixed_cache, some_rows
 from deltazoo.generation.step import CapturedStep, next_logits, prepared_inputs
 from deltazoo.layers import RightPaddedSequences, describe_sequences
 
@@ -65,7 +65,7 @@ class RowTable:
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.sampler = Sampler(rows, device)
-        cache = cache_of_rows(model, max_length, self.position)
+        cache = fixed_cache(model, max_length, self.position)
         lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, RowKeyValues)]
         self._columns = torch.arange(lengths[0], device=device) if lengths else None
         try:
@@ -193,7 +193,7 @@ class PromptRows:
         self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=device)
         # Padding writes keys and values, too, behind those of the row.
         columns = None if table.max_length is None else table.max_length + piece
-        self._cache = cache_of_rows(model, columns, self._starts)
+        self._cache = fixed_cache(model, columns, self._starts)
         restore(self._cache, table.empty.fork(rows))
         self._states = RowStates(self._cache)
         # Without softmax layers nothing reads the mask, but transformers' models would make one.

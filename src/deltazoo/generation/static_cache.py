@@ -24,46 +24,69 @@ __all__ = [
     "FixedTensors",
     "RowKeyValues",
     "bytes_when_fixed",
-    "cache_of_rows",
-    "check_fixed",
     "describe_layer",
     "fixed_cache",
     "some_rows",
+    "why_not_fixed",
 ]
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 """Of softmax attention; others read masks that grow, or that are no tensors."""
 
 
-def fixed_cache(model: Any, max_length: int) -> StaticCache:
+def fixed_cache(model: Any, max_length: int | None, position: Tensor | None = None) -> StaticCache:
     """An empty static cache of a model that a captured step can work on.
 
     Args:
         model: a causal language model of transformers.
-        max_length: tokens that softmax layers can hold.
+        max_length: tokens that softmax layers can hold; None: the model has none.
+        position: `[N, 1]` int64, gives rows their own lengths, see `RowKeyValues`; None: rows end at the same place.
 
     Raises:
-        ValueError: a layer keeps its past in a way that a graph cannot replay.
+        ValueError: a layer keeps its past in a way that a graph cannot replay, or that rows of their own lengths cannot
+            share; `max_length` is missing.
     """
-    cache = StaticCache(config=model.config, max_cache_len=max_length)
+    cache = StaticCache(config=model.config, max_cache_len=max_length or 1)
     for index, layer in enumerate(cache.layers):
         # Windows are counted on the host, which a replay does not do. With all keys kept, masks select the window.
         if type(layer) is StaticSlidingWindowLayer:
-            cache.layers[index] = StaticLayer(max_cache_len=max_length)
+            if position is not None:
+                raise ValueError("rows of their own lengths need softmax layers without sliding windows")
+            cache.layers[index] = StaticLayer(max_cache_len=max_length or 1)
     prepare = getattr(model, "prepare_cache", None)
     if prepare is not None:
         prepare(cache)
-    check_fixed(cache)
+    reason = why_not_fixed(cache)
+    if reason is not None:
+        raise ValueError(reason)
+    if position is not None:
+        _let_rows_apart(cache, model, max_length, position)
     return cache
 
 
-def check_fixed(cache: Cache) -> None:
-    """ValueError unless a captured step can work on all layers of a static cache."""
+def _let_rows_apart(cache: StaticCache, model: Any, max_length: int | None, position: Tensor) -> None:
+    """Put `RowKeyValues` into a cache; ValueError if its softmax layers cannot be those."""
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is StaticLayer:
+            if max_length is None:
+                raise ValueError("max_length is needed: softmax layers reserve memory for every token")
+            if model.config._attn_implementation not in IMPLEMENTATIONS:
+                raise ValueError(
+                    f"rows of their own lengths need masks, which softmax attention by "
+                    f"{model.config._attn_implementation!r} does not take: {' or '.join(IMPLEMENTATIONS)} does"
+                )
+            cache.layers[index] = RowKeyValues(max_length, position)
+        elif isinstance(layer, DeltaRuleCacheLayer) and max_length is not None:
+            # Older versions of transformers ask the first layer for a count.
+            layer.fix_count(torch.tensor(max_length, device=position.device))
+
+
+def why_not_fixed(cache: Cache) -> str | None:
+    """Why a captured step cannot work on all layers of a static cache; None if it can."""
     for layer in cache.layers:
         if type(layer) not in (StaticLayer, LinearAttentionLayer, DeltaRuleCacheLayer):
-            raise ValueError(
-                f"a captured step cannot work on a cache with a {describe_layer(layer)}; the ordinary generate can"
-            )
+            return f"a captured step cannot work on a cache with a {describe_layer(layer)}; the ordinary generate can"
+    return None
 
 
 def describe_layer(layer: Any) -> str:
@@ -115,37 +138,6 @@ class RowKeyValues(StaticLayer):
     def get_seq_length(self) -> int:
         """All columns."""
         return self.max_cache_len
-
-
-def cache_of_rows(model: Any, max_length: int | None, position: Tensor) -> StaticCache:
-    """An empty cache in which rows have their own lengths.
-
-    Args:
-        model: whose cache it is.
-        max_length: tokens of a row at most.
-        position: see `RowKeyValues`.
-
-    Raises:
-        ValueError: a layer keeps its past in a way that such rows cannot share; `max_length` is missing.
-    """
-    if any(type(layer) is StaticSlidingWindowLayer for layer in StaticCache(model.config, max_cache_len=2).layers):
-        raise ValueError("rows of their own lengths need softmax layers without sliding windows")
-    cache = fixed_cache(model, max_length or 1)
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is StaticLayer:
-            if max_length is None:
-                raise ValueError("max_length is needed: softmax layers reserve memory for every token")
-            if model.config._attn_implementation not in IMPLEMENTATIONS:
-                raise ValueError(
-                    f"rows of their own lengths need masks, which softmax attention by "
-                    f"{model.config._attn_implementation!r} does not take: {' or '.join(IMPLEMENTATIONS)} does"
-                )
-            cache.layers[index] = RowKeyValues(max_length, position)
-    if max_length is not None:
-        for layer in cache.layers:
-            if isinstance(layer, DeltaRuleCacheLayer):  # older versions of transformers ask the first layer for a count
-                layer.fix_count(torch.tensor(max_length, device=position.device))
-    return cache
 
 
 def some_rows(cache: StaticCache, rows: slice) -> StaticCache:

@@ -20,16 +20,16 @@ from deltazoo.names import nearest, unknown
 from deltazoo.ops import ContextParallel
 from deltazoo.runtime import FORMER_OPTIONS, RuntimeOptions
 
-__all__ = ["ModelWithDeltaLayers", "declare_gates", "evaluation_mode"]
+__all__ = ["GATE_PROJECTIONS", "ModelWithDeltaLayers", "declare_gates", "evaluation_mode"]
 
 _OF_DOWNLOADS = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 """Arguments of `from_pretrained` that say which file of a repository is meant."""
 
-# Quantisers leave them alone: they are small, and step sizes and decays suffer most from rounding.
-_GATE_PROJECTIONS = (
+GATE_PROJECTIONS = (
     *("b_proj", "a_proj", "f_proj"),
     *("gk_proj", "erase_b_proj", "lamb_proj", "a_atk_proj", "b_atk_proj"),  # of one rule each
 )
+"""Projections of step sizes and decays. Quantisers leave them alone: they are small, and suffer most from rounding."""
 
 
 def declare_gates(model: PreTrainedModel) -> None:
@@ -47,7 +47,7 @@ def declare_gates(model: PreTrainedModel) -> None:
         if not isinstance(layer, DeltaRuleAttention):
             continue
         children = [child for child, _ in layer.named_children()]
-        projections |= {f"{name}.{child}" for child in children if child in _GATE_PROJECTIONS}
+        projections |= {f"{name}.{child}" for child in children if child in GATE_PROJECTIONS}
         kept = {gate for gate in layer.float32_parameters if gate in layer._parameters}
         float32 |= {*kept, *layer.float32_buffers}
         if kept:
@@ -178,7 +178,7 @@ class ModelWithDeltaLayers(SafetensorsOnly):
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         # The projections are listed for quantisers alone. A float16 model computes them in float16.
         plan = super()._get_dtype_plan(dtype)
-        return {name: wide for name, wide in plan.items() if not name.endswith(_GATE_PROJECTIONS)}
+        return {name: wide for name, wide in plan.items() if not name.endswith(GATE_PROJECTIONS)}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -20,7 +20,7 @@ from deltazoo.serving.requests import (
 
 if TYPE_CHECKING:
     from deltazoo.serving.engine import Engine
-    from deltazoo.serving.http import background_server, create_app
+    from deltazoo.serving.pipe import background_server, create_app
     from deltazoo.serving.text import TextStream
 
 __all__ = [
@@ -43,7 +43,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "engine": ("Engine",),
-        "http": ("background_server", "create_app"),
+        "pipe": ("background_server", "create_app"),
         "text": ("TextStream",),
     },
 )

@@ -346,16 +346,16 @@ class Answer:
         body: of the request.
         model: the name under which the model is served.
         tokenizer: for log-probabilities.
-        streams: one per choice, those of a prompt side by side.
+        choices: those of a prompt side by side.
         echoes: the prompt of each choice of a completion, where the text begins with it.
     """
 
     def __init__(
-        self, body: "_Body", model: str, tokenizer: Any, streams: Sequence[TextStream], echoes: Sequence[str] | None
+        self, body: "_Body", model: str, tokenizer: Any, choices: Sequence[TextStream], echoes: Sequence[str] | None
     ) -> None:
-        self.streams = streams
+        self.choices = choices
         self._body, self._tokenizer = body, tokenizer
-        self._begins = dict(enumerate(echoes or [""] * len(streams)))  # of choices that have not begun
+        self._begins = dict(enumerate(echoes or [""] * len(choices)))  # of choices that have not begun
         self._is_chat = isinstance(body, ChatBody)
         self._chunk: type[BaseModel] = ChatCompletionChunk if self._is_chat else _Text
         self._common = {
@@ -398,7 +398,7 @@ class Answer:
             choice["delta"] = {**delta, "content": piece.text} if piece.text else delta
         else:
             choice["text"] = (begins or "") + piece.text
-        return choice if piece.finish_reason is None else {**choice, "seed": self.streams[index].seed}
+        return choice if piece.finish_reason is None else {**choice, "seed": self.choices[index].stream.request.seed}
 
     def _logprobs(self, entries: Sequence[Any]) -> dict[str, Any]:
         """Lists with an entry per token. Of several likely tokens with one text, the likeliest is told."""
@@ -431,9 +431,9 @@ class Answer:
 
     def _usage(self) -> dict[str, Any]:
         """Numbers of tokens; a prompt counts once."""
-        prompts = self.streams[:: self._body.n]
-        prompt_tokens = sum(stream.prompt_tokens for stream in prompts)
-        completion_tokens = sum(stream.completion_tokens for stream in self.streams)
+        prompts = [choice.stream for choice in self.choices[:: self._body.n]]
+        prompt_tokens = sum(len(stream.request.prompt) for stream in prompts)
+        completion_tokens = sum(choice.completion_tokens for choice in self.choices)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,

@@ -127,8 +127,8 @@ class Engine:
         # What clients and the engine's thread share, under the mutex:
         self._mutex = threading.Condition()
         self._waiting: deque[Task] = deque()
-        self._cancelled: set[tuple[Deliver, Hashable] | None] = set()
-        """Requests by function and key; None: all."""
+        self._cancelled: set[tuple[Deliver | None, Hashable]] = set()
+        """Requests by function and key; None: any."""
         self._refusal: str | None = _NOT_STARTED
         """Why no request is taken. An engine that runs and takes none ends when nothing is left."""
 
@@ -173,19 +173,9 @@ class Engine:
         Raises:
             RequestError: it does not fit the model. QueueFull: too many wait. EngineStopped: the engine does not run.
         """
-        return self.submit_all([request])[0]
-
-    def submit_all(self, requests: Sequence[Request]) -> list[Stream]:
-        """Queue requests, all or none of them.
-
-        Raises:
-            RequestError, QueueFull, EngineStopped: see `submit`.
-        """
-        streams = [
-            Stream(request.with_seed(), lambda stream: self.cancel([stream], Stream.deliver)) for request in requests
-        ]
-        self.enter([(stream, stream.request) for stream in streams], Stream.deliver)
-        return streams
+        stream = Stream(request.with_seed(), lambda: self.cancel([stream], Stream.put_all))
+        self.enter([(stream, stream.request)], Stream.put_all)
+        return stream
 
     def enter(self, requests: Sequence[tuple[Any, Request]], deliver: Deliver) -> None:
         """Queue requests, all or none of them, whose output a function takes.
@@ -207,10 +197,10 @@ class Engine:
             self._waiting.extend(tasks)
             self._mutex.notify_all()
 
-    def cancel(self, keys: Iterable[Hashable], deliver: Deliver) -> None:
-        """End requests, named by the key and the function that they were entered with."""
+    def cancel(self, keys: Iterable[Hashable] | None, deliver: Deliver) -> None:
+        """End requests, named by the key and the function that they were entered with; None: all with the function."""
         with self._mutex:
-            self._cancelled.update((deliver, key) for key in keys)
+            self._cancelled.update((deliver, key) for key in ([None] if keys is None else keys))
             self._mutex.notify_all()
 
     def status(self) -> Status:
@@ -237,7 +227,7 @@ class Engine:
         if self._thread is not None:
             self._thread.join(timeout)
             with self._mutex:
-                self._cancelled.add(None)
+                self._cancelled.add((None, None))
             self._thread.join()
 
     def _task(self, key: Any, request: Request, deliver: Deliver) -> Task:
@@ -325,7 +315,11 @@ class Engine:
             if not cancelled:
                 return
             tasks = [*self._waiting, *self._prefill.tasks, *self._running.values()]
-            leaving = {task for task in tasks if None in cancelled or (task.deliver, task.key) in cancelled}
+            leaving = {
+                task
+                for task in tasks
+                if not cancelled.isdisjoint([(task.deliver, task.key), (task.deliver, None), (None, None)])
+            }
             self._waiting = deque(task for task in self._waiting if task not in leaving)
         for task in leaving:
             self._end(task, "cancelled", Piece(finish_reason="cancelled"))
@@ -333,11 +327,10 @@ class Engine:
 
     def _admit(self) -> None:
         """Begin with the prompts of waiting requests, as many as will find a row."""
-        while len(self._prefill.tasks) + len(self._running) < self.table.widths[-1]:
-            with self._mutex:
-                if not self._waiting:
-                    return
-                task = self._waiting.popleft()
+        free = self.table.widths[-1] - len(self._prefill.tasks) - len(self._running)
+        with self._mutex:
+            tasks = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        for task in tasks:
             self._prefill.add(task)
 
     def _run_prompts(self) -> None:

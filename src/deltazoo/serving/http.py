@@ -1,7 +1,7 @@
-"""The HTTP server: the endpoints of OpenAI's API before an engine, and its connections.
+"""HTTP: the endpoints of OpenAI's API before an engine, `/health` and `/metrics`, and connections.
 
-A client that hangs up cancels its request here: `_until_hang_up` while a prompt becomes tokens and a whole answer is
-waited for, `_EventStream` for streamed answers.
+A client that hangs up cancels the task of its request (`_Gate`), and the end of that task, whatever ends it, cancels
+what the engine makes for it (`_Endpoints._answer`).
 """
 
 import asyncio
@@ -10,11 +10,9 @@ import re
 import resource
 import secrets
 import socket
-import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from inspect import isawaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import h11
@@ -24,17 +22,29 @@ from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deltazoo.serving.api import Answer, ApiError, ChatBody, CompletionBody
-from deltazoo.serving.metrics import METRICS_TYPE, Metrics
-from deltazoo.serving.requests import EngineError, EngineStopped, Piece, QueueFull, RequestError, Status
+from deltazoo.serving.requests import (
+    EngineError,
+    EngineStopped,
+    Output,
+    Piece,
+    QueueFull,
+    RequestError,
+    Status,
+    is_last,
+)
 from deltazoo.serving.text import PromptTokens, TextStream, check_tokenizer
 
-__all__ = ["background_server", "bind", "check_key", "create_app", "server_config", "url_of"]
+__all__ = ["app_of", "bind", "check_key", "server_config", "url_of"]
 
 MAX_BODY = 4_000_000
 """Bytes of a request's body at most, unless told otherwise."""
@@ -52,32 +62,16 @@ _RECEIVE_TIME = 30.0
 """Seconds in which a request must have come, headers and body."""
 
 
-_NOBODY = Response(status_code=499)
-"""To a client that has hung up."""
-
-
-def create_app(engine: Any, *, model: str, api_key: str | None = None, max_body: int = MAX_BODY) -> FastAPI:
-    """The endpoints `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and `/metrics` of an engine.
-
-    Args:
-        engine: an `Engine`, started and stopped by the caller.
-        model: the name under which clients ask for it.
-        api_key: required of every request but `/health`, as `Authorization: Bearer KEY`; None: no key.
-        max_body: most bytes of a request's body; others get status 413.
-
-    Raises:
-        ValueError: a key that no header can carry, or a tokenizer that is not of the tokenizers library.
-
-    Example:
-        ```python
-        with Engine(model, tokenizer) as engine:
-            uvicorn.run(create_app(engine, model="my-model"))
-        ```
-    """
+def app_of(engine: Any, *, model: str, api_key: str | None = None, max_body: int = MAX_BODY) -> FastAPI:
+    """The application of `create_app` before a `RemoteEngine`."""
     check_key(api_key)
     check_tokenizer(engine.tokenizer)
-    app = FastAPI(title="deltazoo", docs_url=None, redoc_url=None)  # those pages load scripts from elsewhere
-    app.add_middleware(_Gate, api_key=api_key, max_body=max_body)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        engine.begin()
+        yield
+        engine.close()
 
     async def of_http(request: HTTPRequest, error: Any) -> JSONResponse:
         return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
@@ -85,9 +79,11 @@ def create_app(engine: Any, *, model: str, api_key: str | None = None, max_body:
     async def of_others(request: HTTPRequest, error: Exception) -> JSONResponse:
         return ApiError.of(error).response()
 
-    app.add_exception_handler(HTTPException, of_http)
-    for kind in (ApiError, RequestValidationError, QueueFull, RequestError, EngineStopped, EngineError, Exception):
-        app.add_exception_handler(kind, of_others)
+    kinds = (ApiError, RequestValidationError, QueueFull, RequestError, EngineStopped, EngineError, Exception)
+    handlers: dict[Any, Any] = {HTTPException: of_http, **dict.fromkeys(kinds, of_others)}
+    # Pages of documentation load scripts from elsewhere.
+    app = FastAPI(title="deltazoo", docs_url=None, redoc_url=None, lifespan=lifespan, exception_handlers=handlers)
+    app.add_middleware(_Gate, api_key=api_key, max_body=max_body)
     endpoints = _Endpoints(engine, model)
     app.post("/v1/completions")(endpoints.completions)
     app.post("/v1/chat/completions")(endpoints.chat_completions)
@@ -111,25 +107,22 @@ class _Endpoints:
     def __init__(self, engine: Any, model: str) -> None:
         self._engine, self._model, self._tokenizer = engine, model, engine.tokenizer
         self._prompts = PromptTokens(engine.tokenizer, engine.context_limit)
-        self._metrics = Metrics(model)
+        self._metrics = _Metrics(model)
         self._created = int(time.time())
         self._open = 0
+        """Choices that are being made."""
 
-    async def completions(self, body: CompletionBody, http: HTTPRequest) -> Response:
+    async def completions(self, body: CompletionBody) -> Response:
         """Continue prompts."""
         self._check_model(body.model)
+        prompts = [await self._prompts.of_text(x) if isinstance(x, str) else x for x in body.prompt]
+        echoes = None
+        if body.echo:
+            texts = [x if isinstance(x, str) else await self._prompts.text_of(x) for x in body.prompt]
+            echoes = [text for text in texts for _ in range(body.n)]
+        return await self._answer(body, prompts, echoes)
 
-        async def answer() -> Response:
-            prompts = [await self._prompts.of_text(x) if isinstance(x, str) else x for x in body.prompt]
-            echoes = None
-            if body.echo:
-                texts = [x if isinstance(x, str) else await self._prompts.text_of(x) for x in body.prompt]
-                echoes = [text for text in texts for _ in range(body.n)]
-            return await self._answer(body, prompts, echoes)
-
-        return await _until_hang_up(http.receive, answer()) or _NOBODY
-
-    async def chat_completions(self, body: ChatBody, http: HTTPRequest) -> Response:
+    async def chat_completions(self, body: ChatBody) -> Response:
         """The next message of a chat."""
         self._check_model(body.model)
         if not self._tokenizer.chat_template:
@@ -139,12 +132,8 @@ class _Endpoints:
                 "use /v1/completions, or save a tokenizer with a chat template beside the model",
                 code="no_chat_template",
             )
-
-        async def answer() -> Response:
-            messages = [message.for_template() for message in body.messages]
-            return await self._answer(body, [await self._prompts.of_chat(messages, body.chat_template_kwargs)])
-
-        return await _until_hang_up(http.receive, answer()) or _NOBODY
+        messages = [message.for_template() for message in body.messages]
+        return await self._answer(body, [await self._prompts.of_chat(messages, body.chat_template_kwargs)])
 
     async def models(self) -> dict[str, Any]:
         """The one model."""
@@ -158,18 +147,14 @@ class _Endpoints:
     async def health(self) -> Response:
         """200 while the engine takes requests, else 503."""
         try:
-            running = (await self._status()).running
+            running = (await self._engine.status()).running
         except EngineStopped:
             running = False
         return JSONResponse({"status": "ok" if running else "stopped"}, 200 if running else 503)
 
     async def metrics(self) -> Response:
         """The engine's counters in Prometheus' text format."""
-        return PlainTextResponse(self._metrics.text(await self._status()), media_type=METRICS_TYPE)
-
-    async def _status(self) -> Status:
-        status = self._engine.status()
-        return await status if isawaitable(status) else status
+        return PlainTextResponse(self._metrics.text(await self._engine.status()), media_type=CONTENT_TYPE_LATEST)
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._model):
@@ -183,105 +168,149 @@ class _Endpoints:
         requests = [request for prompt in prompts for request in body.requests(prompt)]
         if len(requests) > (most := self._engine.max_queue):
             raise ApiError(400, f"this request makes {len(requests)} choices, and at most {most} can wait here")
-        submitted = self._engine.submit_all(requests)
-        submitted = await submitted if isawaitable(submitted) else submitted
-        streams = [TextStream(stream, self._tokenizer, body.stop) for stream in submitted]
-        answer = Answer(body, self._model, self._tokenizer, streams, echoes)
+        news, last = asyncio.Event(), asyncio.Event()
+
+        def notify(output: Output) -> None:
+            news.set()
+            if is_last(output):
+                last.set()
+
+        def cancel_all(_: object) -> None:
+            for stream in streams:
+                stream.cancel()
+
+        streams = await self._engine.submit_all(requests, notify)
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(cancel_all)
+        choices = [TextStream(stream, self._tokenizer, body.stop) for stream in streams]
+        answer = Answer(body, self._model, self._tokenizer, choices, echoes)
+        pieces = self._pieces(choices, news, last)
         if body.stream:
-            return _EventStream(self._events(answer), streams)
-        found: list[list[Piece]] = [[] for _ in streams]
-        try:
-            async for index, piece in self._merged(streams):
+            return EventSourceResponse(self._events(answer, pieces), headers=_HEADERS)
+        found: list[list[Piece]] = [[] for _ in choices]
+        async with aclosing(pieces):
+            async for index, piece in pieces:
                 found[index].append(piece)
-        finally:
-            _cancel(streams)
         return Response(answer.whole([*map(Piece.joined, found)]), media_type="application/json")
 
-    async def _events(self, answer: Answer) -> AsyncIterator[bytes]:
+    async def _events(self, answer: Answer, pieces: AsyncGenerator[tuple[int, Piece]]) -> AsyncIterator[bytes]:
         try:
-            async for index, piece in self._merged(answer.streams):
-                yield format_sse_event(data_str=answer.chunk(index, piece))
+            async with aclosing(pieces):
+                async for index, piece in pieces:
+                    yield format_sse_event(data_str=answer.chunk(index, piece))
             if (last := answer.last_chunk()) is not None:
                 yield format_sse_event(data_str=last)
         except (EngineError, ApiError) as error:  # the status has been sent
             yield format_sse_event(data_str=json.dumps(ApiError.of(error).body))
         yield format_sse_event(data_str="[DONE]")
 
-    async def _merged(self, streams: Sequence[TextStream]) -> AsyncIterator[tuple[int, Piece]]:
-        """Pieces with the number of their stream, and pauses between them that grow with the number of streams."""
-        found: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
-
-        async def forward(index: int, stream: TextStream) -> None:
-            began, reason = time.monotonic(), "cancelled"
-            self._open += 1
-            try:
-                async for piece in stream:
+    async def _pieces(
+        self, choices: Sequence[TextStream], news: asyncio.Event, last: asyncio.Event
+    ) -> AsyncGenerator[tuple[int, Piece]]:
+        """Pieces with the number of their choice, and pauses between them that grow with the number of open choices."""
+        began, left, reason = time.monotonic(), dict(enumerate(choices)), "cancelled"
+        self._open += len(choices)
+        try:
+            while left:
+                while not any(choice.stream.has_news for choice in left.values()):
+                    news.clear()
+                    await news.wait()
+                last.clear()
+                for index, choice in [*left.items()]:
+                    if not choice.stream.has_news:
+                        continue
+                    piece = choice.take()
                     if piece.finish_reason == "cancelled":
                         raise ApiError(503, "the server stopped before the request was finished", code="stopping")
-                    if stream.completion_tokens == len(piece.token_ids):
-                        self._metrics.time_to_first_token.observe(time.monotonic() - began)
-                    found.put_nowait((index, piece))
-                    stream.pause(_PAUSE * self._open)
-                    reason = piece.finish_reason or reason
-            except Exception as error:
-                reason = "error" if isinstance(error, EngineError) else reason
-                found.put_nowait((index, error))
-            finally:
-                self._open -= 1
-                self._metrics.finished[reason].inc()
-                self._metrics.request_seconds.observe(time.monotonic() - began)
-
-        readers = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
-        try:
-            left = len(streams)
-            while left:
-                index, news = await found.get()
-                if isinstance(news, Exception):
-                    raise news
-                left -= news.finish_reason is not None
-                yield index, news
+                    if choice.completion_tokens == len(piece.token_ids):
+                        self._metrics.first_token(began)
+                    if piece.finish_reason is not None:
+                        del left[index]
+                        self._metrics.end(piece.finish_reason, began)
+                    yield index, piece
+                if left:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_PAUSE * self._open):
+                            await last.wait()
+        except EngineError:
+            reason = "error"
+            raise
         finally:
-            for reader in readers:
-                reader.cancel()
+            self._open -= len(choices)
+            for _ in left:
+                self._metrics.end(reason, began)
 
 
-class _EventStream(EventSourceResponse):
-    """Ends the requests when the response ends, whatever ends it."""
-
-    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[TextStream]) -> None:
-        super().__init__(events, headers=_HEADERS)
-        self._streams = streams
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await _until_hang_up(receive, self.stream_response(send))
-        finally:
-            _cancel(self._streams)
-
-
-async def _until_hang_up(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of work; None where the client has closed its connection, by which work is cancelled."""
-
-    async def hang_up() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(hang_up())]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0] in done else None
-    finally:
-        for task in tasks:
-            task.cancel()
+_NOW = {
+    "running": "Requests that take part in the decoding steps.",
+    "prefilling": "Requests whose prompt is being run.",
+    "waiting": "Requests in the queue.",
+    "width": "Rows of the last decoding step.",
+    "prefix_bytes": "Memory of the states in the prefix cache, in bytes.",
+    "prefix_entries": "States in the prefix cache.",
+}
+_TOTALS = {
+    "rejected": "Requests refused because the queue was full.",
+    "prompt_tokens": "Tokens of prompts, those from the prefix cache included.",
+    "completion_tokens": "Tokens made for clients.",
+    "prefix_hits": "Prompts of which the prefix cache had a part.",
+    "prefix_misses": "Prompts of which the prefix cache had nothing.",
+    "prefix_tokens": "Prompt tokens that were not run thanks to the prefix cache.",
+    "steps": "Decoding steps.",
+    "step_seconds": "Time from the start of a decoding step until its tokens were read, summed.",
+    "pieces": "Pieces of prompts that were run.",
+}
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
-def _cancel(streams: Sequence[TextStream]) -> None:
-    for stream in streams:
-        stream.cancel()
+class _Metrics(Collector):
+    """The numbers as Prometheus reads them: names begin with `deltazoo_`, the label `model` names the model."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._status = Status(False, dict.fromkeys((*_NOW, *_TOTALS), 0), {})
+        self._registry = registry = CollectorRegistry()
+        registry.register(self)
+
+        def histogram(name: str, description: str) -> Histogram:
+            found = Histogram(f"deltazoo_{name}", description, ["model"], registry=registry, buckets=_SECONDS)
+            return found.labels(model)
+
+        first = "Seconds from a request's arrival to its first token."
+        self._time_to_first_token = histogram("time_to_first_token_seconds", first)
+        self._request_seconds = histogram("request_seconds", "Seconds from a request's arrival to its end.")
+        finished = Counter("deltazoo_finished", "Requests by finish reason.", ["model", "reason"], registry=registry)
+        self._finished = {reason: finished.labels(model, reason) for reason in ("stop", "length", "cancelled", "error")}
+
+    def first_token(self, began: float) -> None:
+        """Count a choice, begun at `time.monotonic()`, that has its first token."""
+        self._time_to_first_token.observe(time.monotonic() - began)
+
+    def end(self, reason: str, began: float) -> None:
+        """Count a choice that has ended."""
+        self._finished[reason].inc()
+        self._request_seconds.observe(time.monotonic() - began)
+
+    def text(self, status: Status) -> bytes:
+        """All of them, with the engine's counters."""
+        self._status = status
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine's counters."""
+        for kind, names in ((GaugeMetricFamily, _NOW), (CounterMetricFamily, _TOTALS)):
+            for name, description in names.items():
+                family = kind(f"deltazoo_{name}", description, labels=["model"])
+                family.add_metric([self._model], self._status.counters[name])
+                yield family
 
 
 class _Gate:
-    """Refuses requests without the key, and bodies that are too large, before anything is made of them."""
+    """Refuses requests without the key, and bodies that are too large, before anything is made of them.
+
+    The tasks of requests that pass are cancelled when the client closes its connection.
+    """
 
     def __init__(self, app: ASGIApp, api_key: str | None, max_body: int) -> None:
         self._app, self._max_body = app, max_body
@@ -311,7 +340,22 @@ class _Gate:
         async def replay() -> Message:
             return parts.pop() if parts else await receive()
 
-        await self._app(scope, replay, send)
+        task = asyncio.current_task()
+        assert task is not None
+
+        async def cancel_at_hang_up() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            task.cancel()
+
+        watch = asyncio.ensure_future(cancel_at_hang_up())
+        try:
+            await self._app(scope, replay, send)
+        except asyncio.CancelledError:
+            if not watch.done():  # the server ends
+                raise
+        finally:
+            watch.cancel()
 
     def _has_key(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
@@ -392,25 +436,3 @@ def server_config(app: ASGIApp, timeout: int) -> uvicorn.Config:
         timeout_keep_alive=_KEEP_ALIVE,
         backlog=_BACKLOG,
     )
-
-
-@contextmanager
-def background_server(app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """Context in which a thread serves an application, for notebooks and tests; gives the server's URL.
-
-    The caller starts and stops the engine. At the end running requests are cut off.
-
-    Args:
-        app: from `create_app`.
-        host: address to listen at.
-        port: 0: any free one.
-    """
-    address = bind(host, port)
-    server = uvicorn.Server(server_config(app, 1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [address]}, daemon=True)
-    thread.start()
-    try:
-        yield url_of(address)
-    finally:
-        server.should_exit = True
-        thread.join()

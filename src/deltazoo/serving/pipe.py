@@ -1,9 +1,10 @@
-"""The server's two processes, the engine and HTTP, and the pipe between them.
+"""Servers: an engine, HTTP, and the pipe between them.
 
 Reading requests, making tokens of text and text of tokens takes a processor several times as long as running the
-engine, and Python runs one thread at a time. So each has a process. Down the pipe go requests, cancellations and
-questions, with numbers of the HTTP process's choice; up come answers to them, and one message per step with what was
-made for all requests. Messages are pickled, so both ends must be the same program.
+engine, and Python runs one thread at a time. So each has a process (`run_server`); for notebooks and tests two threads
+of one process do (`create_app`, `background_server`). Down the pipe go requests, cancellations and questions, with
+numbers of the HTTP end's choice; up come answers to them, and one message per step with what was made for all requests.
+Messages are pickled, so both ends must be the same program.
 """
 
 import asyncio
@@ -14,17 +15,18 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from types import FrameType
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
+from starlette.types import ASGIApp
 
-from deltazoo.serving.http import create_app, server_config
+from deltazoo.serving.http import MAX_BODY, app_of, bind, server_config, url_of
 from deltazoo.serving.requests import (
     EngineError,
     EngineStopped,
@@ -39,7 +41,7 @@ from deltazoo.serving.requests import (
 )
 from deltazoo.serving.text import check_tokenizer
 
-__all__ = ["EngineEnd", "RemoteEngine", "run_server"]
+__all__ = ["EngineEnd", "RemoteEngine", "background_server", "create_app", "run_server"]
 
 _log = logging.getLogger(__name__)
 
@@ -52,102 +54,109 @@ class EngineEnd:
 
     Args:
         engine: an `Engine`.
-        pipe: to the HTTP process.
-        greeting: the first message.
-        on_ready: called when that process accepts connections.
-        on_end: called when it is gone; its requests have been cancelled then.
+        pipe: to the HTTP end.
+        on_ready: called when that end takes requests.
     """
 
-    def __init__(
-        self, engine: Any, pipe: Connection, greeting: Any, on_ready: Callable[[], None], on_end: Callable[[], None]
-    ) -> None:
-        self._engine, self._pipe, self._on_ready, self._on_end = engine, pipe, on_ready, on_end
-        self._running: set[int] = set()
+    def __init__(self, engine: Any, pipe: Connection, on_ready: Callable[[], None] = lambda: None) -> None:
+        self._engine, self._pipe, self._on_ready = engine, pipe, on_ready
         # The engine's thread must not wait for a pipe that nobody reads, so a thread of its own sends.
-        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._messages.put(greeting)
-        for work in (self._receive_all, self._send_all):
-            threading.Thread(target=work, name="deltazoo pipe", daemon=True).start()
+        self._messages: queue.SimpleQueue[Sequence[tuple[int, Any]] | None] = queue.SimpleQueue()
 
-    def close(self) -> None:
-        """Tell the HTTP process to end, behind everything that has been made."""
-        self._messages.put(("end", 0, None))
-
-    def _send_all(self) -> None:
-        with suppress(OSError):  # the other end is gone, as `_receive_all` finds, too
-            while True:
-                self._pipe.send(self._messages.get())
-
-    def _receive_all(self) -> None:
+    def serve(self) -> None:
+        """Do what the other end asks for until it is gone, and then cancel its requests."""
+        threading.Thread(target=self._send_all, name="deltazoo pipe", daemon=True).start()
         with suppress(EOFError, OSError):
             while True:
                 kind, number, content = self._pipe.recv()
                 if kind == "enter":
-                    self._messages.put(("answer", number, self._refusal(content)))
+                    refusal = self._enter(content)
+                    self._messages.put([(number, refusal), *((key, refusal) for key, _ in content if refusal)])
                 elif kind == "cancel":
-                    self._engine.cancel([number], self._deliver)
+                    self._engine.cancel([number], self._messages.put)
                 elif kind == "status":
-                    self._messages.put(("answer", number, self._engine.status()))
+                    self._messages.put([(number, self._engine.status())])
                 else:
                     self._on_ready()
-        self._engine.cancel([*self._running], self._deliver)
-        self._on_end()
+        self._engine.cancel(None, self._messages.put)
+        self.close()
 
-    def _refusal(self, requests: Sequence[tuple[int, Request]]) -> Exception | None:
-        numbers = [number for number, _ in requests]
-        self._running.update(numbers)
+    def close(self) -> None:
+        """Tell the other end to end, behind everything that has been made."""
+        self._messages.put(None)
+
+    def _send_all(self) -> None:
+        with suppress(OSError):  # the other end is gone, as `serve` finds, too
+            while (message := self._messages.get()) is not None:
+                self._pipe.send(message)
+            self._pipe.send(None)
+
+    def _enter(self, requests: Sequence[tuple[int, Request]]) -> Exception | None:
+        """The reason why the engine does not take requests, if it does not."""
         try:
-            self._engine.enter(requests, self._deliver)
+            self._engine.enter(requests, self._messages.put)
+        except (RequestError, QueueFull, EngineStopped) as error:
+            return error
         except Exception as error:  # whatever it is, the requests of others go on
-            self._running.difference_update(numbers)
-            if isinstance(error, RequestError | QueueFull | EngineStopped):
-                return error
             _log.error("requests could not be queued: %s", error, exc_info=error)
             return EngineError(f"the request could not be queued: {error}")
         return None
 
-    def _deliver(self, outputs: Sequence[tuple[int, Output]]) -> None:
-        """Called by the engine's thread."""
-        self._running.difference_update(number for number, output in outputs if is_last(output))
-        self._messages.put(("made", 0, [*outputs]))
-
 
 class RemoteEngine:
-    """The HTTP process's end, in the place of an engine. All of it runs in one event loop, but for a thread that reads.
+    """The HTTP end, in the place of an engine. All of it runs in one event loop.
 
     Args:
-        pipe: to the engine's process.
+        connect: gives the pipe to the `EngineEnd`.
         tokenizer, max_queue, context_limit: of the engine.
+        on_end: called when the engine has ended, and all that it has made has come.
     """
 
-    def __init__(self, pipe: Connection, tokenizer: Any, max_queue: int, context_limit: int | None) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], Connection],
+        tokenizer: Any,
+        max_queue: int,
+        context_limit: int | None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self.tokenizer, self.max_queue, self.context_limit = tokenizer, max_queue, context_limit
-        self._pipe = pipe
+        self._connect, self._on_end = connect, on_end
+        self._pipe: Connection | None = None
         self._numbers = itertools.count()
-        self._streams: dict[int, Stream] = {}
-        self._asked: dict[int, tuple[asyncio.Future[Any], Sequence[int]]] = {}
-        """Answers that are waited for, and the numbers of the streams that they are about."""
+        self._receivers: dict[int, Callable[[Any], None]] = {}
+        """Functions that take what comes for a number: outputs of a request, or the answer to a question."""
         self._has_ended = False
 
-    def begin(self, on_end: Callable[[], None]) -> None:
-        """Say that connections are accepted, and take what comes, until the engine has ended and all has come."""
-        self._on_end = on_end
-        self._send("ready")
-        loop = asyncio.get_running_loop()
-        threading.Thread(target=self._receive_all, args=(loop,), name="deltazoo pipe", daemon=True).start()
+    def begin(self) -> None:
+        """Say that requests are taken, and take what comes; nothing if that has been done."""
+        if self._pipe is None:
+            self._pipe = self._connect()
+            asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._receive, self._pipe)
+            self._send("ready")
 
-    async def submit_all(self, requests: Sequence[Request]) -> list[Stream]:
+    def close(self) -> None:
+        """Leave the engine."""
+        if self._pipe is not None:
+            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+            self._pipe.close()
+            self._pipe = None
+
+    async def submit_all(self, requests: Sequence[Request], notify: Callable[[Output], None]) -> list[Stream]:
         """Queue requests, all or none of them.
+
+        Args:
+            requests: to queue.
+            notify: called with each output of any of them.
 
         Raises:
             RequestError, QueueFull, EngineStopped: see `Engine.submit`. EngineError: it failed on the requests.
         """
         streams: dict[int, Stream] = {}
         for number, request in zip(self._numbers, requests, strict=False):
-            streams[number] = Stream(request.with_seed(), partial(self._cancel, number))
-        self._streams |= streams
+            streams[number] = Stream(request.with_seed(), partial(self._send, "cancel", number), notify)
         try:
-            await self._ask("enter", [(number, stream.request) for number, stream in streams.items()], [*streams])
+            await self._ask("enter", streams)
         except asyncio.CancelledError:
             for stream in streams.values():
                 stream.cancel()
@@ -155,54 +164,94 @@ class RemoteEngine:
         return [*streams.values()]
 
     async def status(self) -> Status:
-        """The engine's; raises EngineStopped if its process is gone."""
-        return await self._ask("status")
+        """The engine's; raises EngineStopped if it is gone."""
+        return await self._ask("status", {})
 
-    def _cancel(self, number: int, _: Stream) -> None:
-        self._send("cancel", number)
-
-    def _send(self, kind: str, number: int = 0, content: Any = None) -> None:
-        with suppress(OSError):  # the other end is gone, as `_receive_all` finds, too
-            self._pipe.send((kind, number, content))
-
-    async def _ask(self, kind: str, content: Any = None, streams: Sequence[int] = ()) -> Any:
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._asked[number] = answer, streams
+    async def _ask(self, kind: str, streams: Mapping[int, Stream]) -> Any:
+        self.begin()
         if self._has_ended:
-            self._take("answer", number, EngineStopped("its engine has ended"))
-        else:
-            self._send(kind, number, content)
+            raise EngineStopped("its engine has ended")
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+
+        def receive(content: Any) -> None:
+            if answer.done():  # nobody waits any more
+                return
+            if isinstance(content, Piece):  # as requests get
+                content = EngineStopped("its engine has ended")
+            answer.set_exception(content) if isinstance(content, Exception) else answer.set_result(content)
+
+        self._receivers |= {**{key: stream.put for key, stream in streams.items()}, number: receive}
+        self._send(kind, number, [(key, stream.request) for key, stream in streams.items()])
         return await answer
 
-    def _receive_all(self, loop: asyncio.AbstractEventLoop) -> None:
-        kind = ""
-        with suppress(RuntimeError):  # the loop has ended
-            while kind != "end":
-                try:
-                    kind, number, content = self._pipe.recv()
-                except (EOFError, OSError):  # the engine's process is gone
-                    kind, number, content = "end", 0, None
-                loop.call_soon_threadsafe(self._take, kind, number, content)
+    def _send(self, kind: str, number: int = 0, content: Any = None) -> None:
+        if self._pipe is not None:
+            with suppress(OSError):  # the other end is gone, as `_receive` finds, too
+                self._pipe.send((kind, number, content))
 
-    def _take(self, kind: str, number: int, content: Any) -> None:
-        if kind == "made":
-            Stream.deliver((self._streams[key], output) for key, output in content)
-            for key, output in content:
-                if is_last(output):
-                    del self._streams[key]
-        elif kind == "answer":
-            answer, streams = self._asked.pop(number)
-            if isinstance(content, Exception):
-                for key in streams:
-                    del self._streams[key]
-            if not answer.done():  # else nobody waits any more
-                answer.set_exception(content) if isinstance(content, Exception) else answer.set_result(content)
-        else:
+    def _receive(self, pipe: Connection) -> None:
+        try:
+            message = pipe.recv()
+        except (EOFError, OSError):  # the engine's process is gone
+            message = None
+        if message is None:
             self._has_ended = True
-            for asked in [*self._asked]:
-                self._take("answer", asked, EngineStopped("its engine has ended"))
-            self._take("made", 0, [(key, Piece(finish_reason="cancelled")) for key in self._streams])
+            asyncio.get_running_loop().remove_reader(pipe.fileno())
+            message = [(number, Piece(finish_reason="cancelled")) for number in self._receivers]
+        for number, output in message:
+            receive = self._receivers.pop(number) if is_last(output) else self._receivers[number]
+            receive(output)
+        if self._has_ended:
             self._on_end()
+
+
+def create_app(engine: Any, *, model: str, api_key: str | None = None, max_body: int = MAX_BODY) -> FastAPI:
+    """The endpoints `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and `/metrics` of an engine.
+
+    Args:
+        engine: an `Engine`, started and stopped by the caller.
+        model: the name under which clients ask for it.
+        api_key: required of every request but `/health`, as `Authorization: Bearer KEY`; None: no key.
+        max_body: most bytes of a request's body; others get status 413.
+
+    Raises:
+        ValueError: a key that no header can carry, or a tokenizer that is not of the tokenizers library.
+
+    Example:
+        ```python
+        with Engine(model, tokenizer) as engine:
+            uvicorn.run(create_app(engine, model="my-model"))
+        ```
+    """
+
+    def connect() -> Connection:
+        ours, theirs = Pipe()
+        threading.Thread(target=EngineEnd(engine, ours).serve, name="deltazoo pipe", daemon=True).start()
+        return theirs
+
+    return app_of(RemoteEngine(connect, **_facts(engine)), model=model, api_key=api_key, max_body=max_body)
+
+
+@contextmanager
+def background_server(app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+    """Context in which a thread serves an application, for notebooks and tests; gives the server's URL.
+
+    The caller starts and stops the engine. At the end running requests are cut off.
+
+    Args:
+        app: from `create_app`.
+        host: address to listen at.
+        port: 0: any free one.
+    """
+    address = bind(host, port)
+    server = uvicorn.Server(server_config(app, 1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [address]}, daemon=True)
+    thread.start()
+    try:
+        yield url_of(address)
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def run_server(
@@ -222,41 +271,44 @@ def run_server(
         ValueError: see `create_app`. RuntimeError: the HTTP process has ended.
     """
     check_tokenizer(engine.tokenizer)
-    events: queue.SimpleQueue[str] = queue.SimpleQueue()
     context = get_context("spawn")  # a fork would have the engine's threads and GPU
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve_http, args=(theirs, address), daemon=True)
+    process = context.Process(target=_serve_http, args=(theirs, address, _facts(engine), options), daemon=True)
     process.start()
     theirs.close()
     address.close()
-    facts = {name: getattr(engine, name) for name in ("tokenizer", "max_queue", "context_limit")}
-    end = EngineEnd(engine, ours, (facts, options), on_ready=ready, on_end=lambda: events.put("gone"))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: events.put("signal"))
-    _leave_alone_what_is_loaded()
+    end = EngineEnd(engine, ours, ready)
+    signals = 0
 
     def stop(timeout: float) -> None:
         engine.stop(timeout=timeout)
-        events.put("stopped")
-
-    signals = 0
-    try:
-        while (event := events.get()) != "stopped":
-            if event == "signal":
-                signals += 1
-                threading.Thread(target=stop, args=(stop_timeout if signals == 1 else 0,), daemon=True).start()
-            elif signals == 0:
-                process.join(_AFTER_THE_ENGINE)
-                raise RuntimeError(f"the HTTP process has ended with status {process.exitcode}")
-            if signals == 2:
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(number, signal.SIG_DFL)
         end.close()
         process.join(_AFTER_THE_ENGINE + 1)
+        process.kill()  # if it still runs
+
+    def on_signal(*_: object) -> None:
+        nonlocal signals
+        signals += 1
+        threading.Thread(target=stop, args=(stop_timeout if signals == 1 else 0,), daemon=True).start()
+        for number in (signal.SIGINT, signal.SIGTERM) if signals == 2 else ():
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    _leave_alone_what_is_loaded()
+    try:
+        end.serve()
+        process.join(_AFTER_THE_ENGINE)
+        if not signals:
+            raise RuntimeError(f"the HTTP process has ended with status {process.exitcode}")
     finally:
         gc.unfreeze()
-        process.kill()  # if it still runs
+        process.kill()
         engine.stop(timeout=0)
+
+
+def _facts(engine: Any) -> dict[str, Any]:
+    return {name: getattr(engine, name) for name in ("tokenizer", "max_queue", "context_limit")}
 
 
 def _leave_alone_what_is_loaded() -> None:
@@ -265,33 +317,14 @@ def _leave_alone_what_is_loaded() -> None:
     gc.freeze()
 
 
-def _serve_http(pipe: Connection, address: socket.socket) -> None:
-    """The HTTP process."""
-    try:
-        facts, options = pipe.recv()
-    except EOFError:  # the server was stopped meanwhile
-        return
-    engine = RemoteEngine(pipe, **facts)
-    server = _Server(server_config(create_app(engine, **options), _AFTER_THE_ENGINE))
-    server.engine = engine
+def _serve_http(pipe: Connection, address: socket.socket, facts: dict[str, Any], options: dict[str, Any]) -> None:
+    """The HTTP process, which runs until the engine has ended."""
+
+    def end() -> None:
+        server.should_exit = True
+
+    engine = RemoteEngine(lambda: pipe, **facts, on_end=end)
+    server = uvicorn.Server(server_config(app_of(engine, **options), _AFTER_THE_ENGINE))
+    server.handle_exit = lambda sig, frame: None  # type: ignore[method-assign]  # Ctrl-C reaches all of a terminal
     _leave_alone_what_is_loaded()
     server.run(sockets=[address])
-
-
-class _Server(uvicorn.Server):
-    """Runs until the engine's process, which signals are for, has ended."""
-
-    engine: RemoteEngine
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections."""
-        await super().startup(sockets)
-        self.engine.begin(self._end)
-
-    def _end(self) -> None:
-        for server in self.servers:  # at once, as the next server may want the port
-            server.close()
-        self.should_exit = True
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ctrl-C reaches every process of a terminal."""

@@ -1,12 +1,10 @@
 """Requests to the engine, streams of what it makes of them, its counters and errors: token ids, no text."""
 
-import asyncio
+import queue
 import random
-import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = [
     "MOST_LOGPROBS",
@@ -114,12 +112,19 @@ class Request:
 class TokenLogprob:
     """The log-probability of one new token, before temperature and filters.
 
-    `top`: the likeliest tokens at this position and their log-probabilities, likeliest first.
+    Attributes:
+        token_id: of the token.
+        logprob: of the token.
+        top: the likeliest tokens at this position and their log-probabilities, likeliest first.
+        content: from a `TextStream`, bytes of the text that come from the token; None: a special token, without text.
+        offset: characters of the text before the token; before its character, if that has several tokens.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    content: bytes | None = None
+    offset: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,19 +168,17 @@ Output = int | Piece | EngineError
 
 
 class Stream:
-    """The output of one request: an iterator over its pieces, for threads (`for`) or coroutines (`async for`).
+    """The output of one request: an iterator over its pieces, which blocks until one has come.
 
     Tokens that a reader has not taken become one piece, so a slow reader gets fewer and larger ones. The last has a
-    `finish_reason`. One thread or coroutine reads; `cancel` may be called from anywhere.
+    `finish_reason`. One thread reads; `cancel` may be called from anywhere.
 
     Args:
         request: whose output it is, with a seed.
-        on_cancel: called with the stream by `cancel`.
+        on_cancel: called by `cancel`.
+        notify: called with each output that has come.
 
     Attributes:
-        pause: seconds in which a coroutine that reads gets no further piece, unless it is the last one; 0 at first.
-        seed: of the draws.
-        prompt_tokens: of the request.
         cached_tokens: tokens of the prompt that were not run, since the prefix cache had their state; known with the
             first piece.
         completion_tokens: new tokens read so far, an end token included.
@@ -184,94 +187,64 @@ class Stream:
         EngineError: on reading, if the model failed on the request, or the engine is lost.
     """
 
-    def __init__(self, request: Request, on_cancel: Callable[["Stream"], None]) -> None:
+    def __init__(
+        self, request: Request, on_cancel: Callable[[], None], notify: Callable[[Output], None] | None = None
+    ) -> None:
         self.request = request
-        self.seed = request.seed
-        self.prompt_tokens = len(request.prompt)
         self.cached_tokens = self.completion_tokens = 0
-        self._on_cancel = on_cancel
-        self._changed = threading.Condition()
-        self._made: list[int | Piece] = []
-        self._error: EngineError | None = None
-        self.pause = 0.0
-        self._is_pausing = False
-        self._is_read = False
+        self._on_cancel, self._notify = on_cancel, notify
+        self._outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        self._has_ended = False
         """Whether the reader has had the last piece or an error."""
-        self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def cancel(self) -> None:
         """End the request; its row of the batch is free at the next step. After its end nothing happens."""
-        if not self._is_read:
-            self._on_cancel(self)
+        if not self._has_ended:
+            self._on_cancel()
 
     def __iter__(self) -> Iterator[Piece]:
-        """The pieces as they are made; blocks."""
-        while not self._is_read:
-            with self._changed:
-                self._changed.wait_for(lambda: self._made or self._error)
-            yield self._take()
+        while not self._has_ended:
+            yield self.take()
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        """The pieces as they are made."""
-        news = asyncio.Event()
-        with self._changed:
-            self._reader = asyncio.get_running_loop(), news
-        while not self._is_read:
-            self._is_pausing = False
-            news.clear()
-            if not self._made and self._error is None:
-                await news.wait()
-                continue
-            self._is_pausing = self.pause > 0
-            yield self._take()
-            if self._is_pausing and not self._is_read:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self.pause):
-                        await news.wait()
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` would not block."""
+        return not self._outputs.empty()
 
-    def _take(self) -> Piece:
-        """All tokens that have come; without any, raises the error that has."""
-        with self._changed:
-            made, self._made = self._made, []
-        if not made:
-            assert self._error is not None
-            self._is_read = True
-            raise self._error
+    def take(self) -> Piece:
+        """The next piece: all tokens that have come; without any, raises the error that has."""
+        made: list[int | Piece] = []
+        while not made or self.has_news:
+            output = self._outputs.get()
+            if isinstance(output, EngineError):
+                if made:
+                    self._outputs.put(output)  # it is the last one
+                    break
+                self._has_ended = True
+                raise output
+            made.append(output)
         piece = Piece.joined(made)
-        self._is_read = piece.finish_reason is not None
+        self._has_ended = piece.finish_reason is not None
         self.completion_tokens += len(piece.token_ids)
         self.cached_tokens += piece.cached_tokens
         return piece
 
+    def put(self, output: Output) -> None:
+        """Add what the engine has made."""
+        self._outputs.put(output)
+        if self._notify is not None:
+            self._notify(output)
+
     @staticmethod
-    def deliver(outputs: "Iterable[tuple[Stream, Output]]") -> None:
-        """Add outputs to their streams, and tell the readers: one message per event loop, however many streams."""
-        arrived: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+    def put_all(outputs: "Iterable[tuple[Stream, Output]]") -> None:
+        """Add to several streams what the engine has made."""
         for stream, output in outputs:
-            with stream._changed:
-                if isinstance(output, EngineError):
-                    stream._error = output
-                else:
-                    stream._made.append(output)
-                stream._changed.notify()
-                if stream._reader is None or stream._reader[1].is_set():
-                    continue
-                if not stream._is_pausing or is_last(output):
-                    loop, news = stream._reader
-                    arrived.setdefault(loop, []).append(news)
-        for loop, events in arrived.items():
-            with suppress(RuntimeError):  # the loop is closed, so nobody reads
-                loop.call_soon_threadsafe(_set_all, events)
+            stream.put(output)
 
 
-def is_last(output: Output) -> bool:
-    """Whether a request has ended with an output."""
-    return isinstance(output, EngineError) or (isinstance(output, Piece) and output.finish_reason is not None)
-
-
-def _set_all(events: Iterable[asyncio.Event]) -> None:
-    for event in events:
-        event.set()
+def is_last(output: Any) -> bool:
+    """Whether an output, or another message, is the last of its request."""
+    return not isinstance(output, int) and (not isinstance(output, Piece) or output.finish_reason is not None)
 
 
 @dataclass(frozen=True)

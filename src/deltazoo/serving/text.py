@@ -8,10 +8,10 @@ import pickle
 import re
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deltazoo.serving.requests import EngineError, Piece, RequestError, Stream, TokenLogprob
 
-__all__ = ["PromptTokens", "TextLogprob", "TextStream", "bytes_of", "check_tokenizer", "text_of"]
+__all__ = ["PromptTokens", "TextStream", "bytes_of", "check_tokenizer", "text_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -155,16 +155,6 @@ class PromptTokens:
         return pickle.loads(made)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextLogprob(TokenLogprob):
-    """The log-probability of a token, with its place in the text."""
-
-    content: bytes | None
-    """Bytes of the text that come from the token; None: a special token, which has no text."""
-    offset: int
-    """Characters of the text before the token; before its character, if that has several tokens."""
-
-
 class TextStream:
     """A stream whose pieces have text, and which a stop string ends. The request is cancelled then.
 
@@ -183,46 +173,34 @@ class TextStream:
     """
 
     def __init__(self, stream: Stream, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self.request, self.seed, self.prompt_tokens = stream.request, stream.seed, stream.prompt_tokens
-        self.cached_tokens = self.completion_tokens = 0
-        self.cancel = stream.cancel
-        self._stream, self._tokenizer, self._stop = stream, tokenizer, stop
+        self.stream = stream
+        self.completion_tokens = 0
+        self._tokenizer, self._stop = tokenizer, stop
         self._characters: _Characters | None = None
         self._length = 0  # of the text that has come
         self._held = ""
-        self._entries: list[TextLogprob] = []
+        self._entries: list[TokenLogprob] = []
 
     def __iter__(self) -> Iterator[Piece]:
-        """The pieces as they are made; blocks."""
-        for piece in self._stream:
-            yield (piece := self._with_text(piece))
-            if piece.finish_reason is not None:
-                return
+        finish_reason = None
+        while finish_reason is None:
+            yield (piece := self.take())
+            finish_reason = piece.finish_reason
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        """The pieces as they are made."""
-        async for piece in self._stream:
-            yield (piece := self._with_text(piece))
-            if piece.finish_reason is not None:
-                return
-
-    def pause(self, seconds: float) -> None:
-        """Let more tokens come together before the next piece, see `Stream.pause`."""
-        self._stream.pause = seconds
-
-    def _with_text(self, piece: Piece) -> Piece:
+    def take(self) -> Piece:
+        """The next piece; see `Stream.take`."""
+        piece = self.stream.take()
         try:
             piece = self._extended(piece)
         except Exception as error:  # tokenizers raise what they like for tokens that they do not know
-            self.cancel()
+            self.stream.cancel()
             _log.error("the tokenizer failed on a request: %s", error, exc_info=error)
             raise EngineError(f"the tokenizer failed: {error}") from error
         self.completion_tokens += len(piece.token_ids)
-        self.cached_tokens += piece.cached_tokens
         return piece
 
     def _extended(self, piece: Piece) -> Piece:
-        characters = self._characters = self._characters or _Characters(self._tokenizer, self.request.prompt)
+        characters = self._characters = self._characters or _Characters(self._tokenizer, self.stream.request.prompt)
         ends, tokens = piece.finish_reason in ("stop", "length"), piece.token_ids
         with_text = tokens[:-1] if piece.finish_reason == "stop" else tokens  # an end token has none
         text, stopped, count = "", False, len(tokens)
@@ -241,7 +219,7 @@ class TextStream:
             certain, stopped = self._certain(characters.finish())
             text += certain + self._held
         if stopped:
-            self.cancel()
+            self.stream.cancel()
         self._length += len(text)
         all_came = ends and not stopped
         logprobs = tuple(entry for entry in self._entries if all_came or entry.offset < self._length)
@@ -262,7 +240,7 @@ class TextStream:
             content = new.encode()
         elif own and content == own.encode() and new.endswith(own):  # behind bytes that are no character
             at += len(new) - len(own)
-        self._entries.append(TextLogprob(**vars(logprob), content=content, offset=at))
+        self._entries.append(replace(logprob, content=content, offset=at))
 
     def _certain(self, new: str) -> tuple[str, bool]:
         """Text that no stop string can take back, up to the first one; whether there is one."""

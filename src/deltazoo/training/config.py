@@ -47,7 +47,6 @@ class DataConfig:
         streaming: read records while training instead of holding the text in memory; JSONL, Parquet and Hub only.
         validation_fraction: share of the documents held out, chosen by a hash of their name (files) or text (records);
             if the hash leaves one part empty, as with a single file, this share at the end of the text.
-        max_train_bytes: stop after this many bytes of training text; not with ``streaming``, where steps end the run.
         max_validation_bytes: stop after this many bytes of held-out text; needed with ``streaming``.
     """
 
@@ -58,15 +57,12 @@ class DataConfig:
     text_field: str = "text"
     streaming: bool = False
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    max_train_bytes: Count | None = None
     max_validation_bytes: Count | None = None
 
     def __post_init__(self) -> None:
         """Check what a stream needs."""
         if self.streaming and self.max_validation_bytes is None:
             raise ValueError("streaming needs data.max_validation_bytes: the held-out text is kept in memory")
-        if self.streaming and self.max_train_bytes is not None:
-            raise ValueError("max_train_bytes has no meaning with data.streaming: training.steps ends the stream")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -79,20 +75,18 @@ class TokenizerConfig:
         vocab_size: entries of the trained BPE at most, the two special tokens included; a small text yields fewer.
             Only for ``bpe``.
         path: folder or Hub name of the tokenizer; only for ``pretrained``.
-        training_bytes: train the BPE on at most this much of the training text; only for ``bpe``.
     """
 
     kind: Literal["bpe", "byte", "pretrained"] = "bpe"
     vocab_size: Annotated[int, Field(ge=259)] | None = None  # 256 bytes, two special tokens, one merge
     path: str | None = None
-    training_bytes: Count | None = None
 
     def __post_init__(self) -> None:
         """Check that the keys fit the kind."""
         if self.kind == "bpe" and self.vocab_size is None:
             raise ValueError("vocab_size is missing, which kind bpe needs: 259 or more")
-        if self.kind != "bpe" and (self.vocab_size is not None or self.training_bytes is not None):
-            raise ValueError(f"vocab_size and training_bytes act only for kind bpe, not {self.kind}")
+        if self.kind != "bpe" and self.vocab_size is not None:
+            raise ValueError(f"vocab_size acts only for kind bpe, not {self.kind}")
         if (self.path is not None) != (self.kind == "pretrained"):
             raise ValueError(f"path belongs to kind pretrained and to no other; got kind {self.kind}, path {self.path}")
 
@@ -393,8 +387,13 @@ def as_mapping(config: Any) -> dict[str, Any]:
 
 def save_config(config: Any, path: str | Path) -> None:
     """Write the configuration with all defaults, whole or not at all, so that the file alone reproduces the run."""
-    draft = Path(path).with_name(Path(path).name + ".part")
-    draft.write_text(yaml.safe_dump(as_mapping(config), sort_keys=False), encoding="utf-8")
+    write_whole(Path(path), yaml.safe_dump(as_mapping(config), sort_keys=False))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file whole or not at all: a killed process leaves no partial file that a resumed run would read."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(text, encoding="utf-8")
     draft.replace(path)
 
 

@@ -4,18 +4,18 @@ import hashlib
 import mimetypes
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from deltazoo.names import unknown
 from deltazoo.training.config import STDLIB, DataConfig
 from deltazoo.training.console import say, track
-from deltazoo.training.locate import check_on_hub
+from deltazoo.training.loading import check_on_hub, training_config_of
 
 RECORD_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 MAX_DOCUMENT = 2**20  # characters; a larger file comes as several documents, since each is tokenized as a whole
-DEFAULT_TOKENIZER_SAMPLE = 50_000_000  # bytes of a stream that a tokenizer is trained on unless told otherwise
+TOKENIZER_SAMPLE = 50_000_000  # bytes of a stream that a tokenizer is trained on
 # Tests, third-party packages and build products are not the library's own prose and code.
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 
@@ -23,14 +23,8 @@ NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 class Document(NamedTuple):
     """One text, and the key that decides whether it is held out."""
 
-    name: str
     text: str
     split_key: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Length in UTF-8 bytes."""
-        return len(self.text.encode("utf-8"))
 
 
 class TextFiles:
@@ -69,7 +63,7 @@ class TextFiles:
             begin = 0
             while begin < len(text):
                 end = line_end(text, begin + MAX_DOCUMENT, begin) if len(text) - begin > MAX_DOCUMENT else len(text)
-                yield Document(name, text[begin:end], split_key=name)
+                yield Document(text[begin:end], split_key=name)
                 begin = end
         count = len(self._left_out)
         if count == len(self.paths):
@@ -125,7 +119,7 @@ class Records:
             if not isinstance(text, str):
                 raise ValueError(f"{self.description}: record {index} holds {type(text).__name__} instead of text")
             if text:
-                yield Document(f"record {index}", text, split_key=text)
+                yield Document(text, split_key=text)
 
 
 def open_text(data: DataConfig) -> TextFiles | Records:
@@ -209,70 +203,68 @@ def _refuse(data: DataConfig, kind: str, *names: str) -> None:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of both parts. Of a streamed text, ``train`` holds a sample from the beginning.
+    """The texts of both parts. Of a streamed text, ``train`` holds a sample from the beginning.
 
     Attributes:
-        train: training documents.
-        validation: held-out documents.
+        train: to train on.
+        validation: held out.
         description: where they come from.
     """
 
-    train: list[Document]
-    validation: list[Document]
+    train: list[str]
+    validation: list[str]
     description: str
 
     @property
     def validation_bytes(self) -> int:
         """Size of the held-out part in UTF-8 bytes."""
-        return sum(document.num_bytes for document in self.validation)
+        return sum(map(num_bytes, self.validation))
 
     @property
     def digest(self) -> str:
-        """Hash of all documents in their order."""
+        """Hash of all texts in their order."""
         digest = hashlib.blake2b(digest_size=16)
-        for document in [*self.train, *self.validation]:
-            digest.update(document.text.encode("utf-8"))
+        for text in [*self.train, *self.validation]:
+            digest.update(text.encode("utf-8"))
         return digest.hexdigest()
 
 
-def read_corpus(
-    source: TextFiles | Records, data: DataConfig, train_sample_bytes: int | None = DEFAULT_TOKENIZER_SAMPLE
-) -> Corpus:
-    """Read both parts into memory.
+def read_corpus(source: TextFiles | Records, data: DataConfig) -> Corpus:
+    """Read both parts into memory; of a stream ``TOKENIZER_SAMPLE`` bytes to train on, and all the held-out text.
 
     A hash of each document's key decides which part it belongs to. If that leaves one part empty (a single file, a few
     files), the last ``validation_fraction`` of the text is held out.
 
-    Args:
-        source: the text.
-        data: split and limits.
-        train_sample_bytes: for a stream: stop once this much training text and all the held-out text is read.
-
     Raises:
         ValueError: there is no text, or too little to hold anything out.
     """
-    limits = {True: data.max_validation_bytes, False: train_sample_bytes if data.streaming else data.max_train_bytes}
-    parts: dict[bool, list[Document]] = {True: [], False: []}
+    parts: dict[bool, list[str]] = {True: [], False: []}
+    limits = {True: data.max_validation_bytes, False: TOKENIZER_SAMPLE if data.streaming else None}
     room = {part: float("inf") if limit is None else limit for part, limit in limits.items()}
     for document in track(source.documents(), f"reading {source.description}"):
         held_out = is_held_out(document.split_key, data.validation_fraction)
         if room[held_out] > 0:
-            parts[held_out].append(document)
-            room[held_out] -= document.num_bytes
+            parts[held_out].append(document.text)
+            room[held_out] -= num_bytes(document.text)
         elif room[not held_out] <= 0:
             break
-    documents = [*parts[False], *parts[True]]
-    if not documents:
+    texts = [*parts[False], *parts[True]]
+    if not texts:
         raise ValueError(f"{source.description} holds no text")
     if not data.streaming and not all(parts.values()):
-        parts = _hold_out_end(documents, data)
+        parts = _hold_out_end(texts, data)
     if not all(parts.values()):
-        size = sum(document.num_bytes for document in documents)
         raise ValueError(
-            f"too little text to train on one part and hold another out: {source.description}, {size:,} bytes; give "
-            f"more text, or another data.validation_fraction than {data.validation_fraction:g}"
+            f"too little text to train on one part and hold another out: {source.description}, "
+            f"{sum(map(num_bytes, texts)):,} bytes; give more text, or another data.validation_fraction than "
+            f"{data.validation_fraction:g}"
         )
     return Corpus(parts[False], parts[True], source.description)
+
+
+def num_bytes(text: str) -> int:
+    """Length in UTF-8 bytes."""
+    return len(text.encode("utf-8"))
 
 
 def is_held_out(split_key: str, fraction: float) -> bool:
@@ -281,21 +273,21 @@ def is_held_out(split_key: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-def _hold_out_end(documents: list[Document], data: DataConfig) -> dict[bool, list[Document]]:
+def _hold_out_end(texts: list[str], data: DataConfig) -> dict[bool, list[str]]:
     """Hold out the end of the text, cut at the end of a line; for a single file, or a few."""
-    total = sum(len(document.text) for document in documents)
+    total = sum(map(len, texts))
     wanted = round(total * data.validation_fraction)
     if data.max_validation_bytes is not None:
-        wanted = min(wanted, data.max_validation_bytes * total // sum(document.num_bytes for document in documents))
-    train = list(documents)
-    validation: list[Document] = []
+        wanted = min(wanted, data.max_validation_bytes * total // sum(map(num_bytes, texts)))
+    train = list(texts)
+    validation: list[str] = []
     while train and wanted > 0:
         last = train.pop()
-        cut = line_end(last.text, len(last.text) - wanted) if wanted < len(last.text) else 0
+        cut = line_end(last, len(last) - wanted) if wanted < len(last) else 0
         if cut:
-            train.append(last._replace(text=last.text[:cut]))
-        validation.insert(0, last._replace(text=last.text[cut:]))
-        wanted -= len(last.text) - cut
+            train.append(last[:cut])
+        validation.insert(0, last[cut:])
+        wanted -= len(last) - cut
     return {False: train, True: validation}
 
 
@@ -304,23 +296,54 @@ def line_end(text: str, wanted: int, begin: int = 0) -> int:
     return text.rfind("\n", begin, wanted) + 1 or wanted
 
 
-def first_documents(source: TextFiles | Records, max_bytes: int | None = None) -> list[Document]:
+def first_texts(source: TextFiles | Records, max_bytes: int | None = None) -> list[str]:
     """The first ``max_bytes`` of a text, cut inside a document and at the end of a character; all of it if None.
 
     Raises:
         ValueError: there is no text.
     """
-    documents: list[Document] = []
+    texts: list[str] = []
     room = max_bytes
-    for document in source.documents():
+    for text, _ in source.documents():
         if room is not None:
-            text = document.text.encode("utf-8")[:room].decode("utf-8", errors="ignore")
-            room -= document.num_bytes
-            document = document._replace(text=text)
-        if document.text:
-            documents.append(document)
+            size, text = num_bytes(text), text.encode("utf-8")[:room].decode("utf-8", errors="ignore")
+            room -= size
+        if text:
+            texts.append(text)
         if room is not None and room <= 0:
             break
-    if not documents:
+    if not texts:
         raise ValueError(f"{source.description} holds no text{'' if max_bytes is None else ' in so few bytes'}")
-    return documents
+    return texts
+
+
+def choose_documents(path: str, text: DataConfig | None = None, max_bytes: int | None = None) -> Corpus:
+    """The text that a model is scored on, as ``validation``, and that it was trained on, empty if unknown.
+
+    The first is the held-out part of the second, or a text of the caller's.
+
+    Args:
+        path: of the model, see `resolve_checkpoint`.
+        text: all of this text instead; nothing of it is held out.
+        max_bytes: of ``text``, from its beginning.
+
+    Raises:
+        ValueError: no ``text`` for a model that does not say what it was trained on, or there is no text.
+    """
+    config = training_config_of(path)
+    source = None if text is None else open_text(text)
+    if text is None and config is None:
+        where = path if Path(path).expanduser().is_dir() else f"{path}, which is no folder here,"
+        raise ValueError(f"{where} does not say what text it was trained on: name a text with --text")
+    try:
+        corpus = read_corpus(open_text(config.data), config.data) if config else None
+    except ValueError as error:  # the model may have been trained on another machine
+        if text is None:
+            raise
+        say(f"the baselines do without the training text: {error}")
+        corpus = None
+    if source is None:
+        assert corpus is not None
+        return replace(corpus, description=f"held-out part of {corpus.description}")
+    held_out = first_texts(source, max_bytes)
+    return Corpus(corpus.train if corpus else [], held_out, source.description)

@@ -5,11 +5,9 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import PartialState
 from torch import Tensor, nn
@@ -20,7 +18,6 @@ from deltazoo.generation.conditions import check_positions
 from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.layer import swapped_layers
 from deltazoo.training.config import (
-    MODEL_CONFIG,
     STAGES,
     AlignConfig,
     DistillConfig,
@@ -29,7 +26,6 @@ from deltazoo.training.config import (
     RunConfig,
     StageConfig,
     TokenizerConfig,
-    save_config,
 )
 from deltazoo.training.console import console, no_transformers_bars
 from deltazoo.training.data import open_text, read_corpus
@@ -38,28 +34,15 @@ from deltazoo.training.folder import (
     RESULT,
     SCORES,
     SWAP,
-    as_json,
     begin_run,
     check_run,
     checkpoints,
     held,
     refuse_other_text,
-    whole_or_not_at_all,
-    write_whole,
+    write_json,
 )
-from deltazoo.training.run import device_name, enable_gradient_checkpointing, encode_training, training_rows
-from deltazoo.training.tokens import IGNORED, collate_side_by_side, encode_documents, pack_in_order, spread
+from deltazoo.training.tokens import IGNORED, TokenizedText, collate_side_by_side, pack_in_order
 from deltazoo.training.trainer import PackedTrainer, training_arguments
-
-__all__ = [
-    "Distillation",
-    "DistillationTrainer",
-    "choose_trained_parameters",
-    "distill",
-    "divergence",
-    "next_token_loss",
-    "teacher_forced",
-]
 
 
 @dataclass(frozen=True)
@@ -106,7 +89,7 @@ def distill(
     folder = Path(recipe.output)
     _check_models(model, original, recipe)
     device: Any = PartialState().device
-    check_run(recipe, folder, resume, stages=STAGES)
+    check_run(recipe, resume)
     with held(folder):
         run = _Run(recipe, tokenizer, model, resume)
         original = original.requires_grad_(False).eval().to(device)
@@ -118,7 +101,7 @@ def distill(
             result = folder / name / RESULT
             if not (result.is_file() and path.is_dir()):
                 run.train(name, model, original, path)
-            histories[name] = json.loads(result.read_text(encoding="utf-8"))["history"]
+            histories[name] = json.loads(result.read_text(encoding="utf-8"))["log_history"]
             # Reloaded after every stage, so that a resumed run continues from exactly the same weights.
             with no_transformers_bars():
                 runtime = model.runtime.given()  # type: ignore[union-attr, operator]
@@ -128,32 +111,26 @@ def distill(
 
 
 class _Run:
-    """The text of a distillation for its tokenizer, and its files: what it began with, scores, results of stages."""
+    """The text of a distillation, and its files: what it began with, scores, results of stages."""
 
     def __init__(
         self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, resume: bool
     ) -> None:
-        self.recipe, self.tokenizer, self.folder = recipe, tokenizer, Path(recipe.output)
+        self.recipe, self.folder = recipe, Path(recipe.output)
         self.rule = next(iter(swapped_layers(model).values())).delta.spec.name
-        self.source = open_text(recipe.data)
-        self.corpus = read_corpus(self.source, recipe.data)
-        self.validation = encode_documents(tokenizer, self.corpus.validation, "tokenizing the held-out text")
-        self.bytes_per_token = self.corpus.validation_bytes / sum(len(ids) - 1 for ids in self.validation)
+        source = open_text(recipe.data)
+        corpus = read_corpus(source, recipe.data)
+        self.text = TokenizedText(source, recipe.data, corpus, tokenizer)
         swap = {"model_type": model.config.model_type, "layers": model.config.delta_layers}
         if resume:
-            refuse_other_text(self.corpus, self.folder, recipe.data)
+            refuse_other_text(corpus, self.folder, recipe.data)
             if _read(self.folder / SWAP) != json.loads(json.dumps(swap)):
                 raise ValueError(f"the run in {self.folder} began with another swap: see {self.folder / SWAP}")
         else:
             (self.folder / SCORES).unlink(missing_ok=True)  # left by a run that saved nothing else
-        begin_run(recipe, self.folder, self.corpus)
-        _write(self.folder / SWAP, swap)
+        begin_run(recipe, self.folder, corpus)
+        write_json(self.folder / SWAP, swap)
         self.scores: dict[str, float] = _read(self.folder / SCORES) if (self.folder / SCORES).is_file() else {}
-
-    @cached_property
-    def training(self) -> list[np.ndarray] | None:
-        """Token ids of the training documents; None for a stream."""
-        return None if self.recipe.data.streaming else encode_training(self.tokenizer, self.corpus)
 
     def score(self, name: str, model: PreTrainedModel) -> None:
         """Keep and print bits per byte of the held-out text, unless they are known from before a resume.
@@ -163,12 +140,12 @@ class _Run:
         if name in self.scores:
             return
         longest = max(self.recipe.stages.values(), key=lambda stage: stage.row_length)
-        rows = pack_in_order(self.validation, longest.row_length)
+        rows = pack_in_order(self.text.validation, longest.row_length)
         nats, tokens = score_rows(model, rows, longest.rows_per_batch, collate_side_by_side)
         if not math.isfinite(nats):
             raise FloatingPointError(f"the model's negative log-likelihood of the held-out text is {nats}")
-        self.scores[name] = nats / tokens / math.log(2) / self.bytes_per_token
-        _write(self.folder / SCORES, self.scores)
+        self.scores[name] = nats / tokens / math.log(2) / self.text.bytes_per_token
+        write_json(self.folder / SCORES, self.scores)
         console.print(f"[bold]{name}[/]: {self.scores[name]:.3f} held-out bits per byte", highlight=False)
 
     def train(self, name: str, model: PreTrainedModel, original: PreTrainedModel, model_path: Path) -> None:
@@ -176,39 +153,12 @@ class _Run:
         stage, run, folder = self.recipe.stages[name], _as_run(name, self.recipe, self.rule), self.folder / name
         set_seed(run.seed)
         choose_trained_parameters(model, stage)
-        if stage.gradient_checkpointing:
-            enable_gradient_checkpointing(model)
-        trainer = DistillationTrainer(
-            stage=stage,
-            original=original,
-            model=model,
-            tokenizer=self.tokenizer,
-            config=run,
-            arguments=training_arguments(run),
-            train_rows=training_rows(run, self.source, self.corpus, self.tokenizer, self.training),
-            validation_rows=spread(pack_in_order(self.validation, stage.row_length), stage.evaluation_rows),
-            bytes_per_token=self.bytes_per_token,
-            collate_rows=collate_side_by_side,
-        )
+        trainer = DistillationTrainer(stage, original, model, run, training_arguments(run), self.text)
         folder.mkdir(exist_ok=True)
         latest = checkpoints(folder)[-1:]
         begun = f"going on from {latest[0]}" if latest else f"{stage.steps} steps"
         console.print(f"[bold]{name}[/]: {begun}", highlight=False)
-        with no_transformers_bars():
-            trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
-            with whole_or_not_at_all(model_path) as staging:
-                trainer.save_model(str(staging))
-                save_config(run, staging / MODEL_CONFIG)
-        monitor = trainer.monitor
-        result = {
-            "history": trainer.state.log_history,
-            "tokens": stage.steps * monitor.tokens_per_step,
-            "seconds": monitor.seconds,
-            "tokens_per_second": monitor.tokens_per_second,
-            "trained_parameters": trainer.get_num_trainable_parameters(),
-            "device": device_name(trainer.args.device),
-        }
-        _write(folder / RESULT, result)
+        write_json(folder / RESULT, trainer.run(latest[0] if latest else None, model_path))
 
 
 class DistillationTrainer(PackedTrainer):
@@ -217,11 +167,11 @@ class DistillationTrainer(PackedTrainer):
     Args:
         stage: which of the three losses, and its settings.
         original: the model before the swap, frozen.
-        given: arguments of `PackedTrainer`, of which ``model`` is the swapped model.
+        given: arguments of `PackedTrainer`, beginning with the swapped model.
     """
 
-    def __init__(self, *, stage: StageConfig, original: PreTrainedModel, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, stage: StageConfig, original: PreTrainedModel, *given: Any) -> None:
+        super().__init__(*given, side_by_side=True)
         self._stage, self._original = stage, original
         if isinstance(stage, AlignConfig | DistillConfig):
             self.model_accepts_loss_kwargs = False  # the losses are means, so accumulation must divide them
@@ -360,7 +310,3 @@ def _model_path(name: str, recipe: Recipe) -> Path:
 
 def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _write(path: Path, values: Any) -> None:
-    write_whole(path, as_json(values, indent=1))

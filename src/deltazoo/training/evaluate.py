@@ -27,23 +27,10 @@ from deltazoo.models.delta_layers import evaluation_mode
 from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.surgery import swap_attention, unswap_attention
 from deltazoo.training.console import console, track
-from deltazoo.training.data import Document, Records, TextFiles, first_documents
-from deltazoo.training.folder import as_json
-from deltazoo.training.tokens import IGNORED, collate, collate_side_by_side, encode_documents, pack_in_order
-
-__all__ = [
-    "Baseline",
-    "Ranking",
-    "Score",
-    "baselines",
-    "check_vocabulary",
-    "packs_documents",
-    "rank_layers",
-    "ranking_rows",
-    "run_harness",
-    "score_documents",
-    "score_rows",
-]
+from deltazoo.training.data import Records, TextFiles, first_texts, num_bytes
+from deltazoo.training.folder import write_json
+from deltazoo.training.loading import check_vocabulary
+from deltazoo.training.tokens import IGNORED, Row, collate, collate_side_by_side, encode_documents, pack_in_order
 
 _BYTES_PER_TOKEN = 16  # more than with any tokenizer on ordinary text, so that enough text is read
 
@@ -51,10 +38,10 @@ _BYTES_PER_TOKEN = 16  # more than with any tokenizer on ordinary text, so that 
 @torch.no_grad()
 def score_rows(
     model: PreTrainedModel,
-    rows: Sequence[dict[str, np.ndarray]],
+    rows: Sequence[Row],
     rows_at_once: int,
     collate_rows: Callable[..., dict[str, Any]] = collate,
-    empty_passes: Sequence[dict[str, np.ndarray]] = (),
+    empty_passes: Sequence[Row] = (),
 ) -> tuple[float, int]:
     """Total negative log-likelihood of packed rows in nats, and the number of predicted tokens.
 
@@ -142,7 +129,7 @@ class Score:
 def score_documents(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[Document],
+    texts: Sequence[str],
     *,
     tokens_at_once: int = 8192,
 ) -> Score:
@@ -155,7 +142,7 @@ def score_documents(
     Args:
         model: a causal language model.
         tokenizer: its tokenizer.
-        documents: the texts.
+        texts: of the documents.
         tokens_at_once: tokens of a forward pass.
 
     Raises:
@@ -163,18 +150,17 @@ def score_documents(
         FloatingPointError: the negative log-likelihood of a text is NaN or infinite.
     """
     check_vocabulary(model, tokenizer)
-    if not documents:
+    if not texts:
         raise ValueError("there is no document to score")
-    encoded = [ids.astype(np.int64) for ids in encode_documents(tokenizer, documents, "tokenizing held-out text")]
+    encoded = [ids.astype(np.int64) for ids in encode_documents(tokenizer, texts, "tokenizing held-out text")]
     limit = learned_positions(model)
     groups = _groups(encoded, tokens_at_once if packs_documents(model) else 0)
-    start = np.zeros(1, dtype=np.int64)
     nats = 0.0
     began = time.perf_counter()
     with evaluation_mode(model):
         for group in track(groups, "scoring held-out text"):
             if len(group) > 1:
-                found = _packed_nats(model, collate([{"input_ids": ids, "starts": start} for ids in group]))
+                found = _packed_nats(model, collate([group]))
             else:
                 found = _score_alone(model, group[0], min(tokens_at_once, limit or tokens_at_once), carried=not limit)
             if not math.isfinite(found):
@@ -185,17 +171,8 @@ def score_documents(
                 )
             nats += found
     seconds = time.perf_counter() - began
-    tokens, size = sum(len(ids) - 1 for ids in encoded), sum(document.num_bytes for document in documents)
-    return Score(nats, tokens, size, len(documents), seconds)
-
-
-def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if the tokenizer has tokens for which the model has no embedding."""
-    if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} entries, the checkpoint's vocabulary only {model.config.vocab_size}: "
-            "they do not belong together"
-        )
+    tokens, size = sum(len(ids) - 1 for ids in encoded), sum(map(num_bytes, texts))
+    return Score(nats, tokens, size, len(texts), seconds)
 
 
 def packs_documents(model: PreTrainedModel) -> bool:
@@ -239,18 +216,18 @@ class Baseline:
     has_seen: str
 
 
-def baselines(train: Sequence[Document], held_out: Sequence[Document], *, primed: bool = False) -> list[Baseline]:
-    """``gzip -9`` and ``xz -9`` on the held-out documents, concatenated in this order.
+def baselines(train: Sequence[str], held_out: Sequence[str], *, primed: bool = False) -> list[Baseline]:
+    """``gzip -9`` and ``xz -9`` on the held-out texts, concatenated in this order.
 
     Args:
-        train: training documents; empty if unknown.
-        held_out: scored documents.
+        train: training texts; empty if unknown.
+        held_out: scored texts.
         primed: also measure xz with the training text, if there is any, before the scored one (seconds per 10 MB).
 
     Raises:
         ValueError: there is no byte to compress.
     """
-    data, known = (b"".join(document.text.encode() for document in part) for part in (held_out, train))
+    data, known = (b"".join(text.encode() for text in part) for part in (held_out, train))
     if not data:
         raise ValueError("there is no byte to compress")
     with console.status("measuring the baselines"):
@@ -295,23 +272,23 @@ class Ranking:
         layers = [{"layer": n, "loss": loss, "rise": loss - self.loss} for n, loss in enumerate(self.losses)]
         figures = {"rule": self.rule, "loss": self.loss, "tokens": self.tokens, "layers": layers}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(as_json(figures, indent=1) + "\n", encoding="utf-8")
+        write_json(path, figures)
 
 
 def ranking_rows(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: TextFiles | Records, max_tokens: int
-) -> list[dict[str, np.ndarray]]:
+) -> list[Row]:
     """The first ``max_tokens`` of a text in rows of at most 1024 tokens, no longer than the model's positions."""
-    documents = first_documents(source, max_tokens * _BYTES_PER_TOKEN)
+    texts = first_texts(source, max_tokens * _BYTES_PER_TOKEN)
     row_length = min(1024, max_positions(model) or 1024, max_tokens)
-    encoded = encode_documents(tokenizer, documents, "tokenizing the text to rank on")
+    encoded = encode_documents(tokenizer, texts, "tokenizing the text to rank on")
     return pack_in_order(encoded, row_length)[: max_tokens // row_length]
 
 
 def rank_layers(
     model: PreTrainedModel,
     rule: str,
-    rows: Sequence[dict[str, np.ndarray]],
+    rows: Sequence[Row],
     *,
     rows_at_once: int = 8,
     **options: Any,

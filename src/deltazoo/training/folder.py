@@ -5,7 +5,6 @@ Imports no torch, so that commands can check the folder at once.
 
 import errno
 import json
-import math
 import os
 import re
 import shutil
@@ -15,11 +14,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
 from safetensors import SafetensorError, safe_open
 
-from deltazoo.training.config import RUN_CONFIG, DataConfig, as_mapping, load_as, save_config
+from deltazoo.training.config import (
+    RUN_CONFIG,
+    STAGES,
+    DataConfig,
+    Recipe,
+    as_mapping,
+    load_as,
+    save_config,
+    write_whole,
+)
 from deltazoo.training.data import Corpus
-from deltazoo.training.locate import nearest_run
+from deltazoo.training.loading import nearest_run
 
 try:
     import fcntl
@@ -117,23 +126,22 @@ def _what_is_left(folder: Path) -> str:
     return f"{before[-1]} is whole: free some disk space and run the same command again with --resume"
 
 
-def check_run(config: Any, folder: Path, resume: bool, stages: Sequence[str] = ()) -> None:
+def check_run(config: Any, resume: bool) -> None:
     """Check that the folder is free for a new run, or holds this run to resume; writes nothing.
 
     A folder is free if no checkpoint and no result was saved in it, and nothing that the run would replace is there but
     what a run began with.
 
     Args:
-        config: of the run.
-        folder: of the run.
+        config: of the run, a `RunConfig` or a `Recipe`.
         resume: whether the folder must hold the run already.
-        stages: subfolders with checkpoints and results of their own.
 
     Raises:
         ValueError: another process trains there; the folder holds a run, or a file that the run would replace, and
             ``resume`` is false; it holds no run, or none whose configuration is known, and ``resume`` is true; the run
             in it has another configuration.
     """
+    folder, stages = Path(config.output), STAGES if isinstance(config, Recipe) else ()
     lock = _lock(folder)
     if lock is not None:  # left by a run that was killed
         os.close(lock)
@@ -185,7 +193,7 @@ def has_saved(folder: Path, stages: Sequence[str] = ()) -> bool:
 def begin_run(config: Any, folder: Path, corpus: Corpus) -> None:
     """Write the run's configuration and a digest of its text into the folder."""
     save_config(config, folder / RUN_CONFIG)
-    write_whole(folder / _TEXT, json.dumps({"text": corpus.description, "digest": corpus.digest}))
+    write_json(folder / _TEXT, {"text": corpus.description, "digest": corpus.digest})
 
 
 def refuse_other_text(corpus: Corpus, folder: Path, data: DataConfig) -> None:
@@ -303,24 +311,6 @@ def unfinished(target: Path) -> Path:
     return target.with_name(_UNFINISHED + target.name) / target.name
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file whole or not at all: a killed process leaves no partial file that a resumed run would read."""
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
-
-
-def as_json(content: Any, **options: Any) -> str:
-    """JSON text of dicts, lists and plain values; null for NaN and infinity, which JSON does not have.
-
-    ``options`` are those of `json.dumps`.
-    """
-    return json.dumps(_finite(content), allow_nan=False, **options)
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+def write_json(path: Path, content: Any) -> None:
+    """Write dicts, lists and plain values whole or not at all; null for NaN and infinity, which JSON does not have."""
+    write_whole(path, to_json(content, indent=1, inf_nan_mode="null").decode() + "\n")

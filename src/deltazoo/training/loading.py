@@ -1,52 +1,183 @@
-"""A model and its tokenizer loaded from disk or the Hub, and the text that it is scored on."""
+"""A name looked up: a configuration that comes with the project, a run, a model here or on the Hub, which is loaded.
+
+Imports torch only to load a model.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from deltazoo.training.config import DataConfig
+from deltazoo.names import nearest, unknown
+from deltazoo.spec import RuleSpec, get_rule, list_rules
+from deltazoo.training.config import MODEL_CONFIG, RUN_CONFIG, RunConfig, load_config
 from deltazoo.training.console import no_transformers_bars, say
-from deltazoo.training.data import Corpus, first_documents, open_text, read_corpus
-from deltazoo.training.locate import resolve_checkpoint, training_config_of
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+_INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parents[1] / "configs"
 
-def choose_documents(path: str, text: DataConfig | None = None, max_bytes: int | None = None) -> Corpus:
-    """The text that a model is scored on, as ``validation``, and that it was trained on, empty if unknown.
+# What the names of configurations say.
+_RECIPE = "swap_"  # a recipe to train a swapped model
+_FOR_CPUS = "_cpu"  # the comments of all others name GPUs
+_PAPER, _HYBRID = "paper_", "hybrid_"  # models in the shape of a paper, which a rule brings along
+_EARLIER = re.compile(r"(neg_(?=kda))?(\w+?)(_hybrid)?_(340m|1\.3b)")  # when there was one for every rule
 
-    The first is the held-out part of the second, or a text of the caller's. Imports no torch.
 
-    Args:
-        path: of the model, see `resolve_checkpoint`.
-        text: all of this text instead; nothing of it is held out.
-        max_bytes: of ``text``, from its beginning.
+def presets(*, recipes: bool = False) -> dict[str, Path]:
+    """Name and file of every training configuration, or of every distillation recipe, that comes with the project."""
+    folder = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+    found = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {name: path for name, path in found.items() if name.startswith(_RECIPE) == recipes}
+
+
+def find_config(name: str, *, recipes: bool = False) -> Path:
+    """The file that ``name`` means: a path, the folder of a run, or a configuration that ships with the project.
 
     Raises:
-        ValueError: no ``text`` for a model that does not say what it was trained on, or there is no text.
+        ValueError: nothing of that name; the message names the nearest.
     """
-    config = training_config_of(path)
-    source = None if text is None else open_text(text)
-    if text is None and config is None:
-        where = path if Path(path).expanduser().is_dir() else f"{path}, which is no folder here,"
-        raise ValueError(f"{where} does not say what text it was trained on: name a text with --text")
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        if not (path / RUN_CONFIG).is_file():
+            raise ValueError(
+                f"the folder {name!r} holds no run: it has no {RUN_CONFIG}; to train on the text in it: --text {name}"
+            )
+        return path / RUN_CONFIG
+    known = presets(recipes=recipes)
+    if name in known:
+        return known[name]
+    near = nearest_run(path)
+    if near or path.parent != Path():
+        raise ValueError(f"there is no file or folder {name!r}{near}")
+    if successor := _successor(name):
+        raise ValueError(f"there is no preset {name!r}; a rule is an option: did you mean `{successor}`?")
+    raise ValueError(f"there is no file or folder {name!r}, and it names no preset: {unknown('preset', name, known)}")
+
+
+def nearest_run(path: Path) -> str:
+    """The clause "; did you mean 'runs/mine'?" for a mistyped run or configuration file, or nothing if none is near."""
+    names = [file.name for file in path.parent.glob("*.yaml")]
+    names += [file.parent.name for file in path.parent.glob(f"*/{RUN_CONFIG}")]
+    near = nearest(path.name, names)
+    return f"; did you mean {str(path.parent / near)!r}?" if near else ""
+
+
+def _successor(name: str) -> str | None:
+    """The command that trains what a preset of that name trained; None: there was no such preset."""
+    found = _EARLIER.fullmatch(name)
+    if found is None:
+        return None
+    doubled, rule, hybrid, size = found.groups()
+    if rule in ("qwen3_5_text", "olmo"):
+        return "deltazoo train native_340m"
+    if rule not in list_rules():
+        return None
+    step = " --set model.allow_neg_eigval=true" if doubled else ""
+    return f"deltazoo train {'hybrid_340m' if hybrid else f'paper_{size}'} --rule {rule}{step}"
+
+
+def is_for_gpus(name: str) -> bool:
+    """Whether a name or path, as for `find_config`, means a training configuration of the project that is for GPUs."""
+    path = find_config(name).resolve()
+    return path in presets().values() and not path.stem.endswith(_FOR_CPUS)
+
+
+def rule_overrides(config: Path, rule: str) -> list[str]:
+    """Overrides, as of `load_config`, that train a rule by a configuration.
+
+    A preset of a paper's size gets the shape and the learning rate of the rule's own paper, and a preset writes into a
+    folder of its own for each rule.
+
+    Raises:
+        ValueError: no such rule, or a configuration of a model of transformers.
+    """
+    spec = get_rule(rule)
+    name, model = config.stem, load_config(config).model
+    if "architecture" in model:
+        raise ValueError(f"--rule acts on our own models, and {name} trains {model['architecture']} of transformers")
+    values: dict[str, Any] = {"model.mixer": rule}
+    if config.resolve() in presets().values():
+        values["output"] = f"runs/{name}_{rule}"
+        if name.startswith((_PAPER, _HYBRID)):
+            shape = paper_shape(spec, model["hidden_size"])
+            if "learning_rate" in shape:
+                values["training.learning_rate"] = shape.pop("learning_rate")
+            if name.startswith(_HYBRID):
+                blocks = shape["num_hidden_layers"]
+                shape["layer_types"] = ["full_attention" if n % 4 == 3 else "linear_attention" for n in range(blocks)]
+            values |= {f"model.{key}": value for key, value in shape.items()}
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def paper_shape(spec: RuleSpec, hidden_size: int = 1024) -> dict[str, Any]:
+    """`RuleSpec.paper_shape` with its defaults, for a model of that width."""
+    usual = {"head_dim": spec.head_dim, "expand_v": spec.expand_v, "num_heads": 1024 // spec.head_dim}
+    shape = {**usual, "num_hidden_layers": 24, **spec.paper_shape}
+    return {**shape, "num_heads": shape["num_heads"] * hidden_size // 1024}
+
+
+def resolve_checkpoint(path: str) -> str:
+    """The folder that holds the model: ``path`` itself, the ``model`` folder of a training run, or a Hub name.
+
+    Raises:
+        ValueError: a local folder without a model, or neither a folder nor a model on the Hub.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        for candidate in (folder, folder / "model"):
+            if (candidate / "config.json").is_file():
+                return str(candidate)
+        raise ValueError(f"{path} holds no model: neither it nor its folder 'model' has a config.json")
+    check_on_hub(path, "model")
+    return path
+
+
+def training_config_of(path: str) -> RunConfig | None:
+    """The configuration that a model was trained with by deltazoo; None for any other model."""
+    written = Path(resolve_checkpoint(path)) / MODEL_CONFIG
+    return load_config(written) if written.is_file() else None
+
+
+def check_on_hub(name: str, kind: Literal["model", "dataset"]) -> None:
+    """Return if ``name`` is on the Hub or in this machine's cache of it.
+
+    transformers and datasets ask the Hub for every file up to six times, so without this check a mistyped local path
+    takes half a minute per file until it is refused.
+
+    Raises:
+        ValueError: no such name on the Hub, or the Hub cannot be reached and nothing of that name is cached.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    caches = [Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"]
+    if kind == "dataset":
+        import datasets
+
+        caches.append(Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___"))
+    if any(folder.is_dir() for folder in caches):
+        return
+    missing = f"there is no {'folder' if kind == 'model' else 'file or folder'} {name!r}"
     try:
-        corpus = read_corpus(open_text(config.data), config.data) if config else None
-    except ValueError as error:  # the model may have been trained on another machine
-        if text is None:
-            raise
-        say(f"the baselines do without the training text: {error}")
-        corpus = None
-    if source is None:
-        assert corpus is not None
-        return replace(corpus, description=f"held-out part of {corpus.description}")
-    held_out = first_documents(source, max_bytes)
-    return Corpus(corpus.train if corpus else [], held_out, source.description)
+        HfApi().repo_info(name, repo_type=kind, timeout=10)
+    except HFValidationError as error:
+        raise ValueError(f"{missing}, and it is no name of a {kind} on the Hub (owner/name)") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"{missing}, and the Hub has no {kind} of that name (or your token does not see it)"
+        ) from error
+    except HfHubHTTPError:
+        return  # an error of the Hub's server: loading will ask again
+    except Exception as error:  # types of the HTTP library, which differ between versions of huggingface_hub
+        raise ValueError(f"{missing}, and the Hub cannot be asked for it: {error}") from error
 
 
 def check_device(name: str) -> None:
@@ -81,12 +212,9 @@ def load_checkpoint(
         dtype: of the weights; by default the one they are saved in.
 
     Raises:
-        ValueError: no checkpoint or tokenizer, damaged files, missing weights, no such device, a tokenizer of another
-            model.
+        ValueError: no checkpoint or tokenizer, damaged files, missing weights, a tokenizer of another model.
     """
     from transformers import AutoTokenizer
-
-    from deltazoo.training.evaluate import check_vocabulary
 
     model = load_model(path, device, dtype)
     path = resolve_checkpoint(path)
@@ -96,6 +224,15 @@ def load_checkpoint(
         raise ValueError(f"{path} holds a model, but no tokenizer that transformers can load: save it there") from error
     check_vocabulary(model, tokenizer)
     return model, tokenizer
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if the tokenizer has tokens for which the model has no embedding."""
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} entries, the checkpoint's vocabulary only {model.config.vocab_size}: "
+            "they do not belong together"
+        )
 
 
 def load_model(path: str, device: str | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -111,7 +248,6 @@ def load_model(path: str, device: str | None = None, dtype: torch.dtype | None =
     from deltazoo.compat.transformers import accelerate, has_known_layers
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    check_device(device)
     try:
         with no_transformers_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", output_loading_info=True)

@@ -12,8 +12,6 @@ import numpy as np
 
 from deltazoo.diagnosis.pictures import BLACK, BLUE, GREY, ORANGE, new_figure, save_figure
 
-__all__ = ["curves", "draw_distillation", "draw_loss_curve"]
-
 _PANEL = 4.6  # inches
 _LOSSES = {
     "align": "relative squared error of a layer",

@@ -1,37 +1,38 @@
 """Tokens of a text: the tokenizer, and documents cut into rows of equal length for the model to read.
 
-A row is ``row_length`` consecutive tokens of documents, one after another. Its ``starts`` are the offsets at which a
-document, or the rest of one, begins: recurrent state, convolutions and positions restart there.
+A row is ``row_length`` consecutive tokens, as pieces of documents, one after another. Recurrent state, convolutions and
+positions restart where a piece begins.
 """
 
 import copy
 import re
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from deltazoo.training.config import DataConfig, TokenizerConfig
+from deltazoo.training.config import DataConfig, OptimizationConfig, TokenizerConfig
 from deltazoo.training.console import console, say, track
-from deltazoo.training.data import Document, Records, is_held_out
-from deltazoo.training.locate import check_on_hub
+from deltazoo.training.data import Corpus, Records, TextFiles, is_held_out
+from deltazoo.training.loading import check_on_hub
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 IGNORED = -100  # the label that the loss of transformers ignores
 _ENCODE_AT_ONCE = 256  # documents per call: enough for all cores, few enough for a smooth progress bar
 
-Row = dict[str, np.ndarray]
-"""``input_ids`` [at most row_length] int64 and ``starts``, 0 first."""
+Row = list[np.ndarray]
+"""Pieces of documents, at most row_length tokens together."""
 
 
-def build_tokenizer(config: TokenizerConfig, documents: Sequence[Document]) -> PreTrainedTokenizerBase:
-    """The tokenizer that ``config`` asks for; ``documents`` are the training part.
+def build_tokenizer(config: TokenizerConfig, texts: Sequence[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer that ``config`` asks for; ``texts`` are the training part.
 
     Raises:
         ValueError: there is no such pretrained tokenizer, or it has no token that can begin a document.
@@ -40,7 +41,7 @@ def build_tokenizer(config: TokenizerConfig, documents: Sequence[Document]) -> P
         return byte_tokenizer()
     if config.kind == "bpe":
         assert config.vocab_size is not None
-        return train_bpe(documents, config.vocab_size, config.training_bytes)
+        return train_bpe(texts, config.vocab_size)
     assert config.path is not None
     if not Path(config.path).exists():
         check_on_hub(config.path, "model")
@@ -68,28 +69,19 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def train_bpe(documents: Sequence[Document], vocab_size: int, max_bytes: int | None = None) -> PreTrainedTokenizerFast:
+def train_bpe(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE of ``vocab_size`` entries, ``<|bos|>`` and ``<|eos|>`` included.
 
     A text without so many distinct pairs yields fewer, which one line of output says.
 
     Args:
-        documents: the training part, never held-out text.
+        texts: the training part, never held-out text.
         vocab_size: at least 259.
-        max_bytes: stop reading after this much text.
     """
-
-    def texts() -> Iterator[str]:
-        seen = 0
-        for document in documents:
-            if max_bytes is not None and seen >= max_bytes:
-                return
-            # The time that a word takes grows with the square of its length; emoji and Chinese stand without spaces.
-            yield from re.sub(r"\S{1000}(?=\S)", r"\g<0>\0", document.text).split("\0")
-            seen += document.num_bytes
-
+    # The time that a word takes grows with the square of its length; emoji and Chinese stand without spaces.
+    pieces = (piece for text in texts for piece in re.sub(r"\S{1000}(?=\S)", r"\g<0>\0", text).split("\0"))
     with console.status(f"training a tokenizer with {vocab_size} entries"):
-        tokenizer = byte_tokenizer().train_new_from_iterator(texts(), vocab_size, show_progress=False)
+        tokenizer = byte_tokenizer().train_new_from_iterator(pieces, vocab_size, show_progress=False)
     if len(tokenizer) < vocab_size:
         say(f"the text yields a vocabulary of {len(tokenizer)}, not of {vocab_size}: that is taken")
     return tokenizer
@@ -108,17 +100,13 @@ def begin_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def encode_documents(
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[Document],
-    description: str = "tokenizing",
-    *,
-    with_end: bool = False,
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], description: str = "tokenizing", *, with_end: bool = False
 ) -> list[np.ndarray]:
     """Token ids of each document, the beginning token in front; a special token spelled in a text stays text.
 
     Args:
         tokenizer: any tokenizer with a BOS or an EOS token.
-        documents: to encode.
+        texts: of the documents.
         description: shown next to the progress bar.
         with_end: append the tokenizer's EOS token, if it has one, to each document, so that a model learns to stop.
 
@@ -128,48 +116,46 @@ def encode_documents(
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.int32
     first = [begin_id(tokenizer)]
     last = [tokenizer.eos_token_id] if with_end and tokenizer.eos_token_id is not None else []
-    pieces = [documents[i : i + _ENCODE_AT_ONCE] for i in range(0, len(documents), _ENCODE_AT_ONCE)]
+    pieces = [texts[i : i + _ENCODE_AT_ONCE] for i in range(0, len(texts), _ENCODE_AT_ONCE)]
     return [
         np.array(first + ids + last, dtype=dtype)
         for piece in (track(pieces, description) if len(pieces) > 1 else pieces)
-        for ids in _encode_texts(tokenizer, [document.text for document in piece])
+        for ids in _encode_texts(tokenizer, piece)
     ]
 
 
-def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         backend = tokenizer.backend_tokenizer
         previous = backend.encode_special_tokens
         # The spelling of a special token inside a document, as in this file, is ordinary text.
         backend.encode_special_tokens = True
         try:
-            return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+            return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         finally:
             backend.encode_special_tokens = previous
     return [tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] for text in texts]
 
 
 def text_batch(
-    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], length: int, max_tokens: int
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int, max_tokens: int
 ) -> dict[str, Any]:
     """The beginnings of documents as `input_ids` and `attention_mask` `[B, T]`, padded on the right.
 
     Args:
         tokenizer: of the model.
-        documents: one or more.
+        texts: of one document or more.
         length: tokens of a document at most.
         max_tokens: no document is added beyond this many tokens in all; the first one is always there.
     """
-    rows: list[list[int]] = []
-    for document in documents:
-        (ids,) = encode_documents(tokenizer, [document])
+    rows: list[torch.Tensor] = []
+    for text in texts:
+        (ids,) = encode_documents(tokenizer, [text])
         if rows and sum(map(len, rows)) + min(len(ids), length) > max_tokens:
             break
-        rows.append(ids[:length].tolist())
-    longest = max(map(len, rows))
-    padded = [row + [row[-1]] * (longest - len(row)) for row in rows]
-    mask = [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
-    return {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
+        rows.append(torch.tensor(ids[:length].astype(np.int64)))
+    masks = [torch.ones_like(row) for row in rows]
+    return {"input_ids": pad_sequence(rows, True), "attention_mask": pad_sequence(masks, True)}
 
 
 class PackedRows:
@@ -207,7 +193,7 @@ class PackedRows:
         block, index_in_block = divmod(index, block_length)
         position = (block * block_length + int(self._block(block, block_length)[index_in_block])) * self._row_length
         needed = self._row_length
-        pieces: list[np.ndarray] = []
+        pieces: Row = []
         while needed:
             epoch, offset = divmod(position, self.tokens_per_epoch)
             order, ends = self._epoch(epoch)
@@ -217,7 +203,7 @@ class PackedRows:
             take = min(left, needed)
             pieces.append(self._tokens[begin : begin + take])
             position, needed = position + take, needed - take
-        return _row(pieces)
+        return pieces
 
     def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The order of the documents in an epoch, and the offset at which each ends."""
@@ -286,17 +272,17 @@ class StreamedRows:
         records = self._source.open()
         if position["records"] is not None:
             records.load_state_dict(copy.deepcopy(position["records"]))
-        packer, num_rows = RowPacker(self._row_length), position["num_rows"]
-        packer.pieces = [np.array(piece, dtype=np.int64) for piece in position["pieces"]]
+        num_rows = position["num_rows"]
+        pieces = deque(np.array(piece, dtype=np.int64) for piece in position["pieces"])
         while True:
             for document in self._source.documents_of(records):
                 if not is_held_out(document.split_key, self._data.validation_fraction):
-                    packer.pieces.extend(encode_documents(self._tokenizer, [document], with_end=True))
-                while packer.full:
-                    row = packer.pop()
+                    pieces.extend(encode_documents(self._tokenizer, [document.text], with_end=True))
+                while num_tokens(pieces) >= self._row_length:
+                    row = _take_row(pieces, self._row_length)
                     num_rows += 1
-                    pieces = [piece.tolist() for piece in packer.pieces]
-                    found = {"num_rows": num_rows, "records": copy.deepcopy(records.state_dict()), "pieces": pieces}
+                    left = [piece.tolist() for piece in pieces]
+                    found = {"num_rows": num_rows, "records": copy.deepcopy(records.state_dict()), "pieces": left}
                     self._positions[num_rows] = found
                     while len(self._positions) > self._remembered:
                         self._positions.popitem(last=False)
@@ -304,71 +290,66 @@ class StreamedRows:
             records = self._source.open()
 
 
-class RowPacker:
-    """Packs documents that come one by one into rows."""
-
-    def __init__(self, row_length: int, pieces: Sequence[np.ndarray] = ()) -> None:
-        self.row_length = row_length
-        self.pieces = list(pieces)  # documents, or rests of them, not yet packed
-
-    @property
-    def full(self) -> bool:
-        """Whether the pieces fill a whole row."""
-        return sum(len(piece) for piece in self.pieces) >= self.row_length
-
-    def pop(self) -> Row:
-        """The next row; a short one when fewer tokens are left."""
-        taken: list[np.ndarray] = []
-        missing = self.row_length
-        while missing and self.pieces:
-            piece = self.pieces.pop(0)
-            taken.append(piece[:missing])
-            if len(piece) > missing:
-                self.pieces.insert(0, piece[missing:])
-            missing -= len(taken[-1])
-        return _row(taken)
+def num_tokens(pieces: Iterable[np.ndarray]) -> int:
+    """Tokens of a row, or of pieces that wait for one."""
+    return sum(map(len, pieces))
 
 
-def _row(pieces: Sequence[np.ndarray]) -> Row:
-    starts = np.cumsum([0, *(len(piece) for piece in pieces[:-1])])
-    return {"input_ids": np.concatenate(pieces).astype(np.int64), "starts": starts.astype(np.int64)}
+def _take_row(pieces: deque[np.ndarray], row_length: int) -> Row:
+    """The next row, taken from the front of the pieces; a short one when fewer tokens are left."""
+    row: Row = []
+    while row_length and pieces:
+        piece = pieces.popleft()
+        row.append(piece[:row_length])
+        if len(piece) > row_length:
+            pieces.appendleft(piece[row_length:])
+        row_length -= len(row[-1])
+    return row
 
 
 def pack_in_order(documents: Iterable[np.ndarray], row_length: int) -> list[Row]:
     """All rows of the documents, in their order; the last may be short."""
-    packer = RowPacker(row_length)
+    pieces = deque(documents)
     rows: list[Row] = []
-    for document in documents:
-        packer.pieces.append(document)
-        while packer.full:
-            rows.append(packer.pop())
-    return [*rows, packer.pop()] if packer.pieces else rows
+    while pieces:
+        rows.append(_take_row(pieces, row_length))
+    return rows
+
+
+class TokenizedText:
+    """The text of a run for its tokenizer: rows to train on, and the held-out documents.
+
+    Attributes:
+        tokenizer: of the run.
+        validation: token ids of each held-out document.
+        bytes_per_token: of the held-out text.
+    """
+
+    def __init__(
+        self, source: TextFiles | Records, data: DataConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.validation = encode_documents(tokenizer, corpus.validation, "tokenizing the held-out text")
+        self.bytes_per_token = corpus.validation_bytes / sum(len(ids) - 1 for ids in self.validation)
+        self._source, self._data, self._corpus = source, data, corpus
+
+    @cached_property
+    def _training(self) -> list[np.ndarray]:
+        return encode_documents(self.tokenizer, self._corpus.train, "tokenizing the training text", with_end=True)
+
+    def training_rows(self, settings: OptimizationConfig, seed: int) -> PackedRows | StreamedRows:
+        """The rows that a run reads, the same for any number of processes; a stream is tokenized while it is read."""
+        size, count = settings.row_length, settings.steps * settings.rows_of_a_step
+        if self._data.streaming and isinstance(self._source, Records):
+            remembered = 4 * settings.rows_of_a_step
+            return StreamedRows(self._source, self._data, self.tokenizer, size, num_rows=count, remembered=remembered)
+        return PackedRows(self._training, size, num_rows=count, seed=seed)
 
 
 def spread(rows: Sequence[Row], count: int) -> list[Row]:
     """At most ``count`` of the rows, evenly spread over all of them."""
     count = min(count, len(rows))
     return [rows[index * len(rows) // count] for index in range(count)]
-
-
-def collate_side_by_side(rows: Sequence[Row]) -> dict[str, Any]:
-    """Rows as a batch `[B, T]`, for models whose softmax layers would attend across the rows of one packed sequence.
-
-    Returns:
-        ``input_ids``, ``labels`` and ``position_ids`` [B, T] int64. The positions restart where a document begins,
-        which is how transformers recognises packed documents; the first label of each is ignored. A row shorter than
-        the longest is padded with copies of its last token, whose labels are ignored.
-    """
-    length = max(len(row["input_ids"]) for row in rows)
-    ids = np.stack([np.pad(row["input_ids"], (0, length - len(row["input_ids"])), mode="edge") for row in rows])
-    labels, positions = ids.copy(), np.empty_like(ids)
-    for row, row_labels, row_positions in zip(rows, labels, positions, strict=True):
-        starts = row["starts"]
-        row_labels[starts] = IGNORED
-        row_labels[len(row["input_ids"]) :] = IGNORED
-        row_positions[:] = np.arange(length) - np.repeat(starts, np.diff(np.append(starts, length)))
-    batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    return {name: torch.from_numpy(values) for name, values in batch.items()}
 
 
 def collate(rows: Sequence[Row]) -> dict[str, Any]:
@@ -379,12 +360,29 @@ def collate(rows: Sequence[Row]) -> dict[str, Any]:
         all rows and N the documents or parts of documents in them. The first label of each is ignored: after the
         model's shift by one, the last token of the previous document would predict it.
     """
-    joined = _row([row["input_ids"] for row in rows])
-    ids, offsets = joined["input_ids"], joined["starts"]
-    starts = np.concatenate([row["starts"] + offset for row, offset in zip(rows, offsets, strict=True)])
-    cu_seqlens = np.append(starts, len(ids))
+    pieces = [piece for row in rows for piece in row]
+    lengths = np.array([len(piece) for piece in pieces])
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    ids = np.concatenate(pieces).astype(np.int64)
     labels = ids.copy()
-    labels[starts] = IGNORED
-    positions = np.arange(len(ids)) - np.repeat(starts, np.diff(cu_seqlens))
+    labels[cu_seqlens[:-1]] = IGNORED
+    positions = np.arange(len(ids)) - np.repeat(cu_seqlens[:-1], lengths)
     batch = {"input_ids": ids[None], "labels": labels[None], "position_ids": positions[None]}
     return {name: torch.from_numpy(x) for name, x in {**batch, "cu_seqlens": cu_seqlens.astype(np.int32)}.items()}
+
+
+def collate_side_by_side(rows: Sequence[Row]) -> dict[str, Any]:
+    """Rows as a batch `[B, T]`, for models whose softmax layers would attend across the rows of one packed sequence.
+
+    Returns:
+        ``input_ids``, ``labels`` and ``position_ids`` [B, T] int64. The positions restart where a document begins,
+        which is how transformers recognises packed documents; the first label of each is ignored. A row shorter than
+        the longest is padded with copies of its last token, whose labels are ignored.
+    """
+    longest = max(map(num_tokens, rows))
+    batches = []
+    for row in rows:
+        size = num_tokens(row)
+        batches.append(collate([[*row[:-1], np.pad(row[-1], (0, longest - size), mode="edge")]]))
+        batches[-1]["labels"][:, size:] = IGNORED
+    return {name: torch.cat([x[name] for x in batches]) for name in ("input_ids", "labels", "position_ids")}

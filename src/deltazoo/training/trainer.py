@@ -8,7 +8,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -17,28 +17,28 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import distributed, nn
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from deltazoo.compat.transformers import has_known_layers
+from deltazoo.compat.transformers.new_model import write_served_names
 from deltazoo.diagnosis import DiagnoseCallback
 from deltazoo.distributed.trainer import ShardedTrainer
 from deltazoo.layers import parameter_groups
-from deltazoo.training.config import OptimizationConfig, RunConfig
-from deltazoo.training.console import console, say
+from deltazoo.training.config import MODEL_CONFIG, OptimizationConfig, RunConfig, save_config
+from deltazoo.training.console import console, no_transformers_bars, say
 from deltazoo.training.evaluate import score_rows
 from deltazoo.training.folder import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
-from deltazoo.training.native_model import write_served_names
-from deltazoo.training.tokens import PackedRows, Row, StreamedRows, collate
+from deltazoo.training.tokens import (
+    StreamedRows,
+    TokenizedText,
+    collate,
+    collate_side_by_side,
+    num_tokens,
+    pack_in_order,
+    spread,
+)
 
 _STREAM_POSITION = "stream_position.json"
 _PASSED_ON = 2.0  # seconds within which torchrun repeats a signal that the terminal has already sent to its processes
@@ -51,16 +51,15 @@ class TrainingDiverged(FloatingPointError):
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """A signal ended the training.
+    """A signal ended the training: the first one with a checkpoint, the second at once.
 
     Attributes:
         signal: its number.
-        checkpoint: the one that was saved; None after a second signal, which ends the training at once.
     """
 
-    def __init__(self, number: int, checkpoint: Path | None = None) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.signal, self.checkpoint = number, checkpoint
+        self.signal = number
 
 
 class PackedTrainer(ShardedTrainer):
@@ -69,40 +68,90 @@ class PackedTrainer(ShardedTrainer):
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
         config: RunConfig,
         arguments: TrainingArguments,
-        train_rows: PackedRows | StreamedRows,
-        validation_rows: Sequence[Row],
-        bytes_per_token: float,
-        collate_rows: Callable[[Sequence[Row]], dict[str, Any]] = collate,
+        text: TokenizedText,
+        *,
+        side_by_side: bool = False,
     ) -> None:
-        """``bytes_per_token`` of the held-out text converts the validation loss to bits per byte."""
+        """``side_by_side`` keeps the rows of a batch apart, for models that cannot read them as one sequence."""
         settings = config.training
         self._rows, self._accumulation = settings.divided(arguments.world_size)
         if settings.fully_shard and arguments.world_size == 1:  # a divided run may go on in one process
             say("training.fully_shard divides nothing in one process: torchrun starts several")
         self.monitor = Monitor(tokens_per_step=settings.rows_of_a_step * settings.row_length)
         self._stop = StopOnSignal()
+        collate_rows = collate_side_by_side if side_by_side else collate
+        held_out = pack_in_order(text.validation, settings.row_length)
+        if num_tokens(held_out[-1]) < settings.context_parallel:  # every process needs a token
+            del held_out[-1]
+        self._validation_rows = spread(held_out, settings.evaluation_rows)
+        if settings.gradient_checkpointing:  # transformers renames the method; 5.14 has only the old name
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         super().__init__(
             model=model,
             args=arguments,
-            train_dataset=train_rows,
-            eval_dataset=list(validation_rows),
+            train_dataset=text.training_rows(settings, config.seed),
+            eval_dataset=self._validation_rows,
             data_collator=collate_rows,
-            processing_class=tokenizer,
+            processing_class=text.tokenizer,
             callbacks=[self.monitor, self._stop],
             context_parallel=settings.context_parallel,
             fully_shard=settings.fully_shard,
         )
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
-        self._settings, self._bytes_per_token = settings, bytes_per_token
-        self._model, self._validation_rows = model, validation_rows
+        self._model, self._config, self._settings = model, config, settings
+        self._bytes_per_token = text.bytes_per_token
         self._folder, self._saving_below = Path(config.output), Path(config.output)
         if settings.diagnose_every is not None:
-            batch = collate_rows(validation_rows[: settings.rows_per_batch])
-            self.add_callback(_PausedDiagnosis(self, batch, settings.diagnose_every))
+            batch = collate_rows(self._validation_rows[: settings.rows_per_batch])
+            self.add_callback(DiagnoseCallback(self, batch, settings.diagnose_every))
+
+    def run(self, checkpoint: Path | None, model_path: Path) -> dict[str, Any]:
+        """Train from the beginning or from a checkpoint, save the model, and return the figures of the run.
+
+        Raises:
+            ValueError: a file of the checkpoint is damaged or missing.
+            TrainingInterrupted: SIGINT or SIGTERM came; a checkpoint was saved unless a second signal came.
+        """
+        first = self.args.should_save
+        with no_transformers_bars():
+            self._train_from(checkpoint)
+            with whole_or_not_at_all(model_path) if first else nullcontext(model_path) as staging:
+                self.save_model(str(staging))
+                if first:
+                    save_config(self._config, staging / MODEL_CONFIG)
+        monitor, rows = self.monitor, self.train_dataset
+        tokens, size = self._settings.steps * monitor.tokens_per_step, getattr(rows, "tokens_per_epoch", None)
+        return {
+            "log_history": self.state.log_history,
+            "num_parameters": self._model.num_parameters(),
+            "tokens_per_step": monitor.tokens_per_step,
+            "seconds": monitor.seconds,
+            "tokens_per_second": monitor.tokens_per_second,
+            "device": device_name(self.args.device),
+            "precision": "bf16" if self.args.bf16 else "fp32",
+            "passes": None if size is None else tokens / size,
+        }
+
+    def _train_from(self, checkpoint: Path | None) -> None:
+        if checkpoint is not None:
+            refuse_damaged(checkpoint)
+            reached = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+            if reached.global_step >= self._settings.steps:  # the Trainer's loop would go on with a stream
+                self.state = reached
+                self._load_from_checkpoint(str(checkpoint))
+                return
+            if isinstance(self.train_dataset, StreamedRows):
+                self.train_dataset.go_to(json.loads((checkpoint / _STREAM_POSITION).read_text(encoding="utf-8")))
+        try:
+            with self._stop.listening(several_processes=self.args.world_size > 1):
+                self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        finally:
+            self.monitor.stop()
+        if self._stop.signal is not None and self.state.global_step < self.state.max_steps:
+            raise TrainingInterrupted(self._stop.signal)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW over the two parameter groups."""
@@ -112,32 +161,6 @@ class PackedTrainer(ShardedTrainer):
                 groups, lr=self._settings.learning_rate, betas=self._settings.betas, fused=True
             )
         return self.optimizer
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train from the beginning or from a checkpoint; after the last step only load the checkpoint.
-
-        Raises:
-            ValueError: a file of the checkpoint is damaged or missing.
-            TrainingInterrupted: SIGINT or SIGTERM came; a checkpoint was saved unless a second signal came.
-        """
-        if resume_from_checkpoint:
-            checkpoint = Path(str(resume_from_checkpoint))
-            refuse_damaged(checkpoint)
-            reached = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-            if reached.global_step >= self._settings.steps:  # the Trainer's loop would go on with a stream
-                self.state = reached
-                self._load_from_checkpoint(str(checkpoint))
-                return None
-            if isinstance(self.train_dataset, StreamedRows):
-                self.train_dataset.go_to(json.loads((checkpoint / _STREAM_POSITION).read_text(encoding="utf-8")))
-        try:
-            with self._stop.listening(several_processes=self.args.world_size > 1):
-                output = super().train(resume_from_checkpoint, *args, **kwargs)
-        finally:
-            self.monitor.stop()
-        if self._stop.signal is not None and self.state.global_step < self.state.max_steps:
-            raise TrainingInterrupted(self._stop.signal, self._folder / f"checkpoint-{self.state.global_step}")
-        return output
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -175,6 +198,9 @@ class PackedTrainer(ShardedTrainer):
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_bits_per_byte": bits}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        best = loss == min(entry["eval_loss"] for entry in self.state.log_history if "eval_loss" in entry)
+        if best and self.state.global_step % self._settings.log_every == 0:  # the training loss has been logged too
+            self.control.should_save = True
         return metrics
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -244,16 +270,14 @@ class Monitor(TrainerCallback):
         yield
         self._began = time.perf_counter()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Start the meter."""
         state.compute_steps(args, state.max_steps)  # a loaded checkpoint carries the intervals of the earlier run
         self._began = time.perf_counter()
         if state.is_world_process_zero:
             self._progress.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Count the step; always log and validate the last one."""
         self.steps += 1
         if state.global_step == state.max_steps:
@@ -264,20 +288,12 @@ class Monitor(TrainerCallback):
             f"{self.tokens_per_second:,.0f} tokens/s  {timedelta(seconds=round(left))} left"
         )
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show the latest losses.
 
         Raises:
             TrainingDiverged: a loss or the norm of the gradients is NaN or infinite.
         """
-        logs = logs or {}
         for name, what in _MUST_BE_FINITE.items():
             if not math.isfinite(logs.get(name, 0)):
                 raise TrainingDiverged(
@@ -294,27 +310,9 @@ class Monitor(TrainerCallback):
                 f"held-out {logs['eval_loss']:.3f} ({self._bits})  {self.tokens_per_second:,.0f} tokens/s"
             )
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Save the model with the lowest held-out loss so far, where the training loss has been logged too."""
-        lowest = min(entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry)
-        if metrics and metrics.get("eval_loss") == lowest and state.global_step % args.logging_steps == 0:
-            control.should_save = True
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Stop the meter."""
-        self._counted, self._began = self.seconds, None
-
     def stop(self) -> None:
-        """Show the terminal's cursor again."""
+        """Stop the meter, and show the terminal's cursor again."""
+        self._counted, self._began = self.seconds, None
         self._progress.stop()
 
 
@@ -352,7 +350,7 @@ class StopOnSignal(TrainerCallback):
         elif not self._several or time.monotonic() - self._came > _PASSED_ON:
             raise TrainingInterrupted(number)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """After a signal, ask for a log entry, a checkpoint and the end, unless this was the last step."""
         if self._several:
             if not control.should_log:
@@ -362,15 +360,6 @@ class StopOnSignal(TrainerCallback):
             self.signal = int(found) or None
         if self.signal is not None and state.global_step < state.max_steps:
             control.should_log = control.should_save = control.should_training_stop = True
-
-
-class _PausedDiagnosis(DiagnoseCallback):
-    """Its time does not count as training."""
-
-    def measure(self, model: nn.Module | None, control: TrainerControl) -> None:
-        """Diagnose the model and log the summary."""
-        with self.trainer.monitor.pause():  # type: ignore[attr-defined]
-            super().measure(model, control)
 
 
 def training_arguments(config: RunConfig) -> TrainingArguments:
@@ -427,3 +416,10 @@ def use_bf16(precision: str) -> bool:
     if precision == "auto":
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return precision == "bf16"
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a device, such as ``NVIDIA H200`` or ``CPU, 2 threads``."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.decoding.launch_ahead import launch_step, wait_for_inputs
+from deltazoo.ops.decoding.launch_ahead import launch_step, page_size, wait_for_inputs
 from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.triton.launch import Constants
 
@@ -30,7 +30,7 @@ class Convolution(NamedTuple):
     """Of queries, keys and values, `[C_i, W]`, W at least 2; contiguous."""
     window: Tensor
     """`[R, C, W - 1]`: the product's outputs before this token, oldest first, C the sum of the C_i. Advanced in place.
-    Contiguous."""
+    Contiguous; or pages of such windows, `[pages, C, W - 1]`."""
     silu: bool = True
 
 
@@ -90,9 +90,11 @@ def convolve_parts_kernel(
     q_taps,
     k_taps,
     v_taps,
-    window,  # [R, C, W - 1]
+    window,  # [R, C, W - 1], or pages of these
     y,  # [R, N] float32
+    state_indices,  # [R], the page of each row's window; or None
     R,
+    PAGE: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, CQ: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr, W: tl.constexpr,
     BW: tl.constexpr, SILU: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +102,11 @@ def convolve_parts_kernel(
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     columns = (tl.program_id(0) % BLOCKS) * BN + tl.arange(0, BN)
     mask = columns < N
-    older, older_taps, newest_tap = load_windows(q_taps, k_taps, v_taps, window, row, columns, CQ, CK, CV, W, BW)
+    window_row = row
+    if state_indices is not None:
+        window += tl.load(state_indices + row).to(tl.int64) * PAGE
+        window_row = 0
+    older, older_taps, newest_tap = load_windows(q_taps, k_taps, v_taps, window, window_row, columns, CQ, CK, CV, W, BW)
     total = tl.zeros([BN], tl.float32)
     if bias is not None:
         total += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
@@ -108,17 +114,20 @@ def convolve_parts_kernel(
     for part in tl.static_range(S):
         total += tl.load(parts + (part * R + row) * N + columns, mask=mask, other=0.0).to(tl.float32)
     HALF: tl.constexpr = window.dtype.element_ty != tl.float32
-    total = convolve(total, older, older_taps, newest_tap, row, columns, window, CQ + CK + CV, W, BW, SILU, HALF)
+    total = convolve(total, older, older_taps, newest_tap, window_row, columns, window, CQ + CK + CV, W, BW, SILU, HALF)
     tl.store(y + row * N + columns, total, mask=mask)
 
 
-def convolve_parts(parts: Tensor, convolution: Convolution, bias: Tensor | None = None) -> Tensor:
+def convolve_parts(
+    parts: Tensor, convolution: Convolution, bias: Tensor | None = None, state_indices: Tensor | None = None
+) -> Tensor:
     """Convolve the first outputs of a product. No gradients: for inference.
 
     Args:
         parts: `[S, R, N]`, whose sum over S is the product; contiguous.
         convolution: whose windows advance.
         bias: `[N]`, added to the product.
+        state_indices: `[R]` integers, the page that holds each row's window.
 
     Returns:
         `[R, N]` float32: queries, keys and values after SiLU, then the other outputs.
@@ -127,14 +136,14 @@ def convolve_parts(parts: Tensor, convolution: Convolution, bias: Tensor | None 
     (q_taps, k_taps, v_taps), window, silu = convolution
     y = parts.new_empty(R, N, dtype=torch.float32)
     channels = len(q_taps), len(k_taps), len(v_taps)
-    sizes = S, R, N, channels, window.shape[-1] + 1, silu
-    launch_step(convolve_parts_kernel, _constants, sizes, parts, bias, q_taps, k_taps, v_taps, window, y)
+    sizes = S, R, N, channels, window.shape[-1] + 1, silu, page_size(window, state_indices)
+    launch_step(convolve_parts_kernel, _constants, sizes, parts, bias, q_taps, k_taps, v_taps, window, y, state_indices)
     return y
 
 
-def _constants(S: int, R: int, N: int, channels: tuple[int, int, int], W: int, silu: bool) -> Constants:
+def _constants(S: int, R: int, N: int, channels: tuple[int, int, int], W: int, silu: bool, page: int) -> Constants:
     CQ, CK, CV = channels
     return Constants(
-        R * -(-N // _CHANNELS), R=R, S=S, N=N, CQ=CQ, CK=CK, CV=CV, W=W, BW=triton.next_power_of_2(W - 1), SILU=silu,
-        BN=_CHANNELS, num_warps=4,
+        R * -(-N // _CHANNELS), R=R, PAGE=page, S=S, N=N, CQ=CQ, CK=CK, CV=CV, W=W, BW=triton.next_power_of_2(W - 1),
+        SILU=silu, BN=_CHANNELS, num_warps=4,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltazoo.ops.triton.launch import Constants, launch
 
-__all__ = ["launch_step", "launches_ahead", "prefetch_rows", "wait_for_inputs"]
+__all__ = ["launch_step", "launches_ahead", "page_size", "prefetch_rows", "wait_for_inputs"]
 
 
 @triton.jit
@@ -65,11 +65,16 @@ def launch_step(
         kernel: takes the tensors, then its constants, of which the last is AHEAD.
         constants: makes the others and the grid of the sizes, once for all calls with these.
         sizes: hashable.
-        tensors: contiguous.
+        tensors: contiguous, but for pages of states.
     """
     first = next(x for x in tensors if x is not None)
     with torch.cuda.device_of(first):
         launch(kernel, _constants(constants, sizes, launches_ahead(first.device)), *tensors)
+
+
+def page_size(state: Tensor, state_indices: Tensor | None) -> int:
+    """Elements from one page of states `[pages, ...]` to the next; 0 without indices, where rows are side by side."""
+    return 0 if state_indices is None else state.stride(0)
 
 
 @lru_cache(maxsize=8192)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.decoding.launch_ahead import launch_step, wait_for_inputs
+from deltazoo.ops.decoding.launch_ahead import launch_step, page_size, wait_for_inputs
 from deltazoo.ops.decoding.step_form import RuleShape
 from deltazoo.ops.fused.device_math import exponential_minus_1, softplus
 from deltazoo.ops.triton.launch import Constants
@@ -97,7 +97,7 @@ def _step_size(b, squared_norm, STEP: tl.constexpr):
 def token_rule_kernel(
     mixed,  # [B, M] float32: q, then k and v of each micro-step after SiLU; then what begins at the columns X_AT
     gates,  # [B, N] float32: g if it is of low rank, a if it is per channel, a further key if KEYS has one; or None
-    state,  # [B, HV, K, V] float32, advanced in place
+    state,  # [B, HV, K, V] float32, or pages of these; advanced in place
     A_log,  # [HV] float32, the log-decay itself if it is fixed; or None
     dt_bias,  # [HV], or [HV, K]; or None
     p0,  # [H] float32, as KEYS takes it; or None
@@ -108,8 +108,9 @@ def token_rule_kernel(
     norm_weight,  # [V]
     z,  # [B, HV, V] float32
     squares,  # [B, HV, BLOCKS] float32
+    state_indices,  # [B], the page of each row's state; or None
     scale,
-    M: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    PAGE: tl.constexpr, M: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     GATE_AT: tl.constexpr, DECAY_AT: tl.constexpr, STEP_AT: tl.constexpr, KEYS_AT: tl.constexpr,
     NORMALIZE_Q: tl.constexpr, NORMALIZE_K: tl.constexpr, STEP: tl.constexpr, KEYS: tl.constexpr,
     MICRO_STEPS: tl.constexpr, UNDECAYED: tl.constexpr, TURNED: tl.constexpr, ANGLE_ROW: tl.constexpr,
@@ -133,7 +134,10 @@ def token_rule_kernel(
     column_mask = columns < V
 
     # Only this layer's kernel of the token before has written the state, and it has ended.
-    tile = matrix * (K * V) + (keys[:, None] * V + columns[None, :])
+    first = matrix * (K * V)
+    if state_indices is not None:
+        first = tl.load(state_indices + matrix // HV).to(tl.int64) * PAGE + head * (K * V)
+    tile = first + (keys[:, None] * V + columns[None, :])
     tile_mask = key_mask[:, None] & column_mask[None, :]
     S = tl.load(state + tile, mask=tile_mask, other=0.0)
     norm = tl.load(norm_weight + columns, mask=column_mask, other=0.0).to(tl.float32)
@@ -187,10 +191,10 @@ def token_rule_kernel(
                 erased = tl.sum(S * e[:, None], axis=0)
             S *= decay
         if KEYS == "erase_first":
-            first = tl.load(gates + KEY_IN_GATES + key_head * K + keys, mask=key_mask, other=0.0)
-            first = unit_head(first)
+            first_key = tl.load(gates + KEY_IN_GATES + key_head * K + keys, mask=key_mask, other=0.0)
+            first_key = unit_head(first_key)
             c = tl.sigmoid(tl.load(mixed + KEYS_AT + head))
-            S -= first[:, None] * (c * tl.sum(S * first[:, None], axis=0))[None, :]
+            S -= first_key[:, None] * (c * tl.sum(S * first_key[:, None], axis=0))[None, :]
         if step == MICRO_STEPS - 1:
             read = tl.sum(S * q[:, None], axis=0)
         if STEP != "none":
@@ -246,6 +250,7 @@ def token_rule(
     key_parameters: Sequence[Tensor] = (),
     write_keys: Tensor | None = None,
     angles: tuple[Tensor, Tensor] | None = None,
+    state_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token of the rule. No gradients: for inference.
 
@@ -254,7 +259,8 @@ def token_rule(
             activated; then what begins at the columns of `shape`.
         gates: of low rank, as `low_rank_gates` returns them: output gate `[HV, V]`, decay gate `[HV, K]`, first key
             `[H, K]`, as far as the rule has them; None if it has none.
-        state: `[B, HV, K, V]` float32, contiguous; advanced in place.
+        state: `[B, HV, K, V]` float32, contiguous; advanced in place. With `state_indices` `[pages, HV, K, V]`, each
+            page contiguous.
         A_log: `[HV]` float32, of a softplus decay, saturating or not; of a fixed one the log-decay itself; None for
             others.
         dt_bias: of a softplus decay, `[HV]`, or `[HV * K]` if it is per channel; None for others.
@@ -263,6 +269,7 @@ def token_rule(
         key_parameters: `[H]` float32, p0 and p1 of `shape.keys`, as far as it takes them.
         write_keys: `[B, H, K]` float32, of "scaled" keys.
         angles: cosines and sines `[B or 1, shape.turned]`, contiguous, if anything is turned.
+        state_indices: `[B]` integers, the page that holds each row's state; rows of one page leave any of their states.
 
     Returns:
         `[B, HV * V]` float32: the output times norm weight and gate, without the division by its size per head; and
@@ -276,17 +283,17 @@ def token_rule(
     several = cos is not None and len(cos) > 1
     p0, p1, *_ = *key_parameters, None, None
     launch_step(
-        token_rule_kernel, _constants, (B, M, shape, tile, several), mixed, gates, state, A_log, dt_bias, p0, p1,
-        write_keys, cos, sin, norm_weight, z, squares,
+        token_rule_kernel, _constants, (B, M, shape, tile, several, page_size(state, state_indices)), mixed, gates,
+        state, A_log, dt_bias, p0, p1, write_keys, cos, sin, norm_weight, z, squares, state_indices,
     )  # fmt: skip
     return z, squares
 
 
-def _constants(B: int, M: int, shape: RuleShape, tile: Tile, several_angles: bool) -> Constants:
+def _constants(B: int, M: int, shape: RuleShape, tile: Tile, several_angles: bool, page: int) -> Constants:
     fields = {name.upper(): value for name, value in shape._asdict().items()}
     scale = shape.K**-0.5 if fields.pop("SCALE_QUERIES") else 1.0
     return Constants(
-        B * shape.HV * -(-shape.V // tile.columns), scale=scale, M=M, **fields, LARGEST_GAIN=shape.largest_gain,
-        ANGLE_ROW=several_angles * shape.turned, BK=triton.next_power_of_2(shape.K), BV=tile.columns,
-        num_warps=tile.warps,
+        B * shape.HV * -(-shape.V // tile.columns), scale=scale, PAGE=page, M=M, **fields,
+        LARGEST_GAIN=shape.largest_gain, ANGLE_ROW=several_angles * shape.turned, BK=triton.next_power_of_2(shape.K),
+        BV=tile.columns, num_warps=tile.warps,
     )  # fmt: skip

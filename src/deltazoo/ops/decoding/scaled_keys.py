@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.decoding.launch_ahead import launch_step, wait_for_inputs
+from deltazoo.ops.decoding.launch_ahead import launch_step, page_size, wait_for_inputs
 from deltazoo.ops.decoding.rule import unit_head
 from deltazoo.ops.fused.device_math import softplus
 from deltazoo.ops.triton.launch import Constants
@@ -22,19 +22,23 @@ __all__ = ["scaled_keys"]
 @triton.jit
 def scaled_keys_kernel(
     mixed,  # [B, M] float32: keys from column H * K on, a and b from DECAY_AT and STEP_AT on
-    moment,  # [B, H, K] float32, advanced in place
+    moment,  # [B, H, K] float32, or pages of these; advanced in place
     A_log,  # [H] float32
     dt_bias,  # [H] float32
     log_scale,  # [H] float32
     scaled,  # [B, H, K] float32
-    M: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+    state_indices,  # [B], the page of each row's moment; or None
+    PAGE: tl.constexpr, M: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
     DECAY_AT: tl.constexpr, STEP_AT: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys = tl.arange(0, BK)
     mask = keys < K
     at = (row * H + head) * K + keys
-    A = tl.load(moment + at, mask=mask, other=0.0)
+    held = at
+    if state_indices is not None:
+        held = tl.load(state_indices + row).to(tl.int64) * PAGE + head * K + keys
+    A = tl.load(moment + held, mask=mask, other=0.0)
     rate, bias, target = tl.exp(tl.load(A_log + head)), tl.load(dt_bias + head), tl.load(log_scale + head)
     wait_for_inputs(AHEAD)
 
@@ -43,32 +47,40 @@ def scaled_keys_kernel(
     b = tl.sigmoid(tl.load(mixed + STEP_AT + head))
     A = tl.exp(-rate * softplus(tl.load(mixed + DECAY_AT + head) + bias)[0]) * A + b * k * k
     r = tl.log(A + 1e-6) - target
-    tl.store(moment + at, A, mask=mask)
+    tl.store(moment + held, A, mask=mask)
     log_1_5 = 0.4054651081081644
     tl.store(scaled + at, tl.exp(-log_1_5 * r / (1 + tl.abs(r))) * k, mask=mask)
 
 
-def scaled_keys(mixed: Tensor, moment: Tensor, parameters: Sequence[Tensor], decay_at: int, step_at: int) -> Tensor:
+def scaled_keys(
+    mixed: Tensor,
+    moment: Tensor,
+    parameters: Sequence[Tensor],
+    decay_at: int,
+    step_at: int,
+    state_indices: Tensor | None = None,
+) -> Tensor:
     """The keys under which a token writes. No gradients: for inference.
 
     Args:
         mixed: `[B, M]` float32, as `token_rule` takes it, with one key `[H, K]`.
-        moment: A, `[B, H, 1, K]` float32, contiguous; advanced in place.
+        moment: A, `[B, H, 1, K]` float32, contiguous; advanced in place. With `state_indices` `[pages, H, 1, K]`.
         parameters: `A_log`, `dt_bias` and `log_scale`, `[H]` float32.
         decay_at: column of mixed where the gates a `[H]` of the moment's decay begin. step_at: of its step gates b.
+        state_indices: `[B]` integers, the page that holds each row's moment.
 
     Returns:
         `[B, H, K]` float32.
     """
-    B, H, _, K = moment.shape
+    B, (_, H, _, K) = len(mixed), moment.shape
     scaled = mixed.new_empty(B, H, K)
-    sizes = B, H, K, mixed.shape[1], decay_at, step_at
-    launch_step(scaled_keys_kernel, _constants, sizes, mixed, moment, *parameters, scaled)
+    sizes = B, H, K, mixed.shape[1], decay_at, step_at, page_size(moment, state_indices)
+    launch_step(scaled_keys_kernel, _constants, sizes, mixed, moment, *parameters, scaled, state_indices)
     return scaled
 
 
-def _constants(B: int, H: int, K: int, M: int, decay_at: int, step_at: int) -> Constants:
+def _constants(B: int, H: int, K: int, M: int, decay_at: int, step_at: int, page: int) -> Constants:
     return Constants(
-        B, H, M=M, H=H, K=K, DECAY_AT=decay_at, STEP_AT=step_at, BK=triton.next_power_of_2(K),
+        B, H, PAGE=page, M=M, H=H, K=K, DECAY_AT=decay_at, STEP_AT=step_at, BK=triton.next_power_of_2(K),
         num_warps=1,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Build a new model of transformers' own class on our operators, from the ``model`` section of a configuration."""
+"""A new model of transformers' own class on our operators, and its files as other programs read them."""
 
 import json
 import tempfile
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -25,8 +24,6 @@ from deltazoo.compat.transformers.arrangements import LAYER_ARRANGEMENTS
 from deltazoo.compat.transformers.packing import layers_over_neighbours
 from deltazoo.names import unknown
 from deltazoo.runtime import RuntimeOptions
-from deltazoo.training.config import BY_TOKENIZER
-from deltazoo.training.tokens import begin_id
 
 _WITHOUT_EFFECT = ("use_cache", "pretraining_tp", "mtp_loss_scaling_factor")
 """Fields of configurations that training in transformers' classes does not read."""
@@ -56,19 +53,18 @@ def _model_types() -> list[str]:
     return [name for family in families for name in (family, f"{family}_text") if name in CONFIG_MAPPING]
 
 
-def build_native_model(
-    section: dict[str, Any], tokenizer: PreTrainedTokenizerBase, runtime: RuntimeOptions
-) -> PreTrainedModel:
+def build_native_model(section: dict[str, Any], tokens: dict[str, Any], runtime: RuntimeOptions) -> PreTrainedModel:
     """A new model of transformers' class with `deltazoo.accelerate`, its weights drawn from torch's global generator.
 
     Args:
         section: ``architecture``, a model type, and fields of its configuration class.
-        tokenizer: gives the vocabulary size and the ids of the special tokens.
+        tokens: further fields, which a tokenizer gives: the vocabulary size and the ids of the special tokens.
         runtime: ``backend`` and ``fused_kernels``, as of `deltazoo.accelerate`.
 
     Raises:
-        ValueError: an unknown architecture or field, a field without effect, a value of the wrong type, sizes that do
-            not fit together, no linear or no softmax layers, or other layers that would mix packed documents.
+        ValueError: an unknown architecture or field, a field without effect, sizes that do not fit together, no linear
+            or no softmax layers, or other layers that would mix packed documents.
+        StrictDataclassError: a value of the wrong type.
     """
     keys = dict(section)
     name = keys.pop("architecture")
@@ -80,17 +76,8 @@ def build_native_model(
     if name not in known:
         raise ValueError(f"model.architecture: {unknown('model type', name, known)}")
     config_class: Any = CONFIG_MAPPING[name]
-    _check_keys(name, config_class, keys)
-    try:
-        config = config_class(
-            vocab_size=len(tokenizer),
-            bos_token_id=begin_id(tokenizer),
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            **keys,
-        )
-    except StrictDataclassError as error:  # a value of the wrong type, or lists of another length
-        raise ValueError(f"model: {str(error).splitlines()[-1].strip()}") from error
+    _check_keys(name, config_class, keys, tokens)
+    config = config_class(**tokens, **keys)
     _check_layers(name, config)
     _check_sizes(config)
     try:
@@ -153,14 +140,12 @@ def write_served_names(model: PreTrainedModel, folder: Path) -> None:
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_keys(name: str, config_class: type[PreTrainedConfig], keys: dict[str, Any]) -> None:
+def _check_keys(name: str, config_class: type[PreTrainedConfig], keys: dict[str, Any], tokens: dict[str, Any]) -> None:
     """Raise ValueError for a key that would have no effect; the configuration would keep it without a word."""
     general = {field.name for field in fields(PreTrainedConfig)} | set(_WITHOUT_EFFECT)
-    own = [field.name for field in fields(config_class) if field.name not in general | set(BY_TOKENIZER)]
+    own = [field.name for field in fields(config_class) if field.name not in general | set(tokens)]
     for key in keys:
-        if key in BY_TOKENIZER:
-            raise ValueError(f"model.{key} is set by the tokenizer: leave it out")
-        if key in general:
+        if key in general - set(tokens):
             raise ValueError(f"model.{key} has no effect on the training of {name}: leave it out")
         if key not in own:
             raise ValueError(unknown(f"field of {name}", key, own, within="model."))

@@ -16,7 +16,7 @@ import deltazoo
 from deltazoo.cli.options import load_rule_file
 from deltazoo.training import RunConfig, TokenizerConfig, load_config
 from deltazoo.training.config import STAGES, Recipe, load_as
-from deltazoo.training.locate import is_for_gpus, presets, rule_overrides
+from deltazoo.training.loading import is_for_gpus, presets, rule_overrides
 from deltazoo.training.run import build_model
 from deltazoo.training.tokens import build_tokenizer
 

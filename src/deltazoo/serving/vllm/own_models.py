@@ -1,0 +1,225 @@
+"""Our own models inside vLLM, pure and hybrid: embeddings, blocks, norm and head, in the names of their checkpoints."""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, IsHybrid, SupportsLoRA
+from vllm.model_executor.models.llama import LlamaAttention
+from vllm.model_executor.models.utils import AutoWeightsLoader
+
+from deltazoo.compat.fla.checkpoints import modernize_state_dict
+from deltazoo.layers import DeltaRuleAttention, RMSNorm, make_layer
+from deltazoo.models.softmax_attention import with_softmax_heads
+from deltazoo.ops.fused import takes_kernel
+from deltazoo.ops.fused.glu import swiglu
+from deltazoo.serving.vllm.paged_layer import PagedLayer, load_joined, meta_layer, state_dtypes, state_shapes
+
+__all__ = ["DeltazooForCausalLM", "DeltazooHybridForCausalLM", "PagedStates", "share_of"]
+
+_GATE_AND_UP = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+_QKV = {f"{x}_proj": ("qkv_proj", x) for x in "qkv"}
+
+
+def share_of(options: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """A layer's options for the heads of one of so many ranks."""
+    heads = ("num_heads", "num_v_heads", "num_kv_heads")
+    return {**options, **{name: options[name] // ranks for name in heads if options.get(name)}}
+
+
+class PagedStates(HasInnerState):
+    """What vLLM asks of a model's class about the states of its linear layers."""
+
+    @staticmethod
+    def make_linear_layer(config: Any, index: int, ranks: int) -> DeltaRuleAttention:
+        """Linear layer `index` of a model, or the share of one of so many ranks."""
+        raise NotImplementedError
+
+    @staticmethod
+    def linear_layers(config: Any) -> list[int]:
+        """Numbers of the linear layers."""
+        raise NotImplementedError
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        """Shapes of one sequence's states in a layer; ValueError if they differ among layers."""
+        config, ranks = vllm_config.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
+        makers = (partial(cls.make_linear_layer, config, index) for index in cls.linear_layers(config))
+        shapes = {state_shapes(meta_layer(make, ranks)[1]) for make in makers}
+        if len(shapes) > 1:
+            raise ValueError(f"vLLM keeps states of one shape in all layers, got {sorted(shapes)}")
+        return shapes.pop()
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        """Dtypes of these states."""
+        shapes = cls.get_mamba_state_shape_from_config(vllm_config)
+        return state_dtypes(shapes, len(shapes[0]) == 2, vllm_config.model_config.dtype)
+
+    def get_mamba_state_copy_func(self) -> tuple[Any, ...]:
+        """How a page's states are copied for the prefix cache: each whole."""
+        layer = next(x for x in self.modules() if isinstance(x, PagedLayer))
+        return (get_temporal_copy_spec,) * len(layer.shapes)
+
+    def refuse_unloaded(self) -> None:
+        """Raise ValueError for parameters of linear layers that the checkpoint lacked."""
+        for layer in (x for x in self.modules() if isinstance(x, PagedLayer)):
+            if layer.unloaded:
+                raise ValueError(f"the checkpoint lacks {', '.join(sorted(layer.unloaded))} of {layer.prefix}")
+
+
+class _SoftmaxAttention(LlamaAttention):
+    """vLLM's attention with the parameters of ours."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load queries, keys and values into their product."""
+        return set(load_joined(self, _QKV, weights))
+
+
+class _SwiGLU(nn.Module):
+    def __init__(self, config: Any, quantised: Any, prefix: str) -> None:
+        super().__init__()
+        width, options = config.intermediate_size, dict(bias=False, quant_config=quantised, return_bias=False)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, [width] * 2, prefix=f"{prefix}.gate_up_proj", **options
+        )
+        self.down_proj = RowParallelLinear(width, config.hidden_size, prefix=f"{prefix}.down_proj", **options)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load gate and up into their product."""
+        return set(load_joined(self, _GATE_AND_UP, weights))
+
+    def forward(self, x: Tensor) -> Tensor:
+        joint = self.gate_up_proj(x)
+        if not takes_kernel(None, joint):
+            return self.down_proj(swiglu(*joint.chunk(2, dim=-1)))
+        from deltazoo.ops.decoding.between_products import swiglu_parts
+
+        return self.down_proj(swiglu_parts(joint[None], joint.dtype))
+
+
+class _Block(nn.Module):
+    """`x + layer(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, vllm_config: VllmConfig, index: int, prefix: str) -> None:
+        super().__init__()
+        config, quantised = vllm_config.model_config.hf_config, vllm_config.quant_config
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, fused=None)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, fused=None)
+        self.mlp = _SwiGLU(config, quantised, f"{prefix}.mlp")
+        self.is_linear = config.layer_types[index] == "linear_attention"
+        if self.is_linear:
+            make = partial(_OwnModel.make_linear_layer, config, index)
+            self.attn: nn.Module = PagedLayer(make, vllm_config, f"{prefix}.attn")
+            return
+        heads = with_softmax_heads(config)
+        self.attn = _SoftmaxAttention(
+            SimpleNamespace(head_dim=heads.head_dim, rope_parameters=config.rope_parameters), config.hidden_size,
+            config.num_attention_heads, config.num_key_value_heads, config.max_position_embeddings, quantised,
+            bias=config.qkv_bias, cache_config=vllm_config.cache_config, prefix=f"{prefix}.attn",
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        mixed = self.attn_norm(x)
+        mixed = self.attn(mixed) if self.is_linear else self.attn(positions, mixed)
+        normed, x = self.mlp_norm(mixed, residual=x)
+        return x + self.mlp(normed)
+
+
+class _Decoder(nn.Module):
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.embeddings = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=f"{prefix}.embeddings")
+        self.layers = nn.ModuleList(
+            _Block(vllm_config, i, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, fused=None)
+
+
+class _OwnModel(PagedStates, SupportsLoRA):
+    """One of our models; pure ones and hybrids tell vLLM different things of themselves."""
+
+    packed_modules_mapping: dict[str, list[str]]
+    embedding_modules: ClassVar[dict[str, str]] = {"embeddings": "input_embeddings", "lm_head": "output_embeddings"}
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        nn.Module.__init__(self)
+        self.config = config = vllm_config.model_config.hf_config
+        self.model = _Decoder(vllm_config, "model")
+        self.lm_head = ParallelLMHead(
+            config.vocab_size, config.hidden_size, quant_config=vllm_config.quant_config, prefix="lm_head"
+        )
+        if config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embeddings)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+        linear = next((x for x in self.model.modules() if isinstance(x, PagedLayer)), None)
+        joined = {} if linear is None else {x: list(getattr(linear, x).maps) for x in linear.products}
+        self.packed_modules_mapping = {
+            **joined, "qkv_proj": list(_QKV), "gate_up_proj": list(_GATE_AND_UP),
+        }  # fmt: skip
+
+    @staticmethod
+    def make_linear_layer(config: Any, index: int, ranks: int) -> DeltaRuleAttention:
+        """Linear layer `index` of a model, or the share of one of so many ranks."""
+        options = share_of(config.layer_options, ranks)
+        return make_layer(**options, layer_idx=index, num_layers=config.num_hidden_layers)
+
+    @staticmethod
+    def linear_layers(config: Any) -> list[int]:
+        """Numbers of the linear layers."""
+        return [i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Embeddings `[T, hidden_size]`."""
+        return self.model.embeddings(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Final hidden states `[T, hidden_size]`."""
+        x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds  # type: ignore[arg-type]
+        for block in self.model.layers:
+            x = block(x, positions)
+        return self.model.norm(x)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Logits of some tokens."""
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load a checkpoint of ours or of fla-hub, of any age."""
+        if type(self.config).model_type != "delta_rule":
+            names = type(self.config).parameter_names
+            found = modernize_state_dict(dict(weights))
+            weights = [(_renamed(name, names), x) for name, x in found.items()]
+        tied = "lm_head." if self.config.tie_word_embeddings else "no such name"
+        loaded = AutoWeightsLoader(self).load_weights(x for x in weights if not x[0].startswith(tied))
+        self.refuse_unloaded()
+        return loaded
+
+
+def _renamed(name: str, ends: Mapping[str, str]) -> str:
+    """A parameter's name, whose end may be one of the keys."""
+    return next((name.removesuffix(end) + ours for end, ours in ends.items() if name.endswith(end)), name)
+
+
+class DeltazooForCausalLM(_OwnModel, nn.Module, IsAttentionFree):
+    """A model of linear layers alone."""
+
+
+class DeltazooHybridForCausalLM(_OwnModel, nn.Module, IsHybrid):
+    """A model of linear and softmax layers."""

@@ -1,0 +1,340 @@
+"""A delta-rule layer inside vLLM: its linear maps are modules of vLLM, and its states are in vLLM's pages.
+
+The layer itself stays as it is. Its maps of one input are one product of vLLM, which so divides them among ranks,
+adapts and quantises them. In the layer, modules that hand out the results stand in for them, and its output map is left
+to vLLM too. vLLM computes the maps for all tokens of a step, and the layer what is between them: first for the
+sequences that decode, one token each, then for pieces of prompts, as packed sequences. Where kernels of a decoding step
+compute the rule (`deltazoo.generation.fused_rule`), they read and write the pages in place.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from deltazoo.distributed.tensor_parallel import check_heads
+from deltazoo.generation.fused_rule import FusedRule, first_maps, why_not_this_rule
+from deltazoo.layers import DeltaRuleAttention, RMSNorm
+from deltazoo.layers.norm import GatedRMSNorm
+from deltazoo.layers.rotary import Rotary
+from deltazoo.layers.sequences import WHOLE_ROWS, Sequences, describe_sequences
+from deltazoo.layers.state import LayerState, LayerStates
+from deltazoo.models.delta_layers import GATE_PROJECTIONS
+from deltazoo.ops.fused import takes_kernel
+from deltazoo.runtime import RuntimeOptions
+
+__all__ = ["MakeLayer", "PagedLayer", "load_joined", "meta_layer", "state_shapes"]
+
+MakeLayer = Callable[[int], DeltaRuleAttention]
+"""Makes a layer, or the equal part of its heads that each of so many ranks has."""
+
+
+def meta_layer(make: MakeLayer, ranks: int) -> tuple[DeltaRuleAttention, DeltaRuleAttention]:
+    """The whole layer, and the share of a rank, both without memory; ValueError if heads cannot be divided so."""
+    with torch.device("meta"):
+        whole = make(1)
+        if ranks > 1:
+            check_heads(whole, ranks)
+        if ranks > 1 and getattr(whole, "qk_norm", None) == "width":
+            raise ValueError("tensor parallelism divides heads, and queries and keys have norms over all heads")
+        return whole, make(ranks)
+
+
+def state_shapes(layer: DeltaRuleAttention) -> tuple[tuple[int, ...], ...]:
+    """Shapes of a layer's states of one sequence: window of the convolutions if it has any, state, a further state."""
+    states, weight = LayerStates(), layer.q_proj.weight
+    with torch.no_grad():
+        layer(weight.new_zeros(1, 1, layer.hidden_size), past_key_values=states)
+    return tuple(tuple(x.shape[1:]) for x in states.states[layer.layer_idx] if x is not None)  # type: ignore[index]
+
+
+def load_joined(
+    module: nn.Module, places: dict[str, tuple[str, Any]], weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[str]:
+    """Load parameters of a module, and yield the names of those that were filled.
+
+    Args:
+        module: of vLLM's modules.
+        places: of maps that the checkpoint has, by name: the map that holds each, and vLLM's number of the part.
+        weights: by name, relative to the module.
+    """
+    parameters = dict(module.named_parameters())
+    for name, x in weights:
+        owner, _, kind = name.rpartition(".")
+        joined, shard = places.get(owner, (owner, None))
+        target = f"{joined}.{kind}" if joined else kind
+        if target not in parameters:
+            raise ValueError(f"the checkpoint has {name}, and {type(module).__name__} no parameter {target}")
+        load = getattr(parameters[target], "weight_loader", default_weight_loader)
+        load(parameters[target], x, *(() if shard is None else (shard,)))
+        yield target
+
+
+class _Result(nn.Module):
+    """Stands for a linear map of a layer: hands out what vLLM's modules computed for the tokens at hand."""
+
+    def __init__(self, results: dict[str, Tensor], name: str) -> None:
+        super().__init__()
+        self.results, self.name = results, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.results[self.name]
+
+
+class _Product(MergedColumnParallelLinear):
+    """Linear maps of one input as one. The first halves of maps of low rank are whole on every rank.
+
+    Args:
+        maps: by name.
+        low_rank: names of such halves.
+        config, prefix: as vLLM's modules take them.
+    """
+
+    def __init__(
+        self, maps: dict[str, nn.Linear], low_rank: Collection[str], config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        ranks = get_tensor_model_parallel_world_size()
+        self.maps, self.copies = list(maps), [ranks if name in low_rank else 1 for name in maps]
+        sizes = [x.out_features * n for x, n in zip(maps.values(), self.copies, strict=True)]
+        inputs, biased = next(iter(maps.values())).in_features, any(x.bias is not None for x in maps.values())
+        super().__init__(inputs, sizes, bias=biased, quant_config=config, prefix=prefix, return_bias=False)
+        self.sizes = [size // ranks for size in sizes]
+        if biased:
+            self.bias.data.zero_()  # for maps without one
+
+    def weight_loader(self, param: Any, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
+        """vLLM's, which gives each rank an equal part: one copy of what every rank has whole."""
+        if isinstance(loaded_shard_id, int) and self.copies[loaded_shard_id] > 1:
+            loaded_weight = torch.cat([loaded_weight] * self.copies[loaded_shard_id])
+        super().weight_loader(param, loaded_weight, loaded_shard_id)
+
+
+class _PageStates:
+    """The states of some sequences in a layer's pages, as the layer's `past_key_values`."""
+
+    fixed = False
+
+    def __init__(self, pages: Sequence[Tensor], has_window: bool, rows: Tensor, goes_on: Tensor | None) -> None:
+        self.pages, self.has_window, self.rows, self.goes_on = pages, has_window, rows.long(), goes_on
+
+    def get_state(self, layer_idx: int) -> LayerState:
+        """The states of the sequences; zeros for those that begin."""
+        states: list[Tensor | None] = []
+        for page in self.pages:
+            x = page[self.rows]
+            if self.goes_on is not None:
+                x = torch.where(self.goes_on.view(-1, *[1] * (x.ndim - 1)), x, torch.zeros((), dtype=x.dtype))
+            states.append(x)
+        return LayerState(*(states if self.has_window else [None, *states]))  # type: ignore[arg-type]
+
+    def set_state(self, layer_idx: int, state: LayerState, num_new_tokens: int) -> None:
+        """Write the states to their pages."""
+        for page, x in zip(self.pages, [x for x in state if x is not None], strict=True):
+            page[self.rows] = x.to(page.dtype)
+
+
+class PagedLayer(nn.Module, MambaBase):
+    """A delta-rule layer as vLLM's attention layers are: maps `[tokens, hidden_size]` to the same shape.
+
+    Args:
+        make: makes the layer.
+        vllm_config: of the model.
+        prefix: the layer's name in the model, under which vLLM hands out pages.
+
+    Raises:
+        ValueError: the ranks cannot divide the heads.
+    """
+
+    def __init__(self, make: MakeLayer, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        whole, layer = meta_layer(make, ranks)
+        self.prefix, self.dtype = prefix, vllm_config.model_config.dtype
+        self.shapes, self.has_window = state_shapes(layer), bool(layer.conv_size)
+        self.kv_cache = (torch.tensor([]),) * len(self.shapes)
+        vllm_config.compilation_config.static_forward_context[prefix] = self
+        self.layer = layer.to_empty(device=torch.get_default_device())
+        layer.head_share = (rank, ranks)
+        layer.use_runtime(RuntimeOptions())
+        self._join_maps(whole, vllm_config.quant_config)
+        adapts = vllm_config.lora_config is not None and len(self.second) > 0  # kernels know no adapters of these
+        fused = not adapts and _has_kernels(layer)
+        self._results: dict[str, Tensor] = {}
+        for name in self.columns:
+            setattr(layer, name, _Result(self._results, name))
+        layer.o_proj = nn.Identity()  # type: ignore[assignment]
+        begins = {name: columns.start for name, columns in self.columns.items()}
+        self.rule = FusedRule(layer, begins, lambda name: self.second[name]) if fused else None
+        self._share_parameters(whole, rank)
+        self.unloaded = {name for name, _ in whole.named_parameters()}
+
+    def _join_maps(self, whole: DeltaRuleAttention, quantised: QuantizationConfig | None) -> None:
+        """Make vLLM's modules for the layer's linear maps; quantised ones leave step sizes, decays and low ranks."""
+        first: dict[str, Any] = first_maps(whole)
+        low_rank = [name for name in first if isinstance(getattr(whole, name), nn.Sequential)]
+        gates = {*low_rank, *GATE_PROJECTIONS} if quantised else set()
+        groups = {"in_proj": set(first) - gates, "gates_proj": set(first) & gates}
+        self.products: list[str] = []
+        self.columns: dict[str, slice] = {}
+        """Where the result of each map is in those of all products side by side."""
+        self._places_of_maps: dict[str, tuple[str, int]] = {}
+        end = 0
+        for product, names in groups.items():
+            maps = {name: x for name, x in first.items() if name in names}
+            if maps:
+                config = quantised if product == "in_proj" else None
+                made = _Product(maps, low_rank, config, f"{self.prefix}.{product}")
+                setattr(self, product, made)
+                self.products.append(product)
+                for shard, (name, size) in enumerate(zip(maps, made.sizes, strict=True)):
+                    self._places_of_maps[f"{name}.0" if name in low_rank else name] = product, shard
+                    self.columns[name] = slice(end, end + size)
+                    end += size
+        self.second = nn.ModuleDict()
+        for name in low_rank:
+            x = getattr(whole, name)[1]
+            self.second[name] = ColumnParallelLinear(
+                x.in_features, x.out_features, bias=x.bias is not None, prefix=f"{self.prefix}.second.{name}",
+                return_bias=False,
+            )  # fmt: skip
+        out = whole.o_proj
+        self.o_proj = RowParallelLinear(
+            out.in_features, out.out_features, bias=out.bias is not None, quant_config=quantised,
+            prefix=f"{self.prefix}.o_proj", return_bias=False,
+        )  # fmt: skip
+
+    def _share_parameters(self, whole: DeltaRuleAttention, rank: int) -> None:
+        """Let every parameter that is the layer's own load the rows of this rank's heads, or all if heads share it."""
+        shapes = {name: x.shape for name, x in whole.named_parameters()}
+        for name, parameter in self.layer.named_parameters():
+            rows = len(parameter)
+            start = 0 if shapes[name] == parameter.shape else rank * rows
+
+            def load(parameter: Tensor, loaded: Tensor, start: int = start, rows: int = rows) -> None:
+                parameter.data.copy_(loaded.reshape(-1, *parameter.shape[1:])[start : start + rows])
+
+            parameter.weight_loader = load  # type: ignore[attr-defined]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load the layer's parameters by the names of its checkpoint; returns the names of vLLM's that were filled."""
+        places: dict[str, tuple[str, Any]] = {**self._places_of_maps, "o_proj": ("o_proj", None)}
+        places |= {f"{name}.1": (f"second.{name}", None) for name in self.second}
+        places |= {name: (f"layer.{name}", None) for name, _ in self.layer.named_modules() if name not in places}
+        places[""] = "layer", None
+        given = dict(weights)
+        self.unloaded -= set(given)
+        return set(load_joined(self, places, given.items()))
+
+    def forward(self, hidden_states: Tensor, rotary: Rotary | None = None) -> Tensor:
+        """Mix the tokens of a step.
+
+        Args:
+            hidden_states: `[T, hidden_size]`.
+            rotary: cosines and sines `[T, d]`, as the layer takes them.
+        """
+        products = [getattr(self, name)(hidden_states) for name in self.products]
+        joint = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+        metadata: Any = get_forward_context().attn_metadata
+        if metadata is None:  # memory is measured: as one prompt
+            sequences = describe_sequences(1, len(hidden_states))
+            return self.o_proj(self._run(self._split(joint), hidden_states, rotary, slice(None), sequences, None))
+        m = metadata[self.prefix]
+        alone = self.rule is not None and not m.num_prefills
+        results = {} if alone else self._split(joint)
+        decoding, end = slice(m.num_decode_tokens), m.num_decode_tokens + m.num_prefill_tokens
+        outputs = []
+        if m.num_decodes:
+            rows = m.state_indices_tensor_d[: m.num_decodes, 0].contiguous()
+            if self.rule is not None:
+                outputs.append(self._step(joint[decoding], rotary, rows))
+            else:
+                states = _PageStates(self.kv_cache, self.has_window, rows, None)
+                outputs.append(self._run(results, hidden_states, rotary, decoding, WHOLE_ROWS, states))
+        if m.num_prefills:
+            states = _PageStates(self.kv_cache, self.has_window, m.state_indices_tensor_p, m.has_initial_states_p)
+            prompts = slice(m.num_decode_tokens, end)
+            outputs.append(self._run(results, hidden_states, rotary, prompts, _packed(m), states))
+        if end < len(hidden_states):  # tokens that fill a step up
+            outputs.append(hidden_states.new_zeros(len(hidden_states) - end, outputs[0].shape[1]))
+        return self.o_proj(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+
+    def _split(self, joint: Tensor) -> dict[str, Tensor]:
+        """Results of the layer's maps for all tokens, `[T, outputs]` each, by name."""
+        results = {name: joint[:, columns] for name, columns in self.columns.items()}
+        return results | {name: second(results[name]) for name, second in self.second.items()}
+
+    def _step(self, joint: Tensor, rotary: Rotary | None, rows: Tensor) -> Tensor:
+        """The layer before its output map for one token each of some sequences, in kernels that change their pages.
+
+        Args:
+            joint: `[R, outputs of all maps]`. rotary: of all tokens. rows: `[R]`, the page of each.
+        """
+        from deltazoo.ops.decoding.between_products import norm_heads
+        from deltazoo.ops.decoding.convolution import convolve_parts
+
+        assert self.rule is not None
+        turned = None if rotary is None else (rotary[0][: len(rows), None], rotary[1][: len(rows), None])
+        state = LayerState(*self.kv_cache)
+        mixed = convolve_parts(joint[None], self.rule.convolution(state), state_indices=rows)
+        return norm_heads(*self.rule(mixed, state, turned, rows), joint.dtype)
+
+    def _run(
+        self,
+        results: dict[str, Tensor],
+        x: Tensor,
+        rotary: Rotary | None,
+        tokens: slice,
+        sequences: Sequences,
+        states: _PageStates | None,
+    ) -> Tensor:
+        """What the layer makes of some tokens before its output map, `[tokens, inputs of that map]`."""
+        along = 1 if sequences is WHOLE_ROWS and states is not None else 0
+        self._results.update({name: y[tokens].unsqueeze(along) for name, y in results.items()})
+        turned = None if rotary is None else (rotary[0][tokens].unsqueeze(along), rotary[1][tokens].unsqueeze(along))
+        y = self.layer(x[tokens].unsqueeze(along), past_key_values=states, sequences=sequences, rotary=turned)
+        self._results.clear()
+        return y.flatten(0, 1)
+
+    # What vLLM asks of a layer with states.
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of one sequence's states."""
+        return self.shapes
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        """Their dtypes."""
+        return state_dtypes(self.shapes, self.has_window, self.dtype)
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        """The kind of metadata: which sequences decode, and where each one's states are."""
+        return MambaAttentionBackendEnum.MAMBA1
+
+
+def _has_kernels(layer: DeltaRuleAttention) -> bool:
+    """Whether kernels of a decoding step compute a layer between its maps, in pages."""
+    known = layer.is_registered_class and type(layer.o_norm) in (RMSNorm, GatedRMSNorm)
+    return known and takes_kernel(None, layer.o_norm.weight) and why_not_this_rule(layer) is None
+
+
+def state_dtypes(shapes: Sequence[Any], has_window: bool, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Dtypes of states: windows in the model's, others float32."""
+    return tuple(dtype if has_window and i == 0 else torch.float32 for i, _ in enumerate(shapes))
+
+
+def _packed(metadata: Any) -> Sequences:
+    """The pieces of prompts of a step, described once for all layers that share the metadata."""
+    if not hasattr(metadata, "deltazoo_sequences"):
+        metadata.deltazoo_sequences = describe_sequences(
+            1, metadata.num_prefill_tokens, cu_seqlens=metadata.query_start_loc_p
+        )
+    return metadata.deltazoo_sequences

@@ -1,0 +1,89 @@
+"""Small models served by vLLM on the CPU, and the tokens that transformers finds for the same prompts in float32."""
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+VOCABULARY = 512
+
+
+def prompts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
+    torch.manual_seed(seed)
+    return [torch.randint(VOCABULARY, (length,)).tolist() for length in lengths]
+
+
+def small_model(rule: str, *, hybrid: bool = False, num_layers: int = 3, **keys: Any) -> Any:
+    """A model whose logits differ enough from token to token that greedy text is no accident of rounding."""
+    torch.manual_seed(0)
+    if hybrid:
+        num_layers = 4
+        keys = {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            **keys,
+        }
+    sizes = dict(hidden_size=128, num_heads=4, vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None)
+    config = AutoConfig.for_model("delta_rule", mixer=rule, num_hidden_layers=num_layers, **{**sizes, **keys})
+    return spread(AutoModelForCausalLM.from_config(config))
+
+
+def spread(model: Any) -> Any:
+    """The model with matrices four times as large."""
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data.mul_(4)
+    return model.eval()
+
+
+def greedy(model: Any, prompts: Sequence[list[int]], num_tokens: int = 12) -> list[list[int]]:
+    """What transformers generates for each prompt alone."""
+    found = []
+    for prompt in prompts:
+        output: Tensor = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
+        found.append(output[0, len(prompt) :].tolist())
+    return found
+
+
+@contextmanager
+def served(model: Any, path: Path, **options: Any) -> Iterator[Any]:
+    """The model, saved, in vLLM, which is taken down in the end."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    if model is not None:
+        model.save_pretrained(path)
+    defaults = dict(max_model_len=512, max_num_batched_tokens=64, max_num_seqs=4, enable_prefix_caching=False)
+    fixed = dict(skip_tokenizer_init=True, enforce_eager=True, dtype="float32")
+    engine = LLM(str(path), **{**fixed, **defaults, **options})
+    try:
+        yield engine
+    finally:
+        del engine
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def generated(engine: Any, prompts: Sequence[list[int]], num_tokens: int = 12, **options: Any) -> list[list[int]]:
+    """What vLLM generates for all prompts at once."""
+    return [list(x.outputs[0].token_ids) for x in outputs(engine, prompts, num_tokens, **options)]
+
+
+def outputs(engine: Any, prompts: Sequence[list[int]], num_tokens: int = 12, **options: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, detokenize=False, ignore_eos=True)
+    return engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False, **options)
