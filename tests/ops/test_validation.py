@@ -14,6 +14,7 @@ from delta_rule_cases import DeltaRuleCase
 
 from deltazoo.ops import (
     ContextParallel,
+    api,
     backends,
     check_values,
     delta_rule,
@@ -23,7 +24,6 @@ from deltazoo.ops import (
     resolve_backend,
     validation,
 )
-from deltazoo.ops import call as rule_call
 
 B, T, H, HV, K, V = 2, 6, 2, 4, 8, 5
 CASE = DeltaRuleCase("valid", B=B, T=T, H=H, groups=2, K=K, V=V, decay="scalar", initial_state=True)
@@ -361,7 +361,7 @@ def test_a_context_of_another_class_is_refused() -> None:
 )
 def test_arguments_are_checked_once(context: ContextParallel | None, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Any] = []
-    monkeypatch.setattr(rule_call, "check_shapes", lambda *given: checked.append(given))
+    monkeypatch.setattr(api, "check_shapes", lambda *given: checked.append(given))
     delta_rule(**arguments(), context=context)
     assert len(checked) == 1
 

@@ -3,17 +3,35 @@
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from deltazoo.ops.autograd_modes import records_gradients
-from deltazoo.ops.call import Given, checked_call
+from deltazoo.names import unknown
+from deltazoo.ops.autograd_modes import records_gradients, refuse_transforms, transforming
+from deltazoo.ops.backends import resolve_backend
+from deltazoo.ops.call import RuleCall
 from deltazoo.ops.chunkwise.form import chunkwise
 from deltazoo.ops.context.group import ContextParallel
-from deltazoo.ops.dtypes import wide_dtype
+from deltazoo.ops.dtypes import autocast_dtype, wide_dtype
 from deltazoo.ops.reference import recurrent_loop, recurrent_step
-from deltazoo.ops.validation import check_tensor_values
+from deltazoo.ops.validation import (
+    check_scale,
+    check_shapes,
+    check_tensor,
+    check_tensor_values,
+    reads_undecayed,
+    warn_of_heads_first,
+)
 
 __all__ = ["DeltaRuleOutput", "delta_rule", "delta_rule_step", "linear_attention", "linear_attention_step"]
+
+PRECISIONS = {None: None, "fast": False, "strict": True}
+"""Precision -> whether the Triton backend is strict; None: as the erase gain needs."""
+
+Given = tuple[
+    Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float | None, Tensor | None, Tensor | None, Tensor | None, int
+]
+"""Arguments as given: q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, num_micro_steps."""
 
 
 class DeltaRuleOutput(NamedTuple):
@@ -189,7 +207,7 @@ def _whole_sequences(
     corrects: bool = True,
 ) -> DeltaRuleOutput:
     if context is None:
-        call, name = checked_call(given, backend, precision, erase_reads, corrects)
+        call, name = _checked(given, backend, precision, erase_reads, corrects)
         if name == "reference":
             check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
             return DeltaRuleOutput(*recurrent_loop(call))
@@ -203,14 +221,14 @@ def _whole_sequences(
     from deltazoo.ops.context.rule import rule_on_piece
 
     q, *_, cu_seqlens, _, _ = given
-    check = partial(checked_call, given, backend, precision, erase_reads, corrects)
+    check = partial(_checked, given, backend, precision, erase_reads, corrects)
     return DeltaRuleOutput(*rule_on_piece(check, q.shape[1], cu_seqlens, context))
 
 
 def _one_token(
     given: Given, backend: str | None, inplace: bool, erase_reads: str = "decayed", corrects: bool = True
 ) -> DeltaRuleOutput:
-    call, name = checked_call(given, backend, None, erase_reads, corrects, one_token=True)
+    call, name = _checked(given, backend, None, erase_reads, corrects, one_token=True)
     check_tensor_values(call.log_decay, None, 1)
     state, dtype = call.initial_state, wide_dtype(call.v)
     assert state is not None  # it is checked
@@ -232,3 +250,53 @@ def _one_token(
         call.q[:, 0], call.k, call.v, call.beta, decay, state.to(dtype), call.scale, call.erase_key, call.undecayed
     )
     return DeltaRuleOutput(output[:, None].to(call.v.dtype), state.copy_(new_state) if inplace else new_state)
+
+
+def _checked(
+    given: Given,
+    backend: str | None,
+    precision: str | None,
+    erase_reads: str,
+    corrects: bool,
+    one_token: bool = False,
+) -> tuple[RuleCall, str]:
+    """The call as backends take it, and the name of the one that is to run it.
+
+    Args:
+        given: the caller's arguments.
+        backend, precision, erase_reads: as given, by their names.
+        corrects: whether there must be step sizes.
+        one_token: whether it is a step, whose state is the initial one.
+    """
+    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, num_micro_steps = given
+    if corrects and beta is None:  # which would mean linear attention below
+        raise TypeError("beta must be a tensor, got None; without a correction term call linear_attention")
+    undecayed = reads_undecayed(erase_reads) and log_decay is not None
+    if precision not in PRECISIONS:
+        raise ValueError(unknown("precision", precision, [name for name in PRECISIONS if name is not None]))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, required=True)
+    check_tensor("erase_key", erase_key)
+    check_scale(scale)
+    dtype = autocast_dtype(v.device)
+    if dtype is not None and v.dtype != torch.float64:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        erase_key = None if erase_key is None else erase_key.to(dtype)
+    check_shapes(q, k, v, beta, log_decay, initial_state, cu_seqlens, erase_key, num_micro_steps, one_token)
+    if not one_token:
+        warn_of_heads_first(q)
+    K, V = k.shape[-1], v.shape[-1]
+    scale = float(K) ** -0.5 if scale is None else float(scale)
+    per_channel = undecayed and not one_token and log_decay is not None and log_decay.ndim == 4
+    name, _ = resolve_backend(
+        backend, device=v.device, dtype=v.dtype, head_k_dim=K, head_v_dim=V, undecayed_channels=per_channel
+    )
+    if transforming():
+        if backend == "triton":
+            refuse_transforms("the triton backend", "use backend='chunkwise'")
+        name = "reference"
+    strict = PRECISIONS[precision]
+    call = RuleCall(
+        q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps
+    )
+    return call, name
