@@ -53,3 +53,21 @@ def test_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.40.1")
     with pytest.raises(RuntimeError, match="works with vLLM 0.26 to 0.33, got 0.40.1: install one of these"):
         register()
+
+
+@pytest.mark.parametrize(("rule", "hybrid"), [("kda", False), ("lightning_attention", False), ("pgdn", True)])
+def test_two_ranks_share_the_heads(rule, hybrid, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    model = small_model(rule, hybrid=hybrid)
+    with served(model, tmp_path, tensor_parallel_size=2) as engine:
+        assert generated(engine, PROMPTS) == greedy(model, PROMPTS)
+
+
+def test_heads_that_cannot_be_divided_are_refused():
+    from deltazoo.layers import make_layer
+    from deltazoo.serving.vllm.paged_layer import meta_layer
+
+    with pytest.raises(ValueError, match="num_heads=3 of layer 0 is no multiple of the 2 ranks"):
+        meta_layer(lambda ranks: make_layer("kda", 48, 3, 16, layer_idx=0), 2)
+    with pytest.raises(ValueError, match="tensor parallelism needs num_micro_steps=1, got 2"):
+        meta_layer(lambda ranks: make_layer("gated_deltaproduct", 64, 4, 16, layer_idx=0), 2)

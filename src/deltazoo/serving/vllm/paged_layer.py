@@ -92,7 +92,7 @@ class _Result(nn.Module):
 
 
 class _Product(MergedColumnParallelLinear):
-    """Linear maps of one input as one. The first halves of maps of low rank are whole on every rank.
+    """Linear maps of one input as one. The first halves of maps of low rank, whole on every rank, count once for each.
 
     Args:
         maps: by name.
@@ -104,19 +104,13 @@ class _Product(MergedColumnParallelLinear):
         self, maps: dict[str, nn.Linear], low_rank: Collection[str], config: QuantizationConfig | None, prefix: str
     ) -> None:
         ranks = get_tensor_model_parallel_world_size()
-        self.maps, self.copies = list(maps), [ranks if name in low_rank else 1 for name in maps]
-        sizes = [x.out_features * n for x, n in zip(maps.values(), self.copies, strict=True)]
+        self.maps = list(maps)
+        sizes = [x.out_features * (ranks if name in low_rank else 1) for name, x in maps.items()]
         inputs, biased = next(iter(maps.values())).in_features, any(x.bias is not None for x in maps.values())
         super().__init__(inputs, sizes, bias=biased, quant_config=config, prefix=prefix, return_bias=False)
         self.sizes = [size // ranks for size in sizes]
         if biased:
             self.bias.data.zero_()  # for maps without one
-
-    def weight_loader(self, param: Any, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
-        """vLLM's, which gives each rank an equal part: one copy of what every rank has whole."""
-        if isinstance(loaded_shard_id, int) and self.copies[loaded_shard_id] > 1:
-            loaded_weight = torch.cat([loaded_weight] * self.copies[loaded_shard_id])
-        super().weight_loader(param, loaded_weight, loaded_shard_id)
 
 
 class _PageStates:
@@ -237,7 +231,9 @@ class PagedLayer(nn.Module, MambaBase):
         places |= {f"{name}.1": (f"second.{name}", None) for name in self.second}
         places |= {name: (f"layer.{name}", None) for name, _ in self.layer.named_modules() if name not in places}
         places[""] = "layer", None
-        given = dict(weights)
+        ranks, first_halves = get_tensor_model_parallel_world_size(), tuple(f"{name}.0." for name in self.second)
+        # vLLM gives each rank an equal part: one copy of what every rank has whole.
+        given = {name: torch.cat([x] * ranks) if name.startswith(first_halves) else x for name, x in weights}
         self.unloaded -= set(given)
         return set(load_joined(self, places, given.items()))
 

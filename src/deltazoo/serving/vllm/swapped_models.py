@@ -47,7 +47,7 @@ class _Swapped(PagedStates):
     """Additions to vLLM's class of a family."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         model: Any = self
         config, context = vllm_config.model_config.hf_config, vllm_config.compilation_config.static_forward_context
         self.slots: dict[str, _Slot] = {}
@@ -83,7 +83,7 @@ class _Swapped(PagedStates):
                 else:
                     yield name, x
 
-        loaded: set[str] = super().load_weights(others())
+        loaded: set[str] = super().load_weights(others())  # type: ignore[misc]
         for name, slot in self.slots.items():
             loaded |= {f"{name}.{parameter}" for parameter in slot.load_weights(ours[name])}
         self.refuse_unloaded()
