@@ -12,7 +12,9 @@ from deltazoo.swap import FAMILIES, swapped_layers
 
 RULES = ["delta_net", "gated_deltanet", "kda", "efla"]
 PAIRS = [
-    (family, list(CHOICES)[(i + j) % len(CHOICES)], rule) for i, family in enumerate(OWN) for j, rule in enumerate(RULES)
+    (family, list(CHOICES)[(number + turn) % len(CHOICES)], rule)
+    for number, family in enumerate(OWN)
+    for turn, rule in enumerate(RULES)
 ]
 """Every family with every rule and every choice of layers, and every rule with every choice."""
 
