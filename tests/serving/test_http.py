@@ -16,8 +16,9 @@ import pytest
 from fake_engine import CONTEXT, FakeEngine, byte_tokenizer, expected_text
 
 REASON = "needs the extras serve and test: pip install 'deltazoo[test]'"
-for package in ("fastapi", "uvicorn", "prometheus_client"):
+for package in ("uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason=REASON)
+fastapi = pytest.importorskip("fastapi", reason=REASON)
 httpx = pytest.importorskip("httpx", reason=REASON)
 openai = pytest.importorskip("openai", reason=REASON)
 
@@ -350,6 +351,16 @@ def test_models_health_and_metrics(client: Any, url: str) -> None:
     assert all(sample.labels["model"] == "tiny" for family in families.values() for sample in family.samples)
 
 
+def test_an_application_can_be_served_again_and_mounted_in_another() -> None:
+    engine = FakeEngine(byte_tokenizer())
+    app, other = create_app(engine, model="tiny"), fastapi.FastAPI()
+    other.mount("/tiny", app)
+    with engine:
+        for served_app, path in ((app, ""), (app, ""), (other, "/tiny")):
+            with background_server(served_app) as url:
+                assert httpx.post(f"{url}{path}/v1/completions", json=ASK).status_code == 200
+
+
 def test_a_key_is_required_of_all_but_health() -> None:
     with served(FakeEngine(byte_tokenizer()), api_key="secret") as url:
         for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
@@ -555,6 +566,7 @@ def test_an_address_that_is_taken_is_an_error_at_once_and_is_free_after_use() ->
             bind("127.0.0.1", port)
         with socket.create_connection(("127.0.0.1", port)) as client:
             accepted, _ = first.accept()
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)  # or parts of answers wait 40 ms
             accepted.close()  # the side that closes first keeps the address for a minute
             assert client.recv(1) == b""
     bind("127.0.0.1", port).close()
