@@ -33,7 +33,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import deltazoo
 from benchmarks.common import Results, Row, document_positions, now, options, package_version
 from deltazoo.generation import Decoder
-from deltazoo.generation.cache_argument import CACHE
+from deltazoo.generation.cache import CACHE
 
 LAYERS = ["linear_attention"] * 3 + ["full_attention"]
 DENSE = {"mlp_layer_types": ["dense"] * 4}

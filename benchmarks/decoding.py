@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.common import Results, Row, Spread, clock_for
 from benchmarks.models import Candidate, clear, model_options, model_settings
 from deltazoo.generation import Decoder
-from deltazoo.generation.cache_argument import CACHE
+from deltazoo.generation.cache import CACHE
 
 WAYS = ("generate", "generate-plain", "loop", "loop-compiled")
 WAYS_OF = {"deltazoo": WAYS, "accelerated": ("generate", "loop", "loop-compiled")}

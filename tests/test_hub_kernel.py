@@ -19,7 +19,7 @@ from foreign_models import INSTALLED, VOCAB, foreign_model
 from torch import Tensor
 from transformers.utils import is_kernels_available
 
-from scripts.hub_kernel import BACKENDS, build
+from scripts.hub_kernel import BACKENDS, FIGURES, build
 
 
 def modeling_of(family: str) -> ModuleType:
@@ -134,9 +134,14 @@ def test_building_again_replaces_the_folder_and_no_other(folder: Path, tmp_path:
     assert (tmp_path / "mine.txt").exists()
 
 
-def test_the_card_names_every_layer(folder: Path, layers: Any) -> None:
+def test_the_card_names_every_layer_and_every_figure(folder: Path, layers: Any) -> None:
     text = (folder / "README.md").read_text()
     assert [name for name in layers.__all__ if f"| `{name}` |" not in text] == []
+    for row in json.loads(FIGURES.read_text())["rows"]:
+        if "layers_ms" in row:
+            assert f"{row['torch_ms']:.1f} ms | {row['layers_ms']:.1f} ms |" in text
+        else:
+            assert f"differ by at most {row['logits']:.1e}; the same greedy text" in text
 
 
 @pytest.mark.parametrize("family", FAMILIES)

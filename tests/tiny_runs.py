@@ -8,7 +8,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from deltazoo.generation.cache_argument import CACHE
+from deltazoo.generation.cache import CACHE
 from deltazoo.training.config import RunConfig, from_mapping
 
 FILES = (

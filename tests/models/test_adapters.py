@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from deltazoo.generation.cache_argument import CACHE
+from deltazoo.generation.cache import CACHE
 from deltazoo.models import DeltaRuleForCausalLM
 
 peft = pytest.importorskip("peft")

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import deltazoo
-from deltazoo.generation.cache_argument import CACHE, takes_cache
+from deltazoo.generation.cache import CACHE, takes_cache
 from deltazoo.models.block import DeltaRuleBlock
 from deltazoo.models.softmax_attention import SoftmaxAttention
 from deltazoo.swap.layer import SwappedAttention

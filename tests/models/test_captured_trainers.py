@@ -74,31 +74,35 @@ def assert_trains_alike(
         assert reason in reasons(captured)
 
 
-@pytest.mark.parametrize("make", [own, swapped])
+PLAIN: dict[str, Any] = {}
+CHECKPOINTING = {"gradient_checkpointing": True}  # of the model, not by an argument of Trainer
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("make", "options"),
     [
-        {},
-        {"gradient_accumulation_steps": 2, "max_steps": 3},
-        {"activation_checkpointing": True},
-        {"neftune_noise_alpha": 5.0},
-        {"max_grad_norm": 0.01, "torch_empty_cache_steps": 2},
+        (own, PLAIN),
+        (own, {"gradient_accumulation_steps": 2, "max_steps": 3}),
+        (own, CHECKPOINTING),
+        (own, {"neftune_noise_alpha": 5.0}),
+        (own, {"max_grad_norm": 0.01, "torch_empty_cache_steps": 2}),
+        (swapped, PLAIN),  # of what blocks are called with, only checkpointing changes anything
+        (swapped, CHECKPOINTING),
     ],
-    ids=["plain", "accumulation", "checkpointing", "neftune", "clipping"],
+    ids=["plain", "accumulation", "checkpointing", "neftune", "clipping", "swapped", "swapped_checkpointing"],
 )
 def test_trainer(make, options, tmp_path):
     rows = [{"input_ids": row, "labels": row} for row in tokens(12, 10)]
-    checkpointing = options.pop("activation_checkpointing", False)
+    checkpointing = options is CHECKPOINTING
 
     def trainer(model: Any) -> Trainer:
         if checkpointing:
             model.gradient_checkpointing_enable()
-        arguments = {**ARGUMENTS, "per_device_train_batch_size": 2, "output_dir": str(tmp_path), **options}
+        arguments = {**ARGUMENTS, "per_device_train_batch_size": 2, "output_dir": str(tmp_path)}
+        arguments |= {} if checkpointing else options
         return Trainer(model=model, args=TrainingArguments(**arguments), train_dataset=rows)
 
     assert_trains_alike(make, trainer, 4)
-    if checkpointing:
-        options["activation_checkpointing"] = True
 
 
 @pytest.mark.parametrize("make", [own, swapped])

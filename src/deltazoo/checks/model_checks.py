@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from deltazoo.checks.layer_checks import difference, perturbed
-from deltazoo.generation.cache_argument import CACHE
+from deltazoo.generation.cache import CACHE
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.swap import swap_attention
 from deltazoo.training.console import no_transformers_bars

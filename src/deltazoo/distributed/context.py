@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from deltazoo.generation.cache_argument import cache_in
+from deltazoo.generation.cache import cache_in
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.sequences import SharedSequences
 from deltazoo.ops import ContextParallel

@@ -1,14 +1,21 @@
-"""Our layers inside transformers' caches: states of delta-rule layers.
+"""Our layers inside transformers' caches: states of delta-rule layers; and the name by which models take a cache.
 
 A model puts one `DeltaRuleCacheLayer` per linear layer into the plain `DynamicCache` or `StaticCache` that `generate`
 or the user made. transformers' own linear-attention cache layer does not suffice: it counts no tokens, so a cache of
 such layers alone has no length, and it loses the state of layers without a convolution.
+
+transformers passes a cache as `cache` since 5.24, before it as `past_key_values` and `cache_params`. No other file of
+the package knows which version uses which.
 """
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
@@ -19,12 +26,16 @@ from transformers.cache_utils import (
     StaticCache,
     StaticLayer,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.deprecation import deprecate_kwarg
 
 from deltazoo.layers.state import LayerState
 
 __all__ = [
+    "CACHE",
     "CacheStates",
     "DeltaRuleCacheLayer",
+    "cache_in",
     "check_cache",
     "is_used",
     "layer_of_cache",
@@ -32,8 +43,15 @@ __all__ = [
     "prepare_cache",
     "prepare_cache_layer",
     "refuse_to_go_back",
+    "takes_cache",
     "why_not_shared",
 ]
+
+CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
+"""The argument of models and of transformers' functions, and the field of their outputs."""
+_OLD_NAME = "past_key_values"
+_NO_LONGER_TAKEN = "5.40.0"
+"""The version of transformers that stops taking the old name."""
 
 
 class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
@@ -216,11 +234,11 @@ class CacheStates:
 
     def get_state(self, layer_idx: int) -> LayerState | None:
         """The layer's state, or None before its first token."""
-        return _layer(self.cache, layer_idx).state
+        return self.cache.layers[layer_idx].state  # type: ignore[union-attr]
 
     def set_state(self, layer_idx: int, state: LayerState, num_new_tokens: int) -> None:
         """Keep the layer's state after `num_new_tokens` further tokens."""
-        _layer(self.cache, layer_idx).store(state, num_new_tokens, self.cache.layers)
+        self.cache.layers[layer_idx].store(state, num_new_tokens, self.cache.layers)  # type: ignore[union-attr]
 
 
 def _at_fixed_address(x: Any) -> Any:
@@ -231,10 +249,6 @@ def _at_fixed_address(x: Any) -> Any:
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(x)
     return x
-
-
-def _layer(cache: Cache, layer_idx: int) -> DeltaRuleCacheLayer:
-    return cache.layers[layer_idx]  # type: ignore[return-value]
 
 
 def refuse_to_go_back() -> NoReturn:
@@ -340,3 +354,47 @@ def prepare_cache_layer(cache: Cache, index: int) -> None:
     # Full softmax layers make longer masks than sliding layers have windows.
     lengths = [other.max_cache_len for other in cache.layers if isinstance(other, StaticLayer)]
     cache.layers[index] = DeltaRuleCacheLayer(isinstance(cache, StaticCache), max(lengths, default=None))
+
+
+def takes_cache(old_name: str = _OLD_NAME) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator for a method with the parameter `cache`, which gives it the name that transformers uses.
+
+    Where that is `cache`, the old name is taken too, with transformers' own warning; both at once are a ValueError.
+    Where it is the old one, `cache` is an argument that nobody knows.
+
+    Args:
+        old_name: the parameter's name before transformers 5.24.
+    """
+    if CACHE == "cache":
+        return deprecate_kwarg(old_name, _NO_LONGER_TAKEN, new_name="cache", raise_if_both_names=True)
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def renamed(*args: Any, **kwargs: Any) -> Any:
+            if "cache" in kwargs:
+                raise TypeError(
+                    f"{method.__name__}() got an unexpected argument 'cache': transformers {transformers.__version__} "
+                    f"calls it {old_name!r}"
+                )
+            if old_name in kwargs:
+                kwargs["cache"] = kwargs.pop(old_name)
+            return method(*args, **kwargs)
+
+        signature = inspect.signature(method)
+        parameters = [p.replace(name=old_name) if p.name == "cache" else p for p in signature.parameters.values()]
+        renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return renamed
+
+    return decorate
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Cache | None:
+    """The cache among a model's keyword arguments, under either name that this version of transformers takes.
+
+    Raises:
+        ValueError: there are two, of which transformers would use one.
+    """
+    cache, old = arguments.get(CACHE), arguments.get(_OLD_NAME)
+    if cache is not None and old is not None and old is not cache:
+        raise ValueError(f"{CACHE} and {_OLD_NAME} are two caches, and a model takes one: pass {CACHE} alone")
+    return old if cache is None else cache

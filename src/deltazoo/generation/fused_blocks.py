@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticCache
 
 from deltazoo._report import replaced_methods
-from deltazoo.generation.cache import DeltaRuleCacheLayer
-from deltazoo.generation.cache_argument import cache_in
+from deltazoo.generation.cache import DeltaRuleCacheLayer, cache_in
 from deltazoo.generation.fused_rule import FusedRule, first_maps, further_maps, is_plain_linear, why_not_this_rule
 from deltazoo.generation.step_modules import (
     JointProduct,

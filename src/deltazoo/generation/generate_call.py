@@ -20,7 +20,7 @@ from transformers.generation import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from deltazoo.generation.cache_argument import CACHE, cache_in
+from deltazoo.generation.cache import CACHE, cache_in
 from deltazoo.generation.capture import free_bytes, graphs_run_on
 from deltazoo.generation.conditions import why_not_these_arguments, why_not_this_call, why_not_this_model
 from deltazoo.generation.states import move_cache

@@ -13,8 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import create_masks_for_generate, create_recurrent_attention_mask
 
 from deltazoo.generation.batch import current_padding, refuse_empty, whole_numbers
-from deltazoo.generation.cache import is_used
-from deltazoo.generation.cache_argument import cache_in
+from deltazoo.generation.cache import cache_in, is_used
 from deltazoo.generation.conditions import why_not_this_model
 from deltazoo.generation.generate_call import generate_call, running_call, steps_of
 

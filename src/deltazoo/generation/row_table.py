@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import StaticCache, StaticLayer
 
 from deltazoo.generation.batch import BatchDescription
-from deltazoo.generation.cache_argument import CACHE
+from deltazoo.generation.cache import CACHE
 from deltazoo.generation.capture import capture, read_later, wait_for
 from deltazoo.generation.conditions import check_model
 from deltazoo.generation.sampling import Sampler, Sampling, Way

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from deltazoo.generation.cache_argument import CACHE
+from deltazoo.generation.cache import CACHE
 from deltazoo.generation.capture import capture
 from deltazoo.generation.fused_blocks import fused_blocks
 from deltazoo.generation.static_cache import FixedTensors

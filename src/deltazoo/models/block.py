@@ -7,8 +7,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from deltazoo.generation.batch import BatchDescription
-from deltazoo.generation.cache import CacheStates
-from deltazoo.generation.cache_argument import takes_cache
+from deltazoo.generation.cache import CacheStates, takes_cache
 from deltazoo.layers import make_layer
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import RMSNorm

@@ -19,7 +19,7 @@ from transformers.generation import GenerationConfig
 
 from deltazoo.distributed.plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
 from deltazoo.generation.batch import LAYER_TYPES
-from deltazoo.generation.cache_argument import CACHE
+from deltazoo.generation.cache import CACHE
 from deltazoo.layers import LayerOptions, make_layer
 from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.config_keys import SharedConfig, not_a_key, without_runtime_options

@@ -13,8 +13,7 @@ from deltazoo.generation.batch import (
     describe_batch,
     describe_shared_batch,
 )
-from deltazoo.generation.cache import why_not_shared
-from deltazoo.generation.cache_argument import CACHE
+from deltazoo.generation.cache import CACHE, why_not_shared
 from deltazoo.names import did_you_mean
 from deltazoo.ops import ContextParallel
 

@@ -23,8 +23,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 import deltazoo.distributed.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
 from deltazoo.generation.batch import BatchDescription
-from deltazoo.generation.cache import prepare_cache
-from deltazoo.generation.cache_argument import CACHE, takes_cache
+from deltazoo.generation.cache import CACHE, prepare_cache, takes_cache
 from deltazoo.generation.capture import graphs_run_on
 from deltazoo.generation.hf_generate import CapturedGeneration
 from deltazoo.layers.norm import RMSNorm

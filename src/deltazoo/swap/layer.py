@@ -9,8 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from deltazoo.generation.batch import PACKING_ARGUMENTS, BatchDescription
-from deltazoo.generation.cache import CacheStates, prepare_cache_layer
-from deltazoo.generation.cache_argument import takes_cache
+from deltazoo.generation.cache import CacheStates, prepare_cache_layer, takes_cache
 from deltazoo.layers import DeltaRuleAttention, RMSNorm, layer_class
 from deltazoo.layers.initialization import Initializer
 from deltazoo.layers.rotary import Rotary

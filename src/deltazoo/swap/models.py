@@ -22,8 +22,7 @@ from transformers.generation import GenerationMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from deltazoo.generation.cache import check_cache, prepare_cache_layer
-from deltazoo.generation.cache_argument import cache_in
+from deltazoo.generation.cache import cache_in, check_cache, prepare_cache_layer
 from deltazoo.generation.hf_generate import CapturedGeneration
 from deltazoo.models.captured_training import capture_library_blocks, release_library_blocks
 from deltazoo.models.config_keys import HEADS, SharedConfig, auto_class_name

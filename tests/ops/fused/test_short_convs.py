@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from interpreter import remap_once_per_launch
 from torch import Tensor
 
 from deltazoo.ops.fused import short_conv, short_conv_kernels
@@ -84,7 +85,7 @@ def check_apart(device: str) -> None:
 
 
 def test_interpreted() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
 
 
@@ -95,6 +96,7 @@ def test_on_a_gpu() -> None:
 
 
 if __name__ == "__main__":
+    remap_once_per_launch()
     check("cpu", (torch.float32,))
     check_apart("cpu")
     x, taps = torch.randn(3, 1, 5, 16, requires_grad=True), torch.randn(3, 16, 4, requires_grad=True)

@@ -16,8 +16,11 @@ pytest.importorskip("triton")
 CODE = """
 import torch
 import torch.nn.functional as F
+from interpreter import remap_once_per_launch
 from deltazoo.ops import ContextParallel, delta_rule
 from deltazoo.ops.context.product import transition_product
+
+remap_once_per_launch()
 
 def inputs(tokens, steps, decay, erase):
     torch.manual_seed(0)
@@ -54,7 +57,8 @@ for K, X in ((16, 16), (24, 40), (96, 16)):
 
 
 def test_kernels_on_segments() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join(sys.path)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, timeout=300, check=False
     )

@@ -32,8 +32,8 @@ from deltazoo.generation.cache import (
     layer_of_cache,
     not_of_a_linear_layer,
     refuse_to_go_back,
+    takes_cache,
 )
-from deltazoo.generation.cache_argument import takes_cache
 from deltazoo.layers.norm import l2_normalize_both
 from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
 from deltazoo.layers.sequences import WHOLE_ROWS, Sequences, SharedSequences, describe_sequences

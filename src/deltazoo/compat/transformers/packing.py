@@ -29,8 +29,7 @@ from deltazoo.generation.batch import (
     row_positions,
     whole_numbers,
 )
-from deltazoo.generation.cache import check_cache
-from deltazoo.generation.cache_argument import CACHE, cache_in
+from deltazoo.generation.cache import CACHE, cache_in, check_cache
 from deltazoo.layers.sequences import describe_sequences
 from deltazoo.models.forward_arguments import refuse_several_documents, take_row_head
 from deltazoo.ops import ContextParallel

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.generation.batch import PACKING_ARGUMENTS
-from deltazoo.generation.cache_argument import CACHE
+from deltazoo.generation.cache import CACHE
 from deltazoo.generation.capture import graphs_run_on
 from deltazoo.models.captured_training.kept import forget_captured, note_eager, run_blocks
 from deltazoo.models.forward_arguments import remove_pre_hook
