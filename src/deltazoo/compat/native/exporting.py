@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from deltazoo.compat.fla.checkpoints import load_fla_checkpoint
-from deltazoo.compat.native.formats import FORMATS, TARGETS, fla_type, native_values, needs_of, rows_of
-from deltazoo.compat.native.forms import FORMS
+from deltazoo.compat.native.formats import FORMATS, TARGETS, fla_type, native_values, needs_of
+from deltazoo.compat.native.forms import parameters_of, rows_of
 from deltazoo.models.hub import config_class_of, model_class_of
 from deltazoo.models.modeling import DeltaRuleForCausalLM
 from deltazoo.names import unknown
@@ -153,10 +153,8 @@ def _write_fla(model: DeltaRuleForCausalLM, folder: Path) -> None:
     config_class = config_class_of(own_type, folder)
     config = config_class.from_dict({**values, "gate_bias": True})
     copied_class, state = model_class_of(config_class, "ForCausalLM"), _state_of(model)
-    with torch.device("meta"):
-        parameters = copied_class(config).state_dict()
     # A gate without bias is one with a bias of zeros.
-    state |= {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in parameters.items() if name not in state}
+    state |= {name: torch.zeros(shape) for name, shape in parameters_of(config).items() if name not in state}
     copied = copied_class.from_pretrained(None, config=config, state_dict=state, dtype=model.dtype)
     copied.generation_config = model.generation_config
     copied.save_pretrained(folder)
@@ -167,10 +165,8 @@ def _write_native(model: DeltaRuleForCausalLM, target: str, folder: Path) -> Non
     theirs = CONFIG_MAPPING[target](**native_values(target, config), dtype=model.dtype)
     theirs.architectures = [FORMATS[target].architecture]
     ours = _state_of(model)
-    tensors = {
-        row.theirs: FORMS[row.form].made([ours[name] for name in row.ours], config).contiguous()
-        for row in rows_of(FORMATS[target], config, range(config.num_hidden_layers))
-    }
+    rows = rows_of(FORMATS[target], config, range(config.num_hidden_layers))
+    tensors = {name: row.form.made([ours[part] for part in row.ours], config) for name, row in rows.items()}
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(theirs).state_dict()
     for name, x in parameters.items():

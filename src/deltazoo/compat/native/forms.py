@@ -1,21 +1,72 @@
-"""Tensors of the formats made of ours, and taken apart again."""
+"""Parameters of the formats: of which of ours each is made, and how; and taken apart again."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
-__all__ = ["FORMS", "Form"]
+from deltazoo.compat.native.formats import Format
+from deltazoo.models.modeling import DeltaRuleForCausalLM
+
+__all__ = ["BLOCK", "FORMS", "Row", "parameters_of", "rows_of"]
+
+BLOCK = re.compile(r"model\.layers\.(\d+)\.")
+_OUTSIDE_LAYERS = {
+    "model.embeddings": "model.embed_tokens",
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+}
 
 
 class Form(NamedTuple):
     """How one parameter of theirs is made of ours."""
 
     made: Callable[[Sequence[Tensor], Any], Tensor]
-    """Theirs, of ours in the order of the row and our configuration."""
+    """Theirs, of ours in the order in which our layers have them, and of our configuration."""
     apart: Callable[[Tensor, Sequence[int], Any], Sequence[Tensor]]
     """Ours, of theirs, the number of rows that each of ours has, and our configuration."""
+
+
+class Row(NamedTuple):
+    """One parameter of theirs."""
+
+    ours: list[str]
+    form: Form
+
+
+def parameters_of(config: Any) -> dict[str, Size]:
+    """Shapes of the parameters of our model, in the order in which its modules have them; a tied head is left out."""
+    with torch.device("meta"):
+        state = DeltaRuleForCausalLM(config).state_dict()
+    return {name: x.shape for name, x in state.items() if not (config.tie_word_embeddings and name == "lm_head.weight")}
+
+
+def rows_of(known: Format, config: Any, blocks: Sequence[int]) -> dict[str, Row]:
+    """All parameters of a format by name.
+
+    Args:
+        known: the format.
+        config: ours.
+        blocks: number of their block for each of ours.
+    """
+    rows: dict[str, Row] = {}
+    for name in parameters_of(config):
+        found = BLOCK.match(name)
+        prefix, linear = "", False
+        if found is not None:
+            index = int(found[1])
+            prefix, linear = f"model.layers.{blocks[index]}.", config.layer_types[index] == "linear_attention"
+        module = name.removeprefix("" if found is None else found[0]).removesuffix(".weight")
+        ending = name[len(name.removesuffix(".weight")) :]
+        if module.startswith("attn."):
+            inner = module.removeprefix("attn.")
+            module = f"{known.layer}.{known.names.get(inner, inner)}" if linear else f"self_attn.{inner}"
+        module = _OUTSIDE_LAYERS.get(module, module)
+        form = FORMS[known.forms.get(module, "joined")]
+        rows.setdefault(prefix + module + ending, Row([], form)).ours.append(name)
+    return rows
 
 
 def _by_key_head(parts: Sequence[Tensor], config: Any) -> Tensor:

@@ -1,27 +1,23 @@
 """`load_native_checkpoint`: a checkpoint of transformers' own delta-rule models as a model of ours."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from deltazoo.compat.fla.checkpoints import model_of_weights, read_weights, refuse_missing_weights
-from deltazoo.compat.native.formats import FORMATS, Format, native_values, needs_of, rows_of
-from deltazoo.compat.native.forms import FORMS
+from deltazoo.compat.native.formats import FORMATS, Format, native_values, needs_of
+from deltazoo.compat.native.forms import BLOCK, parameters_of, rows_of
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.hub import config_class_of
 from deltazoo.models.modeling import DeltaRuleForCausalLM
 from deltazoo.spec import get_rule
 
 __all__ = ["load_native_checkpoint"]
-
-_BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def load_native_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausalLM:
@@ -49,19 +45,13 @@ def load_native_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausa
     blocks = [n for n in range(theirs.num_hidden_layers) if not _adds_nothing(state, n, theirs.layer_types[n])]
     state = {name: x for name, x in state.items() if _block_of(name) in (None, *blocks)}
     config = _our_config(known, theirs, [theirs.layer_types[n] for n in blocks])
-    _refuse_others(known, theirs, config)
-
-    with torch.device("meta"):
-        shapes = {name: x.shape for name, x in DeltaRuleForCausalLM(config).state_dict().items()}
-    rows = list(rows_of(known, config, blocks))
-    refuse_missing_weights([row.theirs for row in rows if row.theirs not in state], path)
-    further = sorted(state.keys() - {row.theirs for row in rows} - {"lm_head.weight"})
-    if further:
+    rows, shapes = rows_of(known, config, blocks), parameters_of(config)
+    refuse_missing_weights(rows.keys() - state.keys(), path)
+    if further := sorted(state.keys() - rows.keys() - {"lm_head.weight"}):
         raise ValueError(f"our layers do not compute all of this {target}: {path} holds {', '.join(further[:5])}")
     ours: dict[str, Tensor] = {}
-    for row in rows:
-        parts = FORMS[row.form].apart(state[row.theirs], [shapes[name][0] for name in row.ours], config)
-        ours |= dict(zip(row.ours, parts, strict=True))
+    for name, row in rows.items():
+        ours |= zip(row.ours, row.form.apart(state[name], [shapes[part][0] for part in row.ours], config), strict=True)
     return model_of_weights(config, ours, path, **kwargs)
 
 
@@ -72,7 +62,7 @@ def _current_name(name: str, known: Format) -> str:
 
 
 def _block_of(name: str) -> int | None:
-    found = _BLOCK.match(name)
+    found = BLOCK.match(name)
     return None if found is None else int(found[1])
 
 
@@ -82,34 +72,30 @@ def _adds_nothing(state: Mapping[str, Tensor], block: int, layer_type: str) -> b
 
 
 def _our_config(known: Format, theirs: Any, layer_types: list[str]) -> DeltaRuleConfig:
-    """Our configuration of the same model, in the model type of the rule."""
-    hybrid = "full_attention" in layer_types
-    needs = known.needs + (known.softmax_needs if hybrid else ())
+    """Our configuration of the same model, in the model type of the rule.
+
+    Raises:
+        ValueError: the configuration says something that our layers do not compute.
+    """
+    target, hybrid = theirs.model_type, "full_attention" in layer_types
+    if hybrid and known.no_hybrids is not None:
+        raise ValueError(f"our layers do not compute the softmax layers of {target}: {known.no_hybrids}")
+    needs = needs_of(target, hybrid=hybrid)
     values = {need.key: need.value for need in needs if not isinstance(need.value, str)}
     values |= {ours: getattr(theirs, name) for name, ours in known.keys.items()}
     values["expand_v"] = getattr(theirs, "linear_value_head_dim", values["head_dim"]) / values["head_dim"]
     values |= {"layer_types": layer_types, "num_hidden_layers": len(layer_types), "dtype": theirs.dtype}
     if hybrid:
+        values |= {key: getattr(theirs, key) for key in ("num_attention_heads", "num_key_value_heads")}
         rope = {key: value for key, value in theirs.rope_parameters.items() if not key.startswith("mrope")}
-        values |= {"num_attention_heads": theirs.num_attention_heads, "rope_parameters": rope}
-        values["num_key_value_heads"] = theirs.num_key_value_heads
-    config_class = config_class_of(get_rule(known.rules[0]).hub_model_type, Path())
-    return config_class(**values)
+        values["rope_parameters"] = rope
+    config = config_class_of(get_rule(known.rules[0]).hub_model_type, Path())(**values)
 
-
-def _refuse_others(known: Format, theirs: Any, config: Any) -> None:
-    """ValueError for what the format can say and our layers do not compute."""
-    target = theirs.model_type
-    hybrid = "full_attention" in config.layer_types
-    if hybrid and known.no_hybrids is not None:
-        raise ValueError(f"our layers do not compute the softmax layers of {target}: {known.no_hybrids}")
-    ours = native_values(target, config)
-    names = [*known.constants, *(("head_dim",) if hybrid else ())]
-    for name in names:
-        if (found := getattr(theirs, name, ours[name])) != ours[name]:
-            raise ValueError(f"our layers do not compute {target} with {name}={found!r}, only with {ours[name]!r}")
-    for need in needs_of(target, hybrid=hybrid):
-        if getattr(config, need.key) != need.wanted(config):
-            raise ValueError(
-                f"our layers do not compute {target} with {need.key}={getattr(config, need.key)!r}: {need.reason}"
-            )
+    computed = native_values(target, config)
+    for name in (*known.constants, *(("head_dim",) if hybrid else ())):
+        if (found := getattr(theirs, name, computed[name])) != computed[name]:
+            raise ValueError(f"our layers do not compute {target} with {name}={found!r}, only with {computed[name]!r}")
+    for need in needs:
+        if (value := getattr(config, need.key)) != need.wanted(config):
+            raise ValueError(f"our layers do not compute {target} with {need.key}={value!r}: {need.reason}")
+    return config
