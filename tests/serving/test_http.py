@@ -122,21 +122,17 @@ def test_defaults_are_those_of_the_api(client: Any, engine: FakeEngine) -> None:
 
 
 def test_several_prompts_and_choices(client: Any, engine: FakeEngine) -> None:
-    seen = len(engine.requests)
-    answer = client.completions.create(model="tiny", prompt=["a", "bc"], n=2, max_tokens=5, seed=1, echo=True)
+    seen, options = len(engine.requests), dict(model="tiny", prompt=["a", "bc"], n=2, max_tokens=5, seed=1, echo=True)
+    answer = client.completions.create(**options)
     asked = engine.requests[seen:]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    prompts, seeds = ["a", "a", "bc", "bc"], [1, 2, 1, 2]
-    expected = [
-        prompt + expected_text(request, seed) for prompt, request, seed in zip(prompts, asked, seeds, strict=True)
-    ]
+    choices = zip(["a", "a", "bc", "bc"], asked, [1, 2, 1, 2], strict=True)
+    expected = [prompt + expected_text(request, seed) for prompt, request, seed in choices]
     assert [choice.text for choice in answer.choices] == expected
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 20)
 
     texts = ["", "", "", ""]
-    for chunk in client.completions.create(
-        model="tiny", prompt=["a", "bc"], n=2, max_tokens=5, seed=1, echo=True, stream=True
-    ):
+    for chunk in client.completions.create(**options, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert texts == expected
@@ -152,11 +148,10 @@ def test_prompts_of_token_ids(client: Any, engine: FakeEngine) -> None:
 
 
 def test_stop_strings_end_the_text_and_the_extensions_reach_the_engine(client: Any, engine: FakeEngine) -> None:
-    options = {"top_k": 7, "ignore_eos": True}
-    text = client.completions.create(model="tiny", prompt="s", max_tokens=60, seed=0).choices[0].text
-    answer = client.completions.create(
-        model="tiny", prompt="s", max_tokens=60, seed=0, stop=["!", text[30:33]], extra_body=options
-    )
+    options = dict(model="tiny", prompt="s", max_tokens=60, seed=0)
+    text = client.completions.create(**options).choices[0].text
+    own = {"top_k": 7, "ignore_eos": True}
+    answer = client.completions.create(**options, stop=["!", text[30:33]], extra_body=own)
     asked = engine.requests[-1]
     assert (asked.top_k, asked.ignore_eos) == (7, True)
     assert answer.choices[0].text == text[: text.index(text[30:33])]
@@ -180,8 +175,7 @@ def test_log_probabilities(client: Any) -> None:
     assert [max(top, key=top.__getitem__) for top in choice.logprobs.top_logprobs] == list(choice.text)
     assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * 4
 
-    messages = [{"role": "user", "content": "x"}]
-    options = dict(model="tiny", messages=messages, seed=0, logprobs=True, top_logprobs=3, max_completion_tokens=4)
+    options = dict(model="tiny", messages=SAY, seed=0, logprobs=True, top_logprobs=3, max_completion_tokens=4)
     choice = client.chat.completions.create(**options).choices[0]
     assert [entry.token for entry in choice.logprobs.content] == list(choice.message.content)
     assert [entry.bytes for entry in choice.logprobs.content] == [[ord(c)] for c in choice.message.content]
@@ -243,8 +237,7 @@ def test_variables_reach_the_chat_template(client: Any, engine: FakeEngine) -> N
 
 def test_a_chat_needs_a_template() -> None:
     with served(FakeEngine(byte_tokenizer())) as url:
-        body = {"messages": [{"role": "user", "content": "x"}]}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT)
     assert answer.status_code == 400
     assert "no chat template" in answer.json()["error"]["message"]
 
@@ -379,10 +372,9 @@ def test_a_key_is_required_of_all_but_health() -> None:
 def test_a_failure_of_the_model_reaches_the_client(url: str, client: Any) -> None:
     with pytest.raises(openai.InternalServerError, match="a matrix is not what it should be"):
         client.completions.create(model="tiny", prompt=[2], max_tokens=9)
-    with pytest.raises(openai.APIError, match="a matrix is not what it should be"):
-        list(client.completions.create(model="tiny", prompt=[2], max_tokens=9, stream=True))
-    with pytest.raises(openai.APIError, match="a matrix is not what it should be"):
-        list(client.completions.create(model="tiny", prompt=[[2], [3]], max_tokens=9, stream=True))
+    for prompt in ([2], [[2], [3]]):
+        with pytest.raises(openai.APIError, match="a matrix is not what it should be"):
+            list(client.completions.create(model="tiny", prompt=prompt, max_tokens=9, stream=True))
     assert client.completions.create(model="tiny", prompt=[3], max_tokens=9).choices[0].text
 
 
@@ -436,26 +428,14 @@ def test_a_client_that_hangs_up_frees_its_place(stream: bool, waits: bool) -> No
 def test_a_stopping_engine_is_said_to_be_one() -> None:
     engine = FakeEngine(byte_tokenizer())
     engine.steps = threading.Semaphore(0)
-    with served(engine) as url, httpx.Client(base_url=url) as client:
-        answers: list[Any] = []
-        threads = [
-            threading.Thread(
-                target=lambda stream=stream: answers.append(
-                    httpx.post(f"{url}/v1/completions", json={"prompt": "x", "stream": stream})
-                )
-            )
-            for stream in (False, True)
-        ]
-        for thread in threads:
-            thread.start()
+    with served(engine) as url, httpx.Client(base_url=url) as client, ThreadPoolExecutor(2) as pool:
+        bodies = [{**ASK, "stream": stream} for stream in (False, True)]
+        asked = [pool.submit(httpx.post, f"{url}/v1/completions", json=body) for body in bodies]
         wait_until(lambda: len(engine.requests) == 2)
         engine.stop(timeout=0)
-        for thread in threads:
-            thread.join()
-        whole, streamed = sorted(answers, key=lambda answer: answer.status_code, reverse=True)
-        assert (whole.status_code, streamed.status_code) == (503, 200)
-        for text in (whole.text, streamed.text):
-            assert "stopped before the request was finished" in text
+        for asking, status in zip(asked, (503, 200), strict=True):
+            assert asking.result().status_code == status
+            assert "stopped before the request was finished" in asking.result().text
         refused = client.post("/v1/completions", json=ASK)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["message"] == "the server takes no new requests: it has been stopped"

@@ -23,13 +23,7 @@ from deltazoo.ops.validation import (
     warn_of_heads_first,
 )
 
-__all__ = [
-    "DeltaRuleOutput",
-    "delta_rule",
-    "delta_rule_step",
-    "linear_attention",
-    "linear_attention_step",
-]
+__all__ = ["DeltaRuleOutput", "delta_rule", "delta_rule_step", "linear_attention", "linear_attention_step"]
 
 PRECISIONS = {None: None, "fast": False, "strict": True}
 """Precision -> whether the Triton backend is strict; None: as the erase gain needs."""

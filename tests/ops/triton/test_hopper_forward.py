@@ -30,10 +30,13 @@ from deltazoo.ops.triton import plan  # noqa: E402
 from deltazoo.ops.triton.chunk import prepare  # noqa: E402
 from deltazoo.ops.triton.forward import complete, forward, infer  # noqa: E402
 from deltazoo.ops.triton.gluon import MISSING  # noqa: E402
-from deltazoo.ops.triton.kept import Kept  # noqa: E402
 from deltazoo.ops.triton.launch import Constants  # noqa: E402
 from deltazoo.ops.triton.plan import Card  # noqa: E402
-from deltazoo.ops.triton.problem import Problem, fake_plan  # noqa: E402
+from deltazoo.ops.triton.problem import (  # noqa: E402
+    Kept,  # noqa: E402
+    Problem,
+    fake_plan,
+)
 
 CHUNK = 64
 DECAYS = ("none", "scalar", "channel")

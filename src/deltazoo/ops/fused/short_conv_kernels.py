@@ -371,7 +371,7 @@ def _constants_of(q, k, v, weight, options):
 
 def _forward(q, k, v, q_weight, k_weight, v_weight, past, sequence, cu_seqlens, *options):
     _, constants = _constants_of(q, k, v, q_weight, options)
-    y, y_k, y_v = (None if x is None else torch.empty_like(x) for x in (q, k, v))
+    y, y_k, y_v = [None if x is None else torch.empty_like(x) for x in (q, k, v)]
     where = past, sequence, cu_seqlens
     launch(short_conv_forward_kernel, constants, q, q_weight, *where, y, k, k_weight, y_k, v, v_weight, y_v)
     return y, y_k, y_v
@@ -381,7 +381,7 @@ def _backward(q, k, v, q_weight, k_weight, v_weight, past, sequence, cu_seqlens,
     *options, d_y, d_y_k, d_y_v = options_and_gradients
     programs, constants = _constants_of(q, k, v, q_weight, options)
     weights = q_weight, k_weight, v_weight
-    d_q, d_k, d_v = (None if x is None else torch.empty_like(x) for x in (q, k, v))
+    d_q, d_k, d_v = [None if x is None else torch.empty_like(x) for x in (q, k, v)]
     channels = sum([weight.shape[0] for weight in weights if weight is not None])
     parts = q.new_empty(programs, channels, q_weight.shape[-1], dtype=torch.float32)
     launch(

@@ -14,16 +14,17 @@ from deltazoo.ops.triton.hopper.small_step_gradients import (
     launch_sum_of_groups,
     launch_tiny_steps,
 )
-from deltazoo.ops.triton.kept import (
+from deltazoo.ops.triton.problem import (
     Gradients,
     Kept,
+    Problem,
     StateGradients,
+    contiguous,
     empty_gradients,
     free,
     fused_gradients,
     gradients_in_place,
 )
-from deltazoo.ops.triton.problem import Problem, contiguous
 from deltazoo.ops.triton.stages import prepared_again, reverse_scan, scan_for_states, segment_end_gradients
 from deltazoo.ops.triton.tiles import CHUNK
 

@@ -8,8 +8,7 @@ from deltazoo.ops.call import SCHEMA, RuleCall
 from deltazoo.ops.operator import DifferentiableOperator, Operator
 from deltazoo.ops.triton.backward import backward
 from deltazoo.ops.triton.forward import forward, infer
-from deltazoo.ops.triton.kept import Kept, new_kept
-from deltazoo.ops.triton.problem import Problem, fake_plan
+from deltazoo.ops.triton.problem import Kept, Problem, fake_plan, new_kept
 from deltazoo.ops.validation import check_tensor_values
 
 __all__ = ["triton_delta_rule"]

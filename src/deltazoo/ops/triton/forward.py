@@ -7,8 +7,7 @@ from deltazoo.ops.triton.chunk.inverse import launch_invert
 from deltazoo.ops.triton.chunk.prepare import launch_prepare_rest
 from deltazoo.ops.triton.chunk.scan import FROM_STATE
 from deltazoo.ops.triton.gluon import MISSING
-from deltazoo.ops.triton.kept import Kept
-from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.problem import Kept, Problem
 from deltazoo.ops.triton.stages import prepare, scan, scan_once, segment_starts
 from deltazoo.ops.triton.tiles import CHUNK
 

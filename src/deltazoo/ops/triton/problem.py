@@ -1,6 +1,8 @@
-"""A call as the kernels read it: contiguous tensors, its plan, and where chunks and packed sequences begin."""
+"""A call as the kernels read it: contiguous tensors and its plan; what the forward pass keeps for the backward pass,
+and which tensor's memory a gradient takes.
+"""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +11,10 @@ from deltazoo.ops.call import RuleCall
 from deltazoo.ops.triton.plan import Card, Plan, card_of, plan_for
 from deltazoo.ops.triton.tiles import CHUNK
 
-__all__ = ["Problem", "contiguous", "fake_plan"]
+__all__ = [
+    "Gradients", "Kept", "Problem", "StateGradients", "contiguous", "empty_gate_gradients", "empty_gradients",
+    "fake_plan", "free", "fused_gradients", "gradients_in_place", "new_kept", "new_state_gradients", "new_states",
+]  # fmt: skip
 
 
 class Problem:
@@ -78,3 +83,159 @@ def chunk_table(cu_seqlens: Tensor, NT: int) -> tuple[Tensor, Tensor]:
     chunks = torch.arange(NT, dtype=torch.int32, device=cu_seqlens.device)
     sequence = torch.searchsorted(offsets, chunks, right=True, out_int32=True) - 1
     return sequence.clamp_(max=N - 1), offsets
+
+
+class Kept(NamedTuple):
+    """What the forward pass keeps besides the inputs; None where a call has no such tensor, or keeps none."""
+
+    AP: Tensor | None = None
+    """Of every chunk the transposed inverse and P `[slots, 2, C, C]`, or without step sizes P `[slots, 1, C, C]`."""
+    beta: Tensor | None = None
+    """Step sizes `[slots, C]`."""
+    G: Tensor | None = None
+    """log2-decay: cumulative per chunk `[slots, C]`, or, per channel, over the whole chunk `[slots, K]`."""
+    large_gain: Tensor | None = None
+    """Where precision goes by the erase gain: which chunks need strict, int32 `[slots]`."""
+    q_in: Tensor | None = None
+    """Per channel: queries with the decay since the chunk's start `[B, tokens, HV, K]`. Otherwise the inputs serve."""
+    k_in: Tensor | None = None
+    """Per channel: erase keys with the decay since the chunk's start `[B, T, HV, K]`."""
+    k_out: Tensor | None = None
+    """Per channel: keys with the decay to the chunk's end, likewise."""
+    strong_decay: Tensor | None = None
+    """Per channel: which chunks decay beyond one matrix product, int32 `[slots]`."""
+    starts: Tensor | None = None
+    """Of rows cut into segments: the state that each segment starts from `[N * segments, HV, K, V]`."""
+    transitions: Tensor | None = None
+    """Of rows cut into segments: the transition of each segment `[N * segments, HV, K, K]`."""
+    U: Tensor | None = None
+    """Where Gluon kernels scan, and the backward pass is not to scan again: the corrections `[B, T, HV, V]`."""
+    states: Tensor | None = None
+    """The states that enter the chunks, likewise: `[slots, V, K]`, or, where the fused backward serves, `[2, B, NT * C,
+    HV, K]`, half of their value channels in place of the tokens of a chunk, so that dq and dk can lie there."""
+
+    @classmethod
+    def empty(cls, plan: Plan, q: Tensor, keep: bool) -> "Kept":
+        """Uninitialised tensors; with `keep` also those without which the backward pass would scan again."""
+        # Sizes one by one: as a tuple they cost the host half a microsecond more per tensor.
+        new, slots, float32, int32 = q.new_empty, plan.slots, torch.float32, torch.int32
+        AP = new(slots, plan.matrices, CHUNK, CHUNK)
+        beta = new(slots, CHUNK, dtype=float32) if plan.has_beta else None
+        G = new(slots, plan.K if plan.per_channel else CHUNK, dtype=float32) if plan.decay else None
+        large_gain = new(slots, dtype=int32) if plan.by_gain else None
+        q_in = k_in = k_out = strong_decay = starts = transitions = None
+        if plan.per_channel:
+            q_in = new(plan.B, plan.tokens, plan.HV, plan.K)
+            k_in, k_out = (new(plan.B, plan.T, plan.HV, plan.K) for _ in range(2))
+            strong_decay = new(slots, dtype=int32)
+        if plan.segments > 1:
+            starts, transitions = (new(plan.scans, plan.HV, plan.K, x, dtype=float32) for x in (plan.V, plan.K))
+        U = states = None
+        if keep and plan.route.keeps == "states":
+            U, states = new_states(plan, q)
+        return cls(AP, beta, G, large_gain, q_in, k_in, k_out, strong_decay, starts, transitions, U, states)
+
+    def scanned(self, p: Problem) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+        """The tensors that both scans read: `q_in`, `k_in` and `k_out`; `beta`, `G`, `AP` and `large_gain`.
+
+        Without decay per channel the queries and keys are those of the inputs, and `k_in` the erase keys.
+        """
+        keys = (self.q_in, self.k_in, self.k_out)
+        if self.q_in is None:
+            keys = (p.q, p.k if p.erase_key is None else p.erase_key, p.k)
+        return keys, (self.beta, self.G, self.AP, self.large_gain)
+
+
+def new_kept(plan: Plan, q: Tensor, keep: bool) -> Kept:
+    """Uninitialised, what a recorded forward pass returns; `keep`: so that the backward pass need not scan again."""
+    return Kept() if not keep and plan.route.keeps_to_scan_again == "inputs" else Kept.empty(plan, q, keep)
+
+
+def new_states(plan: Plan, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised corrections U, and states that enter the chunks, as the kernels of the backward pass read them."""
+    U = v.new_empty(plan.B, plan.T, plan.HV, plan.V)
+    if plan.fused_backward:
+        return U, v.new_empty(2, plan.B, plan.NT * CHUNK, plan.HV, plan.K)
+    return U, v.new_empty(plan.slots, plan.V, plan.K)
+
+
+StateGradients = tuple[Tensor | None, Tensor | None]
+"""Gradients of the states that leave the chunks, `[slots, V, K]` and None; or `[B, T, HV, K]` twice, those of the lower
+and of the upper half of the value channels, which take the place of the tokens of a chunk."""
+
+
+def new_state_gradients(p: Problem, kept: Kept, in_place: bool) -> StateGradients:
+    """Uninitialised; with `in_place` in the memory of the queries and keys that the reverse scan reads, if possible.
+
+    It is if chunks are full, only one program of the reverse scan reads these queries and keys, and the Gluon kernels
+    read the gradients. With erase keys, they have no registers for the addresses.
+    """
+    plan = p.plan
+    possible = in_place and plan.T % CHUNK == 0 and not plan.has_erase_key and plan.route.gradients == "gluon"
+    if possible and plan.one_program_per_head:
+        assert kept.q_in is not None and kept.k_in is not None
+        return kept.q_in, kept.k_in
+    return p.q.new_empty(plan.slots, plan.V, plan.K), None
+
+
+Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
+"""Of q, k and erase_key (all per value head), v, beta and log_decay."""
+
+
+def empty_gradients(
+    p: Problem, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None
+) -> Gradients:
+    """Uninitialised, but for those that have memory already."""
+    plan = p.plan
+    if plan.grouped:  # value heads that share a key head sum their gradients outside, in float32
+        dq, dk = (p.float32(plan.B, x, plan.HV, plan.K) for x in (plan.tokens, plan.T))
+    dq = torch.empty_like(p.q) if dq is None else dq
+    dk = torch.empty_like(p.k) if dk is None else dk
+    dv = torch.empty_like(p.v) if dv is None else dv
+    de = None if p.erase_key is None else torch.empty_like(dk)
+    return dq, dk, de, dv, *empty_gate_gradients(p)
+
+
+def gradients_in_place(p: Problem, kept: Kept, Z: Tensor | None, d_states: StateGradients) -> Gradients:
+    """Uninitialised, in the memory of what was kept for the scans or of Z; frees what else was kept for the scans.
+
+    The scans, which have been launched, were the last to read it, so dq, dk and dv may lie in any of it. If the Gluon
+    kernels make the gradients, dv lies in the memory of Z, and that of dq and dk may have the gradients of the states:
+    these kernels say why that is safe. Plain kernels read Z anew for every tile of key channels.
+    """
+    plan = p.plan
+    dq, dk = (None, None) if plan.grouped else (kept.q_in, kept.k_in)
+    dv = Z if plan.route.gradients == "gluon" else kept.k_out if plan.K == plan.V else None
+    free((kept.AP, kept.q_in, kept.k_in, kept.k_out), (dq, dk, dv, *d_states))
+    return empty_gradients(p, dq, dk, dv)
+
+
+def free(tensors: tuple[Tensor | None, ...], used: tuple[Tensor | None, ...]) -> None:
+    """Give back the memory of tensors that autograd holds on to, but for those that are used."""
+    needed = set(map(id, used))
+    for x in tensors:
+        if x is not None and id(x) not in needed:
+            storage = x.untyped_storage()
+            if storage.resizable():  # not so if a hook for saved tensors took it from elsewhere
+                storage.resize_(0)
+
+
+def empty_gate_gradients(p: Problem) -> tuple[Tensor | None, Tensor | None]:
+    """Of beta and log_decay, uninitialised."""
+    d_beta = None if p.beta is None else torch.empty_like(p.beta, dtype=torch.float32)
+    d_log_decay = None if p.log_decay is None else torch.empty_like(p.log_decay, dtype=torch.float32)
+    return d_beta, d_log_decay
+
+
+def fused_gradients(p: Problem, U: Tensor, states: Tensor, in_place: bool) -> Gradients:
+    """Uninitialised, for the fused backward pass: all per value head.
+
+    With `in_place` dv lies where U did, and dq and dk where the states did, if chunks are full.
+    """
+    plan = p.plan
+    dv = U if in_place else torch.empty_like(U)
+    if in_place and plan.T % CHUNK == 0:
+        dq, dk = states.unbind()
+    else:
+        dq, dk = (p.q.new_empty(plan.B, plan.T, plan.HV, plan.K) for _ in range(2))
+    return dq, dk, None, dv, *empty_gate_gradients(p)

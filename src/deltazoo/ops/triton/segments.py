@@ -10,9 +10,8 @@ from torch import Tensor
 from deltazoo.ops.call import SCHEMA, RuleCall
 from deltazoo.ops.operator import Operator
 from deltazoo.ops.triton.backward import backward
-from deltazoo.ops.triton.kept import Kept, new_states
 from deltazoo.ops.triton.plan import Plan
-from deltazoo.ops.triton.problem import Problem, contiguous, fake_plan
+from deltazoo.ops.triton.problem import Kept, Problem, contiguous, fake_plan, new_states
 from deltazoo.ops.triton.stages import prepare, reverse_scan, scan, scan_for_states
 
 __all__ = ["segment_gradients", "segment_outputs", "segment_pairs", "segment_start_gradients", "segment_states"]

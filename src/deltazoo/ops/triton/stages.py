@@ -16,10 +16,9 @@ from deltazoo.ops.triton.chunk.reverse_scan import launch_reverse_scan
 from deltazoo.ops.triton.chunk.scan import FROM_IDENTITY, FROM_STATE, FROM_ZERO, launch_scan
 from deltazoo.ops.triton.chunk.segments import chain_kernel
 from deltazoo.ops.triton.gluon import MISSING
-from deltazoo.ops.triton.kept import Kept, StateGradients, new_state_gradients, new_states
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
-from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.problem import Kept, Problem, StateGradients, new_state_gradients, new_states
 from deltazoo.ops.triton.tiles import CHUNK
 
 if MISSING is None:

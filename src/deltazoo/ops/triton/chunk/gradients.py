@@ -8,10 +8,9 @@ from torch import Tensor
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
 from deltazoo.ops.triton.chunk.score_gradients import load_values, score_gradients, store_step_gradient
-from deltazoo.ops.triton.kept import Gradients, Kept
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
-from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.problem import Gradients, Kept, Problem
 
 
 @triton.jit

@@ -10,10 +10,9 @@ from torch import Tensor
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
 from deltazoo.ops.triton.chunk.inverse import store_inverse
-from deltazoo.ops.triton.kept import Kept
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
-from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.problem import Kept, Problem
 from deltazoo.ops.triton.tiles import CHUNK, HOPPER
 
 

@@ -29,10 +29,9 @@ from deltazoo.ops.triton.chunk.decay_factors import (
 )
 from deltazoo.ops.triton.chunk.inverse import store_inverse
 from deltazoo.ops.triton.chunk.prepare import store_scores
-from deltazoo.ops.triton.kept import Kept
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
-from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.problem import Kept, Problem
 
 
 @triton.jit

@@ -16,10 +16,9 @@ from deltazoo.ops.triton.chunk.scan import (
     unpack_inverse,
     unpack_values,
 )
-from deltazoo.ops.triton.kept import Kept
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
-from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.problem import Kept, Problem
 
 
 @triton.jit(do_not_specialize=["T", "NT", "segments", "chunks", "HK", "HV"])

@@ -16,10 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from deltazoo.ops.triton.chunk.address import sequence_bounds, tokens_of
-from deltazoo.ops.triton.kept import Kept
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
-from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.problem import Kept, Problem
 
 
 @triton.jit

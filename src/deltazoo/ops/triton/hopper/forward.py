@@ -52,10 +52,9 @@ from deltazoo.ops.triton.hopper.forward_chunks import (
     prepare_chunks,
 )
 from deltazoo.ops.triton.hopper.scan import HALF, C, D, as_tile
-from deltazoo.ops.triton.kept import Kept
 from deltazoo.ops.triton.launch import Constants, TileView, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
-from deltazoo.ops.triton.problem import Problem, contiguous
+from deltazoo.ops.triton.problem import Kept, Problem, contiguous
 from deltazoo.ops.triton.tiles import CHUNK, fused_forward_options
 
 __all__ = ["hopper_forward_kernel"]

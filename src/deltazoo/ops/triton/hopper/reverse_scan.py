@@ -37,10 +37,9 @@ from deltazoo.ops.triton.hopper.scan import (
     store_factors,
     store_tile,
 )
-from deltazoo.ops.triton.kept import Kept
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
-from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.problem import Kept, Problem
 from deltazoo.ops.triton.tiles import CHUNK, gluon_reverse_scan_options
 
 

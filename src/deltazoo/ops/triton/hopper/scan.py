@@ -25,10 +25,9 @@ from deltazoo.ops.triton.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from deltazoo.ops.triton.kept import Kept
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
-from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.problem import Kept, Problem
 from deltazoo.ops.triton.tiles import CHUNK, gluon_scan_options
 
 C = gl.constexpr(64)  # tokens per chunk

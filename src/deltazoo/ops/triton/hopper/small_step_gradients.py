@@ -5,10 +5,9 @@ import triton.language as tl
 from torch import Tensor
 
 from deltazoo.ops.triton.chunk.scan import add_product, times_terms, unpack_inverse
-from deltazoo.ops.triton.kept import Kept
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
-from deltazoo.ops.triton.problem import Problem
+from deltazoo.ops.triton.problem import Kept, Problem
 from deltazoo.ops.triton.tiles import CHUNK
 
 __all__ = ["SMALL_STEP", "launch_log_decay_gradient", "launch_sum_of_groups", "launch_tiny_steps"]
