@@ -11,6 +11,12 @@ import deltazoo
 from deltazoo.swap import FAMILIES, swapped_layers
 
 RULES = ["delta_net", "gated_deltanet", "kda", "efla"]
+PAIRS = [
+    (family, list(CHOICES)[(number + turn) % len(CHOICES)], rule)
+    for number, family in enumerate(OWN)
+    for turn, rule in enumerate(RULES)
+]
+"""Every family with every rule and every choice of layers, and every rule with every choice."""
 
 
 def swapped(family, rule="gated_deltanet", layers="all", **options):
@@ -34,9 +40,7 @@ def test_every_family_of_the_table_is_tested():
     assert set(OWN) == set(FAMILIES)
 
 
-@pytest.mark.parametrize("family", OWN)
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("family", "choice", "rule"), PAIRS)
 def test_runs_decodes_and_reloads(family, choice, rule, tmp_path):
     original, ids = tiny_original(family), tokens(2, 7)
     model = copy.deepcopy(original)

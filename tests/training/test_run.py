@@ -22,7 +22,7 @@ import torch
 from tiny_runs import run_config, write_text_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from deltazoo.training import RunConfig, TrainingDiverged, load_config, save_config, train
+from deltazoo.training import RunConfig, TrainingDiverged, TrainingResult, load_config, save_config, train
 from deltazoo.training.folder import SaveError, best_checkpoint, checkpoints
 from deltazoo.training.trainer import Monitor, PackedTrainer, TrainingInterrupted, training_arguments
 
@@ -75,6 +75,27 @@ def stopping_after(step: int) -> AbstractContextManager[None]:
     return doing_after(step + 1, die)
 
 
+@pytest.fixture(scope="module")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
+    """A run of eight steps."""
+    return train(run_config(text, tmp_path_factory.mktemp("finished") / "run"))
+
+
+@pytest.fixture(scope="module")
+def killed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of such a run that ended after six steps, with a checkpoint after four."""
+    config = run_config(text, tmp_path_factory.mktemp("killed") / "run")
+    with stopping_after(6), pytest.raises(KeyboardInterrupt):
+        train(config)
+    return Path(config.output)
+
+
+def copied(text: Path, folder: Path, tmp_path: Path) -> RunConfig:
+    """The configuration of the copy of such a run."""
+    shutil.copytree(folder, tmp_path / "run")
+    return run_config(text, tmp_path / "run")
+
+
 def test_a_run_learns_and_leaves_a_model_for_transformers(text: Path, tmp_path: Path) -> None:
     config = run_config(text, tmp_path / "run", training={"steps": 40, "save_every": 20, "keep_checkpoints": 1})
     result = train(config)
@@ -125,14 +146,13 @@ def test_a_run_of_an_earlier_revision_goes_on_as_it_began(text: Path, tmp_path: 
     assert AutoModelForCausalLM.from_pretrained(resumed.model_path).config.mixer_revision == 1
 
 
-def test_a_diagnosed_run_has_the_losses_of_another(text: Path, tmp_path: Path) -> None:
+def test_a_diagnosed_run_has_the_losses_of_another(text: Path, tmp_path: Path, finished: TrainingResult) -> None:
     """The figures are logged beside the losses, also by a run that goes on, and change nothing."""
-    plain = train(run_config(text, tmp_path / "plain"))
     config = run_config(text, tmp_path / "diagnosed", training={"diagnose_every": 2})
     with stopping_after(6), pytest.raises(KeyboardInterrupt):
         train(config)
     found = train(config, resume=True)
-    assert losses(found.log_history) == losses(plain.log_history)
+    assert losses(found.log_history) == losses(finished.log_history)
     growth = {x["step"]: x["diagnose_state_norm_max"] for x in found.log_history if "diagnose_state_norm_max" in x}
     assert [*growth] == [0, 2, 4, 6, 8] and len({*growth.values()}) == 5
 
@@ -152,7 +172,7 @@ def test_a_killed_process_goes_on_to_the_same_weights(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """At whatever moment: some milliseconds after a checkpoint, also while the next one is written."""
-    changes: dict[str, Any] = {"data": {"streaming": kind == "records"}, "training": {"steps": 60, "save_every": 2}}
+    changes: dict[str, Any] = {"data": {"streaming": kind == "records"}, "training": {"steps": 40, "save_every": 2}}
     source = request.getfixturevalue(kind)
     config = run_config(source, tmp_path / "run", **changes)
     save_config(config, tmp_path / "config.yaml")
@@ -167,7 +187,7 @@ def test_a_killed_process_goes_on_to_the_same_weights(
     _, complaints = process.communicate()
     assert process.returncode == -signal.SIGKILL, complaints.decode()
     reached = int(checkpoints(tmp_path / "run")[-1].name.removeprefix("checkpoint-"))
-    assert 0 < reached < 60
+    assert 0 < reached < 40
     resumed, unbroken = train(config, resume=True), train(run_config(source, tmp_path / "unbroken", **changes))
     assert losses(resumed.log_history) == losses(unbroken.log_history)
     found, expected = (AutoModelForCausalLM.from_pretrained(run.model_path).state_dict() for run in (resumed, unbroken))
@@ -234,37 +254,37 @@ def test_a_full_disk_while_saving_leaves_the_previous_checkpoint_whole(text: Pat
     assert losses(train(config, resume=True).log_history).keys() == set(range(1, 9))
 
 
-def test_a_finished_run_is_reported_again_without_training(text: Path, tmp_path: Path) -> None:
-    config = run_config(text, tmp_path / "run")
-    first = train(config)
-    written = (first.model_path / "model.safetensors").stat().st_mtime_ns
-    again = train(config, resume=True)
-    assert again == first
-    assert (first.model_path / "model.safetensors").stat().st_mtime_ns == written
+def test_a_finished_run_is_reported_again_without_training(text: Path, finished: TrainingResult) -> None:
+    written = (finished.model_path / "model.safetensors").stat().st_mtime_ns
+    assert train(run_config(text, finished.model_path.parent), resume=True) == finished
+    assert (finished.model_path / "model.safetensors").stat().st_mtime_ns == written
 
 
-def test_the_model_of_a_finished_run_is_made_again_from_its_last_checkpoint(text: Path, tmp_path: Path) -> None:
-    config = run_config(text, tmp_path / "run")
-    first = train(config)
-    weights = (first.model_path / "model.safetensors").read_bytes()
-    shutil.rmtree(first.model_path)
-    assert train(config, resume=True) == first
-    assert (first.model_path / "model.safetensors").read_bytes() == weights
-    for left in (first.model_path, *checkpoints(tmp_path / "run")):
+def test_the_model_of_a_finished_run_is_made_again_from_its_last_checkpoint(
+    text: Path, tmp_path: Path, finished: TrainingResult
+) -> None:
+    config = copied(text, finished.model_path.parent, tmp_path)
+    model = tmp_path / "run" / "model"
+    weights = (model / "model.safetensors").read_bytes()
+    shutil.rmtree(model)
+    assert train(config, resume=True) == replace(finished, model_path=model)
+    assert (model / "model.safetensors").read_bytes() == weights
+    for left in (model, *checkpoints(tmp_path / "run")):
         shutil.rmtree(left)
     with pytest.raises(ValueError, match="no checkpoint to go on from is left"):
         train(config, resume=True)
 
 
 @pytest.mark.parametrize("content", ['{"log_hist', "[1]", '{"seconds": 1}'])
-def test_a_damaged_result_is_named_and_made_again(text: Path, tmp_path: Path, content: str) -> None:
-    config = run_config(text, tmp_path / "run")
-    first = train(config)
+def test_a_damaged_result_is_named_and_made_again(
+    text: Path, tmp_path: Path, finished: TrainingResult, content: str
+) -> None:
+    config = copied(text, finished.model_path.parent, tmp_path)
     (tmp_path / "run" / "result.json").write_text(content)
     with pytest.raises(ValueError, match=r"run/result.json is damaged: .*Remove it"):
         train(config, resume=True)
     (tmp_path / "run" / "result.json").unlink()
-    assert losses(train(config, resume=True).log_history) == losses(first.log_history)
+    assert losses(train(config, resume=True).log_history) == losses(finished.log_history)
 
 
 def test_a_stream_killed_before_its_result_was_written_ends_where_it_was(records: Path, tmp_path: Path) -> None:
@@ -346,9 +366,8 @@ def test_what_a_run_would_replace_is_not_replaced(text: Path, tmp_path: Path, na
     assert file.read_text() == "my own" and not (tmp_path / "config.yaml").exists()
 
 
-def test_a_run_without_its_configuration_is_not_resumed(text: Path, tmp_path: Path) -> None:
-    config = run_config(text, tmp_path / "run")
-    train(config)
+def test_a_run_without_its_configuration_is_not_resumed(text: Path, tmp_path: Path, finished: TrainingResult) -> None:
+    config = copied(text, finished.model_path.parent, tmp_path)
     (tmp_path / "run" / "config.yaml").unlink()
     with pytest.raises(ValueError, match=r"cannot be resumed: .*config.yaml, the configuration .* is missing"):
         train(config, resume=True)
@@ -395,10 +414,10 @@ def test_a_second_signal_ends_the_run_at_once(text: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"])
-def test_a_damaged_checkpoint_is_named_before_anything_is_trained(text: Path, tmp_path: Path, name: str) -> None:
-    config = run_config(text, tmp_path / "run")
-    with stopping_after(6), pytest.raises(KeyboardInterrupt):
-        train(config)
+def test_a_damaged_checkpoint_is_named_before_anything_is_trained(
+    text: Path, tmp_path: Path, killed: Path, name: str
+) -> None:
+    config = copied(text, killed, tmp_path)
     file = tmp_path / "run" / "checkpoint-4" / name
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(
@@ -410,16 +429,13 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_trained(text: Path, tm
         train(config, resume=True)
 
 
-def test_a_folder_with_a_run_is_not_overwritten(text: Path, tmp_path: Path) -> None:
-    config = run_config(text, tmp_path / "run")
-    train(config)
+def test_a_folder_with_a_run_is_not_overwritten(text: Path, finished: TrainingResult) -> None:
     with pytest.raises(ValueError, match=r"already holds a run: go on with --resume"):
-        train(config)
+        train(run_config(text, finished.model_path.parent))
 
 
-def test_resuming_with_another_configuration_names_the_difference(text: Path, tmp_path: Path) -> None:
-    config = run_config(text, tmp_path / "run")
-    train(config)
+def test_resuming_with_another_configuration_names_the_difference(text: Path, finished: TrainingResult) -> None:
+    config = run_config(text, finished.model_path.parent)
     other = replace(config, training=replace(config.training, learning_rate=1e-4, keep_checkpoints=5))
     with pytest.raises(ValueError, match=r"another configuration: training.learning_rate was 0.003 and is 0.0001$"):
         train(other, resume=True)
@@ -489,10 +505,11 @@ def test_a_model_that_cannot_be_is_refused(
         train(run_config(text, tmp_path / "run", **{section: keys}))
 
 
-def test_gradients_can_be_recomputed_and_give_the_same_losses(text: Path, tmp_path: Path) -> None:
-    plain = train(run_config(text, tmp_path / "plain"))
+def test_gradients_can_be_recomputed_and_give_the_same_losses(
+    text: Path, tmp_path: Path, finished: TrainingResult
+) -> None:
     saving = train(run_config(text, tmp_path / "saving", training={"gradient_checkpointing": True}))
-    assert losses(saving.log_history) == pytest.approx(losses(plain.log_history), rel=1e-5)
+    assert losses(saving.log_history) == pytest.approx(losses(finished.log_history), rel=1e-5)
 
 
 def test_bf16_trains_and_keeps_the_parameters_in_fp32(text: Path, tmp_path: Path) -> None:

@@ -90,14 +90,10 @@ def refuse(reasons: dict[str, bool]) -> None:
 
 
 def as_overrides(options: dict[str, str | None], overrides: Sequence[str] = ()) -> list[str]:
-    """Overrides of a configuration that set what the given options say.
-
-    Args:
-        options: "--option section.key" -> its value, None if it was not given.
-        overrides: the user's own.
+    """Overrides that set what options say: "--option section.key" -> its value, None if it was not given.
 
     Raises:
-        ValueError: the user sets the key of a given option as well.
+        ValueError: the user's own overrides set the key of a given option as well.
     """
     found = []
     for names, given in options.items():
@@ -166,5 +162,9 @@ LoadOption = Annotated[
 ]
 OverrideOption = Annotated[
     list[str] | None, typer.Option("--set", help="section.key=value; replaces one value; may be repeated.")
+]
+HeldOutTextOption = Annotated[
+    str | None,
+    typer.Option("--text", help="All of this text (as data.text in a configuration), not the run's held-out part."),
 ]
 TextFieldOption = Annotated[str, typer.Option(help="Column of the text in JSONL, Parquet and Hub records.")]

@@ -13,6 +13,7 @@ from rich.console import Console
 from deltazoo.cli.options import (
     CheckpointArgument,
     DeviceOption,
+    HeldOutTextOption,
     JsonOption,
     LoadOption,
     OverrideOption,
@@ -193,10 +194,7 @@ def _remark(result: "TrainingResult", folder: Path) -> str | None:
 
 def evaluate(
     path: CheckpointArgument,
-    text: Annotated[
-        str | None,
-        typer.Option(help="Score all of this text (as data.text in a configuration), not the run's held-out part."),
-    ] = None,
+    text: HeldOutTextOption = None,
     text_field: TextFieldOption = "text",
     max_bytes: Annotated[int | None, typer.Option(min=1, help="Stop reading --text after this many bytes.")] = None,
     primed: Annotated[bool, typer.Option(help="Also measure xz with the training text read before.")] = False,
@@ -207,8 +205,7 @@ def evaluate(
     """Score a model on held-out text, and compare it with gzip and xz."""
     without_text = max_bytes is not None or text_field != DataConfig.text_field
     refuse({"--max-bytes and --text-field act on --text only": text is None and without_text})
-    data = None if text is None else DataConfig(text=text, text_field=text_field)
-    texts = choose_documents(path, data, max_bytes)
+    texts = choose_documents(path, text, text_field, max_bytes)
 
     from deltazoo.training.evaluate import Baseline, baselines, score_documents
     from deltazoo.training.loading import load_checkpoint
@@ -243,10 +240,7 @@ def evaluate(
 
 def diagnose(
     path: CheckpointArgument,
-    text: Annotated[
-        str | None,
-        typer.Option(help="This text (as data.text in a configuration), not the run's held-out part."),
-    ] = None,
+    text: HeldOutTextOption = None,
     text_field: TextFieldOption = "text",
     length: Annotated[
         int | None,
@@ -276,8 +270,7 @@ def diagnose(
         from deltazoo.diagnosis.pictures import require_matplotlib
 
         require_matplotlib()
-    data = None if text is None else DataConfig(text=text, text_field=text_field)
-    texts = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
+    texts = choose_documents(path, text, text_field, max_bytes=None if text is None else 64 * tokens)
 
     from deltazoo.diagnosis import diagnose as measure_layers
     from deltazoo.generation.conditions import check_positions, learned_positions

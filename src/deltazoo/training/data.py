@@ -317,21 +317,24 @@ def first_texts(source: TextFiles | Records, max_bytes: int | None = None) -> li
     return texts
 
 
-def choose_documents(path: str, text: DataConfig | None = None, max_bytes: int | None = None) -> Corpus:
+def choose_documents(
+    path: str, text: str | None = None, text_field: str = DataConfig.text_field, max_bytes: int | None = None
+) -> Corpus:
     """The text that a model is scored on, as ``validation``, and that it was trained on, empty if unknown.
 
     The first is the held-out part of the second, or a text of the caller's.
 
     Args:
         path: of the model, see `resolve_checkpoint`.
-        text: all of this text instead; nothing of it is held out.
+        text: all of this text (``data.text``) instead; nothing of it is held out.
+        text_field: the column of its records.
         max_bytes: of ``text``, from its beginning.
 
     Raises:
         ValueError: no ``text`` for a model that does not say what it was trained on, or there is no text.
     """
     config = training_config_of(path)
-    source = None if text is None else open_text(text)
+    source = None if text is None else open_text(DataConfig(text=text, text_field=text_field))
     if text is None and config is None:
         where = path if Path(path).expanduser().is_dir() else f"{path}, which is no folder here,"
         raise ValueError(f"{where} does not say what text it was trained on: name a text with --text")
