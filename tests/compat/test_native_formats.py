@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -212,6 +213,22 @@ def test_a_target_that_transformers_cannot_run_is_refused(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="cannot run its own qwen3_next, .* AttributeError: no such cache"):
         deltazoo.export(tiny(), "qwen3_next", tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_kernels_that_a_cpu_cannot_run_are_left_out_of_the_comparison(tmp_path, monkeypatch):
+    """Where flash-linear-attention is installed, transformers calls its kernels on every device."""
+    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    original = module.torch_chunk_gated_delta_rule
+    if not hasattr(original, "__wrapped__"):
+        pytest.skip(f"transformers {transformers.__version__} chooses kernels in another way")
+
+    @functools.wraps(original)
+    def kernel(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("needs a GPU")
+
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", kernel)
+    assert deltazoo.export(tiny(), "qwen3_next", tmp_path / "out").difference < 1e-4
+    assert module.torch_chunk_gated_delta_rule is kernel
 
 
 def test_tokenizer_and_generation_config_go_along(tmp_path, monkeypatch):

@@ -287,6 +287,13 @@ def with_a_bias(model):
     linear.bias = torch.nn.Parameter(torch.zeros(linear.out_features))
 
 
+def with_an_adapted_gate(model):
+    class Adapted(torch.nn.Linear):
+        pass
+
+    model.model.layers[0].attn.f_proj[1].__class__ = Adapted
+
+
 def with_another_dtype(model):
     model.model.layers[0].mlp.double()
 
@@ -302,6 +309,7 @@ CHANGES = [
     (with_a_subclass, "DeltaRuleAttention and Own"),
     (with_a_bias, "linear map is not a plain one"),
     (with_another_dtype, "float32 on cpu, torch.float64 on cpu"),
+    (with_an_adapted_gate, "not two plain linear maps"),
     (lambda model: model.set_runtime(fused_kernels=False), "other kernels were asked for"),
     (lambda model: model.set_runtime(backend="reference"), "backend='reference' was asked for"),
 ]
@@ -309,74 +317,56 @@ CHANGES = [
 
 @pytest.mark.parametrize(("change", "message"), CHANGES)
 def test_what_keeps_a_block_from_running_fused(change, message, on_any_device):
-    model = tiny_model("gated_deltanet")
+    model = tiny_model("kda")
     assert reason(model) is None
     change(model)
     assert message in reason(model)
-    assert (reason(model, 1) is None) == (change in (f for f, _ in CHANGES[:5]))
+    assert (reason(model, 1) is None) == (change in (f for f, _ in CHANGES[:6]))
 
 
 @pytest.mark.parametrize(
-    ("case", "message"), [("erase_only", "neg_eigval is 'erase'"), ("without_conv", "do not pass a short convolution")]
-)
-def test_layers_with_a_step_of_their_own(case, message, on_any_device):
-    assert message in reason(tiny_model(case))
-
-
-OTHER_SPECS = [
-    ("eda", {"erase_reads": "undecayed"}, "before the decay"),
-    ("gla", {"decay": "none"}, "a decay or keys of its own"),
-    ("lightning_attention", {"decay": "none"}, "a decay or keys of its own"),
-    ("lightning_attention", {"decay": "channel"}, "its decay is per head"),
-    ("q_delta", {"normalize_k": False}, "its keys are 'query_share'"),
-]
-
-
-@pytest.mark.parametrize(("rule", "changes", "message"), OTHER_SPECS)
-def test_specs_that_the_form_of_a_class_does_not_fit(rule, changes, message, on_any_device):
-    with forget_rules():
-        own_class = layer_class(rule)
-        spec = replace(get_rule(rule), name="own", hub_model_type=None, **changes)
-        own = register_rule(
-            spec,
-            layer=f"{own_class.__module__}.{own_class.__name__}",
-            step_form=registered_promises(rule).step_form,
-        )
-        assert message in reason(tiny_model(rule, mixer=own.name))
-
-
-@pytest.mark.parametrize(
-    ("table", "change", "message"),
+    ("case", "options", "message"),
     [
-        (GATE_ACTIVATIONS, {"gate_activation": "tanh"}, "its output gate has an activation of its own"),
-        (STEP_SIZES, {"step_size": "half"}, "its step size is a function of its own"),
+        ("erase_only", {}, "neg_eigval is 'erase'"),
+        ("without_conv", {}, "do not pass a short convolution"),
+        ("kda", {"decay_lower_bound": -5.0}, "a decay or keys of its own"),
     ],
 )
-def test_names_that_no_kernel_knows(table, change, message, on_any_device, monkeypatch):
-    (name,) = change.values()
-    monkeypatch.setitem(table, name, lambda x, *others: x / 2)
+def test_layers_with_a_step_of_their_own(case, options, message, on_any_device):
+    assert message in reason(tiny_model(case, **options))
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes", "message"),
+    [
+        ("eda", {"erase_reads": "undecayed"}, "before the decay"),
+        ("gla", {"decay": "none"}, "a decay or keys of its own"),
+        ("lightning_attention", {"decay": "none"}, "a decay or keys of its own"),
+        ("lightning_attention", {"decay": "channel"}, "its decay is per head"),
+        ("q_delta", {"normalize_k": False}, "its keys are 'query_share'"),
+        ("gated_deltanet", {"gate_activation": "tanh"}, "its output gate has an activation of its own"),
+        ("gated_deltanet", {"step_size": "half"}, "its step size is a function of its own"),
+        ("kda", {"decay_gate": lambda a, A_log, dt_bias: -torch.sigmoid(a)}, "a decay or keys of its own"),
+    ],
+)
+def test_specs_that_no_kernel_knows(rule, changes, message, on_any_device, monkeypatch):
+    """Those that do not fit the form of the class, and those with functions of their own."""
+    monkeypatch.setitem(GATE_ACTIVATIONS, "tanh", torch.tanh)
+    monkeypatch.setitem(STEP_SIZES, "half", lambda x, *others: x / 2)
     with forget_rules():
-        own = register_rule(replace(get_rule("gated_deltanet"), name="own", hub_model_type=None, **change))
-        assert message in reason(tiny_model("gated_deltanet", mixer=own.name))
+        own_class, form = layer_class(rule), registered_promises(rule).step_form
+        promised = (
+            {"layer": f"{own_class.__module__}.{own_class.__name__}", "step_form": form} if rule in OWN_FORM else {}
+        )
+        own = register_rule(replace(get_rule(rule), name="own", hub_model_type=None, **changes), **promised)
+        assert message in reason(tiny_model(rule, mixer=own.name))
 
 
 def test_keys_that_no_kernel_knows(on_any_device, monkeypatch):
     model = tiny_model("q_delta")
     mixer = model.model.layers[0].attn
-    form = mixer.step_form._replace(keys="query_shares")
-    monkeypatch.setattr(type(mixer), "step_form", form)
+    monkeypatch.setattr(type(mixer), "step_form", mixer.step_form._replace(keys="query_shares"))
     assert "a decay or keys of its own" in reason(model)
-
-
-def test_decays_of_another_form(on_any_device):
-    assert "a decay or keys of its own" in reason(tiny_model("kda", decay_lower_bound=-5.0))
-    with forget_rules():
-
-        def own_gate(a, A_log, dt_bias):
-            return -torch.sigmoid(a)
-
-        own = register_rule(replace(get_rule("kda"), name="own", decay_gate=own_gate, hub_model_type=None))
-        assert "a decay or keys of its own" in reason(tiny_model("kda", mixer=own.name))
 
 
 def test_a_class_does_not_inherit_its_form(on_any_device):
@@ -404,16 +394,6 @@ def test_a_fixed_decay_is_that_of_the_layers_heads(on_any_device):
         mixer.head_share = (1, 2)
     for block, expected in zip(blocks_of(model), of_all_heads, strict=True):
         assert torch.equal(block._rule._fixed_decay, expected[1:])
-
-
-def test_a_gate_of_low_rank_with_an_adapter_runs_as_it_is(on_any_device):
-    class Adapted(torch.nn.Linear):
-        pass
-
-    model = tiny_model("kda")
-    assert reason(model) is None
-    model.model.layers[0].attn.f_proj[1].__class__ = Adapted
-    assert "not two plain linear maps" in reason(model)
 
 
 def test_nothing_runs_fused_on_a_cpu():

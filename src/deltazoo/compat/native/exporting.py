@@ -1,7 +1,9 @@
 """`export`: a model of ours as a checkpoint of another format, compared with the original before it is there."""
 
 import copy
+import inspect
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,7 +84,7 @@ def export(
     _refuse_obstacles(model.config, target)
     model.refuse_undescribed_layers()
     found = None
-    with _appearing(Path(path).absolute()) as folder, _without_notices():
+    with _appearing(Path(path).absolute()) as folder:
         if target == "fla":
             _write_fla(model, folder)
         else:
@@ -110,14 +112,20 @@ def _appearing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _without_notices() -> Iterator[None]:
-    """Without transformers' notices, here of kernels for GPUs that it does not find."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+def _torch_alone(model: nn.Module) -> Iterator[None]:
+    """transformers' definitions in torch, in place of the kernels that it calls where their packages are installed: a
+    CPU cannot run them.
+    """
+    module, chosen = type(model).__module__, {}
+    names = vars(sys.modules[module])
+    if module.startswith("transformers."):
+        own = {name: x for name, x in names.items() if inspect.isfunction(x) and x.__module__ == module}
+        chosen = {name: x for name, x in own.items() if hasattr(x, "__wrapped__")}
+    names.update({name: inspect.unwrap(x) for name, x in chosen.items()})
     try:
         yield
     finally:
-        transformers.logging.set_verbosity(verbosity)
+        names.update(chosen)
 
 
 def _refuse_obstacles(config: Any, target: str) -> None:
@@ -222,9 +230,10 @@ def _compare(model: DeltaRuleForCausalLM, folder: Path, target: str) -> ExportCh
     logits, texts = [], []
     for compared in (original.eval(), loaded.eval()):
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _torch_alone(compared):
                 logits.append(compared(tokens).logits)
-            texts.append(compared.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=options))
+                text = compared.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=options)
+            texts.append(text)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"transformers {transformers.__version__} cannot run its own {target}, so nothing was compared or "
