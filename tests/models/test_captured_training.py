@@ -653,6 +653,39 @@ def test_a_failed_capture_leaves_everything_as_it_was(place, monkeypatch):
     assert "4 eager: the capture failed (RuntimeError: no graph today)" in reasons(captured)
 
 
+def test_after_a_failed_capture_earlier_graphs_serve_and_no_more_are_made(monkeypatch):
+    model = tiny_model("gated_deltanet", captured_training="auto").train()
+    warm(model, 4)
+    original, calls = graphs.CapturedStack._backward, []
+
+    def failing(self: Any) -> Any:
+        calls.append(None)
+        original(self)
+        raise RuntimeError("no graph today")
+
+    monkeypatch.setattr(graphs.CapturedStack, "_backward", failing)
+    for length in (6, 7):
+        for inputs in plain_batches(4, (1, length)):
+            model(**inputs, use_cache=False).loss.backward()
+    assert len(calls) == 1 and replayed(model) == 2
+    monkeypatch.undo()
+    as_on_a_gpu(monkeypatch)
+    warm(model, 2)
+    assert replayed(model) == 4
+    assert "6 eager: the capture failed (RuntimeError: no graph today)" in reasons(model)
+
+
+def test_blocks_that_could_not_be_captured_are_tried_again(monkeypatch):
+    monkeypatch.setattr(kept, "_CALLS_UNTIL_NEXT_TRY", 3)
+    model = tiny_model("gated_deltanet", captured_training="auto").train()
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: None)
+    warm(model, 4)
+    hook.remove()
+    warm(model, 6)
+    assert "it has hooks" in reasons(model)
+    assert replayed(model) == 2
+
+
 def test_a_block_that_changes_its_attributes_is_not_captured():
     model = tiny_model("gated_deltanet", captured_training="auto").train()
     norm = model.model.layers[0].attn_norm

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import deltazoo  # noqa: F401
+
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -68,11 +70,11 @@ def served(model: Any, path: Path, **options: Any) -> Iterator[Any]:
         model.save_pretrained(path)
     defaults = dict(max_model_len=512, max_num_batched_tokens=64, max_num_seqs=4, enable_prefix_caching=False)
     fixed = dict(skip_tokenizer_init=True, enforce_eager=True, dtype="float32")
-    engine = LLM(str(path), **{**fixed, **defaults, **options})
     try:
+        engine = LLM(str(path), **{**fixed, **defaults, **options})
         yield engine
     finally:
-        del engine
+        engine = None
         gc.collect()
         cleanup_dist_env_and_memory()
 
@@ -87,3 +89,16 @@ def outputs(engine: Any, prompts: Sequence[list[int]], num_tokens: int = 12, **o
 
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens, detokenize=False, ignore_eos=True)
     return engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False, **options)
+
+
+def add_and_abort(engine: Any, prompts: Sequence[list[int]]) -> None:
+    """Begin some requests, and abort them after two steps."""
+    from vllm import SamplingParams
+
+    names = [f"aborted-{number}" for number, _ in enumerate(prompts)]
+    for name, prompt in zip(names, prompts, strict=True):
+        sampling = SamplingParams(temperature=0, max_tokens=50, detokenize=False)
+        engine.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+    for _ in range(2):
+        engine.llm_engine.step()
+    engine.llm_engine.abort_request(names)

@@ -11,22 +11,28 @@ from typing import Any
 
 import vllm
 from packaging.version import Version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm import ModelRegistry
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
 from vllm.transformers_utils import model_arch_config_convertor as vllm_configs
 
 import deltazoo
+from deltazoo.models.config_keys import class_name
 from deltazoo.models.hub import model_types
+from deltazoo.models.softmax_attention import with_softmax_heads
+from deltazoo.names import SWAPPED_PREFIX
+from deltazoo.swap.models import recorded_layers
 
 __all__ = ["register"]
 
 OLDEST, NEWEST = "0.26", "0.33"
 """Versions of vLLM that this package knows: interfaces for states change often."""
-HYBRID, PURE = "DeltazooHybridForCausalLM", "DeltazooForCausalLM"
-"""vLLM's names of our models: it asks a model's class, not its configuration, whether there are softmax layers."""
+OWN, PURE = "DeltazooForCausalLM", "Pure"
+"""vLLM's name of our own models, and what stands before the name of a model without softmax layers: vLLM asks a class,
+not a configuration, whether there are any."""
 SWAPPED = ("llama", "mistral", "qwen2", "qwen3")
-"""Families that can be swapped and served; others call their attention in ways that were never tried."""
+"""Families that can be swapped and served: those that were tried."""
 
 
 def register() -> None:
@@ -35,29 +41,32 @@ def register() -> None:
     Raises:
         RuntimeError: another version of vLLM.
     """
-    release = ".".join(vllm.__version__.split(".")[:2])
-    if not Version(OLDEST) <= Version(release) <= Version(NEWEST):
+    release = Version(".".join(vllm.__version__.split(".")[:2]))
+    if not Version(OLDEST) <= release <= Version(NEWEST):
         raise RuntimeError(
             f"deltazoo {deltazoo.__version__} works with vLLM {OLDEST} to {NEWEST}, got {vllm.__version__}: install "
             "one of these, or serve the model with `deltazoo serve`"
         )
-    for name in (PURE, HYBRID):
-        ModelRegistry.register_model(name, f"deltazoo.serving.vllm.own_models:{name}")
-        MODELS_CONFIG_MAP[name] = DeltazooConfig
-    for model_type in model_types():
-        vllm_configs.MODEL_ARCH_CONFIG_CONVERTORS[model_type] = _OwnConfig
+    modules = {OWN: "own_models"}
+    for model_type in (*model_types(), *(SWAPPED_PREFIX + family for family in SWAPPED)):
+        vllm_configs.MODEL_ARCH_CONFIG_CONVERTORS[model_type] = _Config
+        if model_type.startswith(SWAPPED_PREFIX):
+            modules[_swapped_name(CONFIG_MAPPING[model_type])] = "swapped_models"
+    for name, module in modules.items():
+        for one in (name, PURE + name):
+            ModelRegistry.register_model(one, f"deltazoo.serving.vllm.{module}:{one}")
+            MODELS_CONFIG_MAP[one] = _Settings
 
 
-class DeltazooConfig(MambaModelConfig):
+def _swapped_name(config_class: type[Any]) -> str:
+    return class_name(config_class.__name__, "ForCausalLM")
+
+
+class _Settings(MambaModelConfig):
     """vLLM's settings for our models: decoding steps as CUDA graphs, prompts as they come; nothing is compiled."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Set them.
-
-        Raises:
-            ValueError: pipeline parallelism, speculation or compilation is asked for.
-        """
         super().verify_and_update_config(vllm_config)
         compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
         if parallel.pipeline_parallel_size > 1:
@@ -73,27 +82,31 @@ class DeltazooConfig(MambaModelConfig):
             compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 
 
-class _OwnConfig(vllm_configs.ModelArchConfigConvertorBase):
-    """Our configurations as vLLM reads them: pure models have no attention heads."""
+class _Config(vllm_configs.ModelArchConfigConvertorBase):
+    """A configuration of ours as vLLM reads it. Models without softmax layers have no attention heads."""
 
     def __init__(self, hf_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(hf_config, *args, **kwargs)
         found = hf_config.architectures or []
         if any(not name.endswith("ForCausalLM") for name in found):
             raise ValueError(f"deltazoo serves causal language models in vLLM, got {', '.join(found)}")
-        if "linear_attention" not in hf_config.layer_types:
+        self._swapped = hf_config.model_type.startswith(SWAPPED_PREFIX)
+        kinds = [] if self._swapped else hf_config.layer_types
+        linear = len(recorded_layers(hf_config)) if self._swapped else kinds.count("linear_attention")
+        if not linear:
             raise ValueError("the model has no linear layers, and deltazoo has nothing to add to vLLM")
-        self._is_hybrid = "full_attention" in hf_config.layer_types
-        hf_config.architectures = [HYBRID if self._is_hybrid else PURE]  # vLLM reads it there
+        self._is_hybrid = linear < hf_config.num_hidden_layers
+        name = _swapped_name(type(hf_config)) if self._swapped else OWN
+        hf_config.architectures = [name if self._is_hybrid else PURE + name]  # vLLM reads it there
 
     def get_total_num_attention_heads(self) -> int:
-        """Of the softmax layers."""
-        return self.hf_config.num_attention_heads if self._is_hybrid else 0
+        return super().get_total_num_attention_heads() if self._is_hybrid else 0
 
     def get_total_num_kv_heads(self) -> int:
-        """Of the softmax layers."""
-        return self.hf_config.num_key_value_heads if self._is_hybrid else 0
+        return super().get_total_num_kv_heads() if self._is_hybrid else 0
 
     def get_head_size(self) -> int:
-        """Of the softmax layers; `head_dim` in the configuration is that of linear layers."""
-        return self.hf_config.hidden_size // self.hf_config.num_attention_heads if self._is_hybrid else 0
+        if not self._is_hybrid:
+            return 0
+        # In our own configurations `head_dim` is that of linear layers.
+        return super().get_head_size() if self._swapped else with_softmax_heads(self.hf_config).head_dim

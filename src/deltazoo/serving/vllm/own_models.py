@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowPar
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, IsHybrid, SupportsLoRA
+from vllm.model_executor.models.interfaces import IsAttentionFree, IsHybrid, SupportsLoRA
 from vllm.model_executor.models.llama import LlamaAttention
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
@@ -21,9 +21,9 @@ from deltazoo.layers import DeltaRuleAttention, RMSNorm, make_layer
 from deltazoo.models.softmax_attention import with_softmax_heads
 from deltazoo.ops.fused import takes_kernel
 from deltazoo.ops.fused.glu import swiglu
-from deltazoo.serving.vllm.paged_layer import PagedLayer, load_joined, meta_layer, state_dtypes, state_shapes
+from deltazoo.serving.vllm.paged_layer import PagedLayer, load_joined, states_of
 
-__all__ = ["DeltazooForCausalLM", "DeltazooHybridForCausalLM", "PagedStates", "share_of"]
+__all__ = ["DeltazooForCausalLM", "PagedStates", "PureDeltazooForCausalLM", "share_of"]
 
 _GATE_AND_UP = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 _QKV = {f"{x}_proj": ("qkv_proj", x) for x in "qkv"}
@@ -35,8 +35,10 @@ def share_of(options: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     return {**options, **{name: options[name] // ranks for name in heads if options.get(name)}}
 
 
-class PagedStates(HasInnerState):
+class PagedStates:
     """What vLLM asks of a model's class about the states of its linear layers."""
+
+    has_inner_state: ClassVar[bool] = True
 
     @staticmethod
     def make_linear_layer(config: Any, index: int, ranks: int) -> DeltaRuleAttention:
@@ -49,29 +51,41 @@ class PagedStates(HasInnerState):
         raise NotImplementedError
 
     @classmethod
-    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """Shapes of one sequence's states in a layer; ValueError if they differ among layers."""
+    def _states(cls, vllm_config: VllmConfig) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """One sequence's states in a layer; ValueError if they differ among layers."""
         config, ranks = vllm_config.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
-        makers = (partial(cls.make_linear_layer, config, index) for index in cls.linear_layers(config))
-        shapes = {state_shapes(meta_layer(make, ranks)[1]) for make in makers}
-        if len(shapes) > 1:
-            raise ValueError(f"vLLM keeps states of one shape in all layers, got {sorted(shapes)}")
-        return shapes.pop()
+        makers = [partial(cls.make_linear_layer, config, index) for index in cls.linear_layers(config)]
+        first, *others = [states_of(make, ranks, vllm_config.model_config.dtype) for make in makers]
+        if different := [x for x in others if x != first]:
+            raise ValueError(f"vLLM keeps states of one shape in all layers, got {first} and {different[0]}")
+        return first
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        """Shapes of one sequence's states in a layer."""
+        return tuple(shape for shape, _ in cls._states(vllm_config))
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        """Dtypes of these states."""
-        shapes = cls.get_mamba_state_shape_from_config(vllm_config)
-        return state_dtypes(shapes, len(shapes[0]) == 2, vllm_config.model_config.dtype)
+        """Their dtypes."""
+        return tuple(dtype for _, dtype in cls._states(vllm_config))
+
+    def paged_layers(self) -> list[PagedLayer]:
+        """The linear layers."""
+        model: Any = self
+        return [x for x in model.modules() if isinstance(x, PagedLayer)]
 
     def get_mamba_state_copy_func(self) -> tuple[Any, ...]:
         """How a page's states are copied for the prefix cache: each whole."""
-        layer = next(x for x in self.modules() if isinstance(x, PagedLayer))
-        return (get_temporal_copy_spec,) * len(layer.shapes)
+        return (get_temporal_copy_spec,) * len(self.paged_layers()[0].states)
+
+    def get_mamba_state_copy_funcs(self, mamba_types: Iterable[Any]) -> dict[Any, tuple[Any, ...]]:
+        """The same by the kind of metadata, as newer versions ask."""
+        return dict.fromkeys(mamba_types, self.get_mamba_state_copy_func())
 
     def refuse_unloaded(self) -> None:
         """Raise ValueError for parameters of linear layers that the checkpoint lacked."""
-        for layer in (x for x in self.modules() if isinstance(x, PagedLayer)):
+        for layer in self.paged_layers():
             if layer.unloaded:
                 raise ValueError(f"the checkpoint lacks {', '.join(sorted(layer.unloaded))} of {layer.prefix}")
 
@@ -161,11 +175,8 @@ class _OwnModel(PagedStates, SupportsLoRA):
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embeddings)
         self.logits_processor = LogitsProcessor(config.vocab_size)
-        linear = next((x for x in self.model.modules() if isinstance(x, PagedLayer)), None)
-        joined = {} if linear is None else {x: list(getattr(linear, x).maps) for x in linear.products}
-        self.packed_modules_mapping = {
-            **joined, "qkv_proj": list(_QKV), "gate_up_proj": list(_GATE_AND_UP),
-        }  # fmt: skip
+        joined = self.paged_layers()[0].joined
+        self.packed_modules_mapping = {**joined, "qkv_proj": list(_QKV), "gate_up_proj": list(_GATE_AND_UP)}
 
     @staticmethod
     def make_linear_layer(config: Any, index: int, ranks: int) -> DeltaRuleAttention:
@@ -217,9 +228,9 @@ def _renamed(name: str, ends: Mapping[str, str]) -> str:
     return next((name.removesuffix(end) + ours for end, ours in ends.items() if name.endswith(end)), name)
 
 
-class DeltazooForCausalLM(_OwnModel, nn.Module, IsAttentionFree):
-    """A model of linear layers alone."""
-
-
-class DeltazooHybridForCausalLM(_OwnModel, nn.Module, IsHybrid):
+class DeltazooForCausalLM(_OwnModel, nn.Module, IsHybrid):
     """A model of linear and softmax layers."""
+
+
+class PureDeltazooForCausalLM(_OwnModel, nn.Module, IsAttentionFree):
+    """A model of linear layers alone."""

@@ -32,7 +32,7 @@ from deltazoo.models.delta_layers import GATE_PROJECTIONS
 from deltazoo.ops.fused import takes_kernel
 from deltazoo.runtime import RuntimeOptions
 
-__all__ = ["MakeLayer", "PagedLayer", "load_joined", "meta_layer", "state_shapes"]
+__all__ = ["MakeLayer", "PagedLayer", "load_joined", "states_of"]
 
 MakeLayer = Callable[[int], DeltaRuleAttention]
 """Makes a layer, or the equal part of its heads that each of so many ranks has."""
@@ -49,12 +49,13 @@ def meta_layer(make: MakeLayer, ranks: int) -> tuple[DeltaRuleAttention, DeltaRu
         return whole, make(ranks)
 
 
-def state_shapes(layer: DeltaRuleAttention) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a layer's states of one sequence: window of the convolutions if it has any, state, a further state."""
-    states, weight = LayerStates(), layer.q_proj.weight
+def states_of(make: MakeLayer, ranks: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each state that a rank keeps of a sequence; the window of inputs is in the model's dtype."""
+    layer, states = meta_layer(make, ranks)[1], LayerStates()
     with torch.no_grad():
-        layer(weight.new_zeros(1, 1, layer.hidden_size), past_key_values=states)
-    return tuple(tuple(x.shape[1:]) for x in states.states[layer.layer_idx] if x is not None)  # type: ignore[index]
+        layer(layer.q_proj.weight.new_zeros(1, 1, layer.hidden_size), past_key_values=states)
+    (state,) = states.states.values()
+    return [(tuple(x.shape[1:]), dtype if x is state.conv else torch.float32) for x in state if x is not None]
 
 
 def load_joined(
@@ -91,7 +92,7 @@ class _Result(nn.Module):
 
 
 class _Product(MergedColumnParallelLinear):
-    """Linear maps of one input as one. The first halves of maps of low rank are whole on every rank.
+    """Linear maps of one input as one. The first halves of maps of low rank, whole on every rank, count once for each.
 
     Args:
         maps: by name.
@@ -103,19 +104,13 @@ class _Product(MergedColumnParallelLinear):
         self, maps: dict[str, nn.Linear], low_rank: Collection[str], config: QuantizationConfig | None, prefix: str
     ) -> None:
         ranks = get_tensor_model_parallel_world_size()
-        self.maps, self.copies = list(maps), [ranks if name in low_rank else 1 for name in maps]
-        sizes = [x.out_features * n for x, n in zip(maps.values(), self.copies, strict=True)]
+        self.maps = list(maps)
+        sizes = [x.out_features * (ranks if name in low_rank else 1) for name, x in maps.items()]
         inputs, biased = next(iter(maps.values())).in_features, any(x.bias is not None for x in maps.values())
         super().__init__(inputs, sizes, bias=biased, quant_config=config, prefix=prefix, return_bias=False)
         self.sizes = [size // ranks for size in sizes]
         if biased:
             self.bias.data.zero_()  # for maps without one
-
-    def weight_loader(self, param: Any, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
-        """vLLM's, which gives each rank an equal part: one copy of what every rank has whole."""
-        if isinstance(loaded_shard_id, int) and self.copies[loaded_shard_id] > 1:
-            loaded_weight = torch.cat([loaded_weight] * self.copies[loaded_shard_id])
-        super().weight_loader(param, loaded_weight, loaded_shard_id)
 
 
 class _PageStates:
@@ -158,9 +153,9 @@ class PagedLayer(nn.Module, MambaBase):
         super().__init__()
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         whole, layer = meta_layer(make, ranks)
-        self.prefix, self.dtype = prefix, vllm_config.model_config.dtype
-        self.shapes, self.has_window = state_shapes(layer), bool(layer.conv_size)
-        self.kv_cache = (torch.tensor([]),) * len(self.shapes)
+        self.prefix, self.has_window = prefix, bool(layer.conv_size)
+        self.states = states_of(make, ranks, vllm_config.model_config.dtype)
+        self.kv_cache = (torch.tensor([]),) * len(self.states)
         vllm_config.compilation_config.static_forward_context[prefix] = self
         self.layer = layer.to_empty(device=torch.get_default_device())
         layer.head_share = (rank, ranks)
@@ -174,6 +169,7 @@ class PagedLayer(nn.Module, MambaBase):
         layer.o_proj = nn.Identity()  # type: ignore[assignment]
         begins = {name: columns.start for name, columns in self.columns.items()}
         self.rule = FusedRule(layer, begins, lambda name: self.second[name]) if fused else None
+        self._width = layer.num_v_heads * layer.head_v_dim
         self._share_parameters(whole, rank)
         self.unloaded = {name for name, _ in whole.named_parameters()}
 
@@ -224,13 +220,20 @@ class PagedLayer(nn.Module, MambaBase):
 
             parameter.weight_loader = load  # type: ignore[attr-defined]
 
+    @property
+    def joined(self) -> dict[str, list[str]]:
+        """Names of the maps in each product."""
+        return {name: getattr(self, name).maps for name in self.products}
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load the layer's parameters by the names of its checkpoint; returns the names of vLLM's that were filled."""
         places: dict[str, tuple[str, Any]] = {**self._places_of_maps, "o_proj": ("o_proj", None)}
         places |= {f"{name}.1": (f"second.{name}", None) for name in self.second}
         places |= {name: (f"layer.{name}", None) for name, _ in self.layer.named_modules() if name not in places}
         places[""] = "layer", None
-        given = dict(weights)
+        ranks, first_halves = get_tensor_model_parallel_world_size(), tuple(f"{name}.0." for name in self.second)
+        # vLLM gives each rank an equal part: one copy of what every rank has whole.
+        given = {name: torch.cat([x] * ranks) if name.startswith(first_halves) else x for name, x in weights}
         self.unloaded -= set(given)
         return set(load_joined(self, places, given.items()))
 
@@ -241,31 +244,28 @@ class PagedLayer(nn.Module, MambaBase):
             hidden_states: `[T, hidden_size]`.
             rotary: cosines and sines `[T, d]`, as the layer takes them.
         """
-        products = [getattr(self, name)(hidden_states) for name in self.products]
-        joint = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+        joint = _joined([getattr(self, name)(hidden_states) for name in self.products], -1)
         metadata: Any = get_forward_context().attn_metadata
         if metadata is None:  # memory is measured: as one prompt
             sequences = describe_sequences(1, len(hidden_states))
             return self.o_proj(self._run(self._split(joint), hidden_states, rotary, slice(None), sequences, None))
         m = metadata[self.prefix]
-        alone = self.rule is not None and not m.num_prefills
-        results = {} if alone else self._split(joint)
-        decoding, end = slice(m.num_decode_tokens), m.num_decode_tokens + m.num_prefill_tokens
+        decoded, end = m.num_decode_tokens, m.num_decode_tokens + m.num_prefill_tokens
+        results = self._split(joint) if m.num_prefills or self.rule is None else {}
         outputs = []
-        if m.num_decodes:
-            rows = m.state_indices_tensor_d[: m.num_decodes, 0].contiguous()
+        if decoded:
+            rows = m.state_indices_tensor_d[:decoded, 0].contiguous()
             if self.rule is not None:
-                outputs.append(self._step(joint[decoding], rotary, rows))
+                outputs.append(self._step(joint[:decoded], rotary, rows))
             else:
                 states = _PageStates(self.kv_cache, self.has_window, rows, None)
-                outputs.append(self._run(results, hidden_states, rotary, decoding, WHOLE_ROWS, states))
+                outputs.append(self._run(results, hidden_states, rotary, slice(decoded), WHOLE_ROWS, states))
         if m.num_prefills:
             states = _PageStates(self.kv_cache, self.has_window, m.state_indices_tensor_p, m.has_initial_states_p)
-            prompts = slice(m.num_decode_tokens, end)
-            outputs.append(self._run(results, hidden_states, rotary, prompts, _packed(m), states))
+            outputs.append(self._run(results, hidden_states, rotary, slice(decoded, end), _packed(m), states))
         if end < len(hidden_states):  # tokens that fill a step up
-            outputs.append(hidden_states.new_zeros(len(hidden_states) - end, outputs[0].shape[1]))
-        return self.o_proj(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+            outputs.append(hidden_states.new_zeros(len(hidden_states) - end, self._width))
+        return self.o_proj(_joined(outputs, 0))
 
     def _split(self, joint: Tensor) -> dict[str, Tensor]:
         """Results of the layer's maps for all tokens, `[T, outputs]` each, by name."""
@@ -273,11 +273,7 @@ class PagedLayer(nn.Module, MambaBase):
         return results | {name: second(results[name]) for name, second in self.second.items()}
 
     def _step(self, joint: Tensor, rotary: Rotary | None, rows: Tensor) -> Tensor:
-        """The layer before its output map for one token each of some sequences, in kernels that change their pages.
-
-        Args:
-            joint: `[R, outputs of all maps]`. rotary: of all tokens. rows: `[R]`, the page of each.
-        """
+        """The layer before its output map, in kernels: one token each of the sequences whose pages are `rows` `[R]`."""
         from deltazoo.ops.decoding.between_products import norm_heads
         from deltazoo.ops.decoding.convolution import convolve_parts
 
@@ -304,15 +300,13 @@ class PagedLayer(nn.Module, MambaBase):
         self._results.clear()
         return y.flatten(0, 1)
 
-    # What vLLM asks of a layer with states.
-
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of one sequence's states."""
-        return self.shapes
+        """Shapes of one sequence's states, as vLLM asks for them."""
+        return tuple(shape for shape, _ in self.states)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         """Their dtypes."""
-        return state_dtypes(self.shapes, self.has_window, self.dtype)
+        return tuple(dtype for _, dtype in self.states)
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
@@ -326,9 +320,8 @@ def _has_kernels(layer: DeltaRuleAttention) -> bool:
     return known and takes_kernel(None, layer.o_norm.weight) and why_not_this_rule(layer) is None
 
 
-def state_dtypes(shapes: Sequence[Any], has_window: bool, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Dtypes of states: windows in the model's, others float32."""
-    return tuple(dtype if has_window and i == 0 else torch.float32 for i, _ in enumerate(shapes))
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _packed(metadata: Any) -> Sequences:

@@ -1,0 +1,105 @@
+"""Models of vLLM with our layers in some of their attention slots, or in all: what `deltazoo.swap` has made of them.
+
+vLLM's class of the family computes everything else. A class is made when vLLM asks for it by name.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm import ModelRegistry
+from vllm.config import VllmConfig
+from vllm.model_executor.models.interfaces import IsAttentionFree, IsHybrid
+
+from deltazoo.layers import DeltaRuleAttention
+from deltazoo.serving.vllm import PURE
+from deltazoo.serving.vllm.own_models import PagedStates, share_of
+from deltazoo.serving.vllm.paged_layer import MakeLayer, PagedLayer
+from deltazoo.swap.families import FAMILIES
+from deltazoo.swap.layer import build_swapped_attention
+from deltazoo.swap.models import recorded_layers
+
+__all__: list[str] = []
+
+
+class _Slot(PagedLayer):
+    """A delta-rule layer called like the attention that it replaces, whose rotary embedding it keeps."""
+
+    def __init__(self, make: MakeLayer, vllm_config: VllmConfig, prefix: str, rotary_emb: Any) -> None:
+        super().__init__(make, vllm_config, prefix)
+        self.rotary_emb = rotary_emb
+        form: Any = self.layer.step_form
+        if rotary_emb is not None and form is not None and form.keys == "scaled":
+            self.rule = None  # the kernel that scales keys turns none
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """Mix tokens at positions `[T]`."""
+        if self.rotary_emb is None:
+            return super().forward(hidden_states)
+        halves = self.rotary_emb.cos_sin_cache[positions].to(hidden_states.dtype).chunk(2, dim=-1)
+        cos, sin = (torch.cat([x, x], dim=-1) for x in halves)
+        return super().forward(hidden_states, (cos, sin))
+
+
+class _Swapped(PagedStates):
+    """Additions to vLLM's class of a family."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        model: Any = self
+        config, context = vllm_config.model_config.hf_config, vllm_config.compilation_config.static_forward_context
+        self.slots: dict[str, _Slot] = {}
+        for index, options in recorded_layers(config).items():
+            block, name = model.model.layers[index], f"model.layers.{index}.self_attn"
+            for replaced in [x for x in context if x.startswith(f"{name}.")]:
+                del context[replaced]
+            rotary_emb = block.self_attn.rotary_emb if options["rope"] else None
+            block.self_attn = _Slot(partial(self.make_linear_layer, config, index), vllm_config, name, rotary_emb)
+            self.slots[name] = block.self_attn
+        self.packed_modules_mapping = {**type(model).packed_modules_mapping, **self.paged_layers()[0].joined}
+
+    @staticmethod
+    def make_linear_layer(config: Any, index: int, ranks: int) -> DeltaRuleAttention:
+        """The layer in slot `index`, or the share of one of so many ranks."""
+        options = share_of(recorded_layers(config)[index], ranks)
+        return build_swapped_attention(FAMILIES[config.original_model_type], config, index, options).delta
+
+    @staticmethod
+    def linear_layers(config: Any) -> list[int]:
+        """Numbers of the swapped layers."""
+        return list(recorded_layers(config))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load swapped layers by the names of a swapped model's checkpoint, the rest as the family does."""
+        ours: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in self.slots}
+
+        def others() -> Iterator[tuple[str, Tensor]]:
+            for name, x in weights:
+                slot, is_ours, rest = name.partition(".delta.")
+                if is_ours:
+                    ours[slot].append((rest, x))
+                else:
+                    yield name, x
+
+        loaded: set[str] = super().load_weights(others())  # type: ignore[misc]
+        for name, slot in self.slots.items():
+            loaded |= {f"{name}.{parameter}" for parameter in slot.load_weights(ours[name])}
+        self.refuse_unloaded()
+        return loaded
+
+
+@cache
+def _swapped_class(name: str) -> type[Any]:
+    original: Any = ModelRegistry.models[name.removeprefix(PURE).removeprefix("Deltazoo")].load_model_cls()
+    kind: type[Any] = IsAttentionFree if name.startswith(PURE) else IsHybrid
+    members = {"__module__": __name__, "__doc__": f"{original.__name__} with delta-rule layers."}
+    return type(name, (_Swapped, original, kind), members)
+
+
+def __getattr__(name: str) -> type[nn.Module]:
+    """The class of that name, made when vLLM asks for it."""
+    if not name.endswith("ForCausalLM"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _swapped_class(name)
