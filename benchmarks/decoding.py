@@ -10,8 +10,8 @@ Greedy, random weights. What was measured:
     token_ms, context_peak_gib        one more token after a context; peak memory of both, model included
 
 Ways to decode: `generate` is the model's method, which captures its step on a GPU if it is ours; `generate-plain` the
-same with capture_step=False; `loop` is `deltazoo.generate`, `loop-compiled` with compile=True. A context is decoded by
-`loop`, and of other libraries by a loop over their forward.
+same with capture_step=False; `loop` is `deltazoo.generate`. A context is decoded by `loop`, and of other libraries by a
+loop over their forward.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from benchmarks.models import Candidate, clear, model_options, model_settings
 from deltazoo.generation import Decoder
 from deltazoo.generation.cache import CACHE
 
-WAYS = ("generate", "generate-plain", "loop", "loop-compiled")
-WAYS_OF = {"deltazoo": WAYS, "accelerated": ("generate", "loop", "loop-compiled")}
+WAYS = ("generate", "generate-plain", "loop")
+WAYS_OF = {"deltazoo": WAYS, "accelerated": ("generate", "loop")}
 WARM_UP = 4
 """Tokens before the clock starts."""
 PIECE = 8192
@@ -85,8 +85,8 @@ def measure_context(candidate: Candidate, setting: Row, device: str, new_tokens:
 
 def our_steps(model: Any, ids: Tensor, setting: Row, new_tokens: int) -> Iterator[Tensor]:
     """`deltazoo.generate`, token by token."""
-    length, compiled = ids.shape[1] + new_tokens, setting["way"] == "loop-compiled"
-    decoder = Decoder(model, len(ids), max_length=length, prefill_chunk=PIECE, compile=compiled)
+    length = ids.shape[1] + new_tokens
+    decoder = Decoder(model, len(ids), max_length=length, prefill_chunk=PIECE)
     return decoder.stream(ids, max_new_tokens=new_tokens)
 
 

@@ -191,14 +191,6 @@ def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[
     assert call(*arguments, "--temperature", "0") == 0
 
 
-def test_generate_compiles_its_own_loop_alone(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    copied = shutil.copytree(run / "model", tmp_path / "model")
-    config = copied / "generation_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "min_p": 1.0}))
-    assert call("generate", str(copied), "--prompt", "def f(", "--compile") == 1
-    assert "generation_config.json asks for more" in " ".join(capsys.readouterr().err.split())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

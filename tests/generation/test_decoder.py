@@ -147,14 +147,6 @@ def test_tokens_come_one_by_one():
     assert [next(steps).shape for _ in range(3)] == [(1,)] * 3
 
 
-def test_compiled(monkeypatch):
-    """With tracing alone, since code generation takes half a minute. More tokens than torch recompiles for."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    model, ids = tiny_model("hybrid"), tokens(2, 7)
-    made = deltazoo.generate(model, ids, max_new_tokens=24, compile=True)
-    assert torch.equal(made, plain(model, ids, max_new_tokens=24))
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32])
 def test_masks_of_any_dtype(dtype):
     model, ids = tiny_model("hybrid"), tokens(2, 7)

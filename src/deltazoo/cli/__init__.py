@@ -295,9 +295,6 @@ def generate(
     prefill_chunk: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the prompt per forward pass; by default all.")
     ] = None,
-    compile_step: Annotated[
-        bool, typer.Option("--compile", help="Compile the decoding step: up to a minute first, then faster.")
-    ] = False,
     load: LoadOption = None,
     device: DeviceOption = None,
 ) -> None:
@@ -310,7 +307,6 @@ def generate(
 
     from deltazoo.generation import generate as continue_prompt
     from deltazoo.generation.conditions import check_positions
-    from deltazoo.models import DeltaRuleForCausalLM
     from deltazoo.training.loading import load_checkpoint
 
     with errors.status(f"loading {path}"):
@@ -326,13 +322,9 @@ def generate(
     if draws:
         options |= {"temperature": temperature, "top_p": 0.95 if top_p is None else top_p, "top_k": top_k}
     ours = _runs_in_our_loop(model, draws=draws)
-    if compile_step and not isinstance(model, DeltaRuleForCausalLM):
-        raise ValueError(f"--compile acts on delta-rule models, not on {type(model).__name__}")
-    if compile_step and not ours:
-        raise ValueError("--compile acts on deltazoo.generate, and the model's generation_config.json asks for more")
     began = time.perf_counter()
     if ours:
-        output = continue_prompt(model, **options, seed=seed, prefill_chunk=prefill_chunk, compile=compile_step)
+        output = continue_prompt(model, **options, seed=seed, prefill_chunk=prefill_chunk)
     else:
         set_seed(seed)
         output = model.generate(**options, do_sample=draws, prefill_chunk_size=prefill_chunk)  # type: ignore[operator]

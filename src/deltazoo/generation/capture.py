@@ -9,7 +9,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -111,15 +111,12 @@ def _no_collection() -> Iterator[None]:
 def capture(
     step: Callable[[], None],
     changed: Sequence[Tensor],
-    *,
-    compiled: bool = False,
 ) -> Callable[[], object]:
     """A function that does what `step` does: on a GPU one CUDA graph of it, elsewhere `step` itself.
 
     Args:
         step: reads and writes tensors that stay where they are, and never waits for the device.
         changed: the tensors whose values the step changes and reads again. This call restores them.
-        compiled: the step runs compiled code, which is not watched for waiting.
 
     Raises:
         RuntimeError: the step waits for the device, or memory runs out.
@@ -134,7 +131,7 @@ def capture(
             with beside_current(stream):
                 step()  # kernels are compiled
                 _copy_all(before, changed)
-                with nullcontext() if compiled else NoWaiting(device):
+                with NoWaiting(device):
                     step()
                 _copy_all(before, changed)
             return capture_graph(step, stream).replay

@@ -13,7 +13,7 @@ they may have softmax layers with windows, which rows of their own lengths canno
 import inspect
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,6 @@ class Decoder:
         prefill_chunk: tokens of the prompt per forward pass, 1 counts as 2; default: all at once. The state is handed
             over, so the result is the same, and a long prompt needs the memory of one piece.
         seed: row i draws with `seed + i`, as choice i of the server does.
-        compile: run the step through `torch.compile`: fewer, larger kernels for a wait at the first token.
 
     Raises:
         ValueError: a model that the loop cannot run, rules in its generation config that the loop does not compute, or
@@ -68,7 +67,6 @@ class Decoder:
         pad_token_id: int | None = None,
         prefill_chunk: int | None = None,
         seed: int = 0,
-        compile: bool = False,
     ) -> None:
         check_model(model)
         self.cache = fixed_cache(model, max_length)
@@ -94,8 +92,6 @@ class Decoder:
         self.token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
         self.position = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
         self.real = torch.ones(batch_size, max_length or 1, dtype=torch.long, device=model.device)
-        self._forward: Callable[..., Any] = torch.compile(model, fullgraph=True) if compile else model
-        self._is_compiled = compile
         self._captured: CapturedStep | None = None
         self._streams_begun = 0
         self.seed = self._checked(seed)
@@ -240,7 +236,7 @@ class Decoder:
         """Compute the next token from the current one."""
         mask, positions = (self.real, self.position) if self._makes_masks else (None, None)
         with self.model._optimize_model_for_decode():  # on a GPU experts run in another implementation than for prompts
-            logits = next_logits(self.model, self.token, self.cache, mask, positions, self._forward)
+            logits = next_logits(self.model, self.token, self.cache, mask, positions)
         self.position.add_(1)
         self._draw(logits)
 
@@ -249,7 +245,7 @@ class Decoder:
         """Replay the step; before the first of a prompt, capture it again if the model has changed."""
         if self._captured is None or (first and not self._captured.is_valid_for(self.model)):
             changed = [self.token, self.sampler.finished, self.position]
-            self._captured = CapturedStep(self.model, self._step, self.cache, changed, compiled=self._is_compiled)
+            self._captured = CapturedStep(self.model, self._step, self.cache, changed)
         self._captured.replay()
 
 
@@ -266,7 +262,6 @@ def generate(
     pad_token_id: int | None = None,
     seed: int = 0,
     prefill_chunk: int | None = None,
-    compile: bool = False,
     streamer: BaseStreamer | None = None,
     **unknown: Any,
 ) -> Tensor:
@@ -278,7 +273,7 @@ def generate(
         attention_mask: `[B, T]`, 1 = real, 0 = padding, on the left.
         max_new_tokens: the most to add.
         temperature, top_k, top_p: see `Sampling`; temperature 0 takes the likeliest token.
-        eos_token_id, pad_token_id, seed, prefill_chunk, compile: see `Decoder`.
+        eos_token_id, pad_token_id, seed, prefill_chunk: see `Decoder`.
         streamer: receives the prompt and then every token as soon as it is known, as in transformers.
 
     Returns:
@@ -304,7 +299,6 @@ def generate(
         pad_token_id=pad_token_id,
         prefill_chunk=prefill_chunk,
         seed=seed,
-        compile=compile,
     )
     steps = decoder.stream(input_ids, attention_mask, max_new_tokens=max_new_tokens)
     if streamer is not None:

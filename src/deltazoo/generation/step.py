@@ -62,7 +62,6 @@ def next_logits(
     cache: Cache,
     visible: Tensor | None,
     positions: Tensor | None,
-    forward: Callable[..., Any] | None = None,
 ) -> Tensor:
     """Logits `[N, vocabulary]` after one further token of each row.
 
@@ -73,13 +72,12 @@ def next_logits(
         visible: `[N, columns]`, 1 for columns of softmax layers that the token of a row may attend to; None: as many as
             the cache has counted.
         positions: `[N, 1]` int64, of the tokens in their rows; None: as the model counts them.
-        forward: the model, or a compiled form of it; default: the model.
     """
     inputs = prepared_inputs(model, tokens.clamp(min=0), cache, visible, positions)
     mask = inputs.get("attention_mask")
     if isinstance(mask, dict) and "linear_attention" in mask:  # of older versions; this token is real
         inputs["attention_mask"] = mask | {"linear_attention": None}
-    return (model if forward is None else forward)(**inputs).logits[:, -1]
+    return model(**inputs).logits[:, -1]
 
 
 class CapturedStep:
@@ -92,7 +90,6 @@ class CapturedStep:
         step: runs the model over tensors that stay where they are, and never waits for the device.
         cache: the static cache that the step works on, after its first tokens.
         changed: the other tensors whose values the step changes and reads again.
-        compiled: the step runs compiled code, which is not watched for waiting.
 
     Attributes:
         cache_tensors: those of the cache, at their addresses.
@@ -108,8 +105,6 @@ class CapturedStep:
         step: Callable[[], Any],
         cache: Cache,
         changed: Sequence[Tensor] = (),
-        *,
-        compiled: bool = False,
     ) -> None:
         self.output: Any = None
         self.cache_tensors = FixedTensors(cache)
@@ -119,16 +114,14 @@ class CapturedStep:
         with alone:
             self._products = products = merged_products(model)  # kept, as a graph reads the merged weights
             replacements = [x for product in products for x in product.replacements]
-            # Compiled code fuses by itself, and has been traced through the modules' own forward passes.
-            if not compiled:
-                replacements += [block.replacement for block in fused_blocks(model, products)]
-                replacements += library_modules(model)
+            replacements += [block.replacement for block in fused_blocks(model, products)]
+            replacements += library_modules(model)
 
             def run() -> None:
                 with alone, replaced(replacements):
                     self.output = step()
 
-            self._replay = capture(run, changed, compiled=compiled)
+            self._replay = capture(run, changed)
             self._fingerprint = Fingerprint(model)
 
     def is_valid_for(self, model: Any) -> bool:

@@ -75,7 +75,7 @@ def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
     """Replace forward passes within this context, for calls of this thread; one that somebody else replaced stays.
 
     Args:
-        replacements: made once for a step, since compiled code recognises the functions that it was traced with.
+        replacements: made once for a step.
     """
     outer = getattr(_of_thread, "replaces", False)
     modules = [(vars(module), forward) for module, forward in replacements]
