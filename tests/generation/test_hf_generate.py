@@ -163,7 +163,7 @@ def test_streaming(captures):
 
 def test_one_step_is_captured_and_the_rest_is_replayed(monkeypatch):
     steps = []
-    monkeypatch.setattr(step, "capture", lambda step, changed, compiled: lambda: (steps.append(step), step()))
+    monkeypatch.setattr(step, "capture", lambda step, changed: lambda: (steps.append(step), step()))
     generate(tiny_model("hybrid"), capture_step=True)
     assert len({*steps}) == 1 and len(steps) == 7  # the first of eight tokens comes from the prompt
 
@@ -329,7 +329,7 @@ class TestTheOrdinaryLoop:
     def test_a_step_that_cannot_be_captured(self, captures, monkeypatch):
         attempts = []
 
-        def failing(step, changed, compiled):
+        def failing(step, changed):
             attempts.append(step)
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
@@ -512,7 +512,7 @@ class TestBetweenCalls:
     def test_a_model_is_freed_with_its_last_reference(self, captures, monkeypatch):
         """A graph holds no Python objects, and what is kept with it must hold no reference to the model."""
 
-        def run_once(step, changed, compiled):
+        def run_once(step, changed):
             step()
             return lambda: None
 
