@@ -11,7 +11,7 @@ def captures(monkeypatch):
     """The steps captured so far, as if CUDA graphs ran on this device. A step that a graph could not hold raises."""
     made = []
 
-    def as_a_graph(step, changed, *, compiled=False):
+    def as_a_graph(step, changed):
         before = [x.clone() for x in changed]
         try:
             with NoWaiting(changed[0].device):
@@ -32,7 +32,7 @@ def captures(monkeypatch):
 def replays(monkeypatch):
     """Steps are captured as CUDA graphs would be: what Python did while a step was captured does not happen again."""
 
-    def as_a_graph(step, changed, *, compiled=False):
+    def as_a_graph(step, changed):
         before = [x.clone() for x in changed]
 
         def put_back():
