@@ -28,7 +28,6 @@ SMALL = (
     "training.steps=2",
     "training.rows_per_batch=1",
     "training.evaluation_rows=1",
-    "data.max_train_bytes=500000",
     "tokenizer.vocab_size=300",
 )
 

@@ -44,7 +44,7 @@ class DividedHeads(TensorParallelLayer):
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
         """Give the module its share (transformers from 5.17)."""
         check_heads(module, mesh.size())
-        plain, gathered, prepare = module.forward, [], []
+        plain, gathered, shared = module.forward, [], [x for x in module.children() if isinstance(x, RMSNorm)]
         if isinstance(module, DeltaRuleAttention):
             for owner in (module, *_convolutions(module)):
                 for name, parameter in list(owner.named_parameters(recurse=False)):
@@ -53,7 +53,8 @@ class DividedHeads(TensorParallelLayer):
                 super().install_forward(owner, mesh)
             _take_share(module, mesh)
             gathered = [gate[0] for gate in _low_rank(module)]
-            prepare = [partial(_SumGradients(mesh), part, ()) for part in _whole_modules(module)]
+            shared = _whole_modules(module)
+        prepare = [partial(_SumGradients(mesh), part, ()) for part in shared]
         module.forward = CallTogether(module, mesh, plain, gathered=gathered, prepare=prepare)
         return module
 
