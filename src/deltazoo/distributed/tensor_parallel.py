@@ -44,7 +44,8 @@ class DividedHeads(TensorParallelLayer):
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
         """Give the module its share (transformers from 5.17)."""
         check_heads(module, mesh.size())
-        plain, gathered, shared = module.forward, [], [x for x in module.children() if isinstance(x, RMSNorm)]
+        plain, gathered = module.forward, []
+        shared: list[nn.Module] = [x for x in module.children() if isinstance(x, RMSNorm)]
         if isinstance(module, DeltaRuleAttention):
             for owner in (module, *_convolutions(module)):
                 for name, parameter in list(owner.named_parameters(recurse=False)):
