@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from foreign_models import INSTALLED, VOCAB, foreign_model
+from packaging.version import Version
 from torch import Tensor
 from transformers.utils import is_kernels_available
 
@@ -27,8 +28,8 @@ def modeling_of(family: str) -> ModuleType:
 
 
 def takes_kernels(family: str) -> bool:
-    """Older versions of transformers take the functions of flash-linear-attention alone."""
-    return hasattr(modeling_of(family), "causal_conv1d_fn")
+    """Older versions of transformers take the functions of flash-linear-attention alone, or call them otherwise."""
+    return Version(transformers.__version__) >= Version("5.17") and hasattr(modeling_of(family), "causal_conv1d_fn")
 
 
 COMMON = {"causal_conv1d_fn": "causal_conv1d_fn", "causal_conv1d_update": "causal_conv1d_update"}

@@ -279,10 +279,11 @@ class _Characters:
 
     def add_all(self, tokens: Sequence[int]) -> str:
         """Text that becomes certain with tokens, the same as one by one, in fewer calls."""
-        ahead, text = copy.copy(self._stream), None
-        with suppress(Exception):
+        ahead = text = None
+        with suppress(Exception):  # tokenizers before 0.23 copies no stream
+            ahead = copy.copy(self._stream)
             text = ahead.step(self._backend, list(tokens))
-        if text is None or _INCOMPLETE in text:
+        if ahead is None or text is None or _INCOMPLETE in text:
             return "".join(map(self.add, tokens))
         self._stream, self.pending = ahead, []
         return text
