@@ -7,33 +7,43 @@ single buffer.
 from deltazoo.ops.triton.gluon import (
     async_copy,
     barrier,
+    constexpr_function,
     fence_async_shared,
     gl,
     jit,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from deltazoo.ops.triton.hopper.scan import C
+from deltazoo.ops.triton.hopper.scan import C, D
 
 BK = gl.constexpr(32)  # key channels per tile
+ALL_TILES = gl.constexpr(15)  # as bits
 
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-"""Layout of `[C, C]`, a product's accumulator."""
-TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
-"""Layout of `[C, BK]`, likewise."""
-TOKENS = gl.constexpr(gl.SliceLayout(1, TILE.value))
-CHANNELS = gl.constexpr(gl.SliceLayout(0, TILE.value))
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
-"""Layout of sums over tokens `[C, BK]`, the same registers as in TILE. They are synchronous products (mma.sync): to
-products that run on, ptxas before 13.3 hands registers with constants before these are set (docs/kernels.md)."""
-LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 2))
-# Layouts of what is loaded or stored 16 bytes at a time: all channels, a tile of 16 bits, and one of float32.
-WIDE_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
-ROWS_32 = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+HALF_RANGE = gl.constexpr(96.0)
+"""How far a channel may decay between the middle of a chunk, or block, and an end, in log2: half of `centred_range`."""
+
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SWIZZLED_TILE = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
+
+
+@constexpr_function
+def scores_layout(warps):
+    """Of `[C, C]`, a product's accumulator. Groups of four warps share the columns, here and below."""
+    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, C.value * 4 // warps, 16])
+
+
+@constexpr_function
+def tile_layout(warps):
+    """Of `[C, BK]`, a product's accumulator."""
+    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, BK.value * 4 // warps, 16])
+
+
+@constexpr_function
+def rows_layout(columns, bits, warps):
+    """Of `[C, columns]` loaded or stored 16 bytes at a time."""
+    per_thread = 128 // bits
+    threads = min(columns // per_thread, 32)
+    return gl.BlockedLayout([1, per_thread], [32 // threads, threads], [warps, 1], [1, 0])
 
 
 @jit
@@ -57,11 +67,41 @@ def row_pairs(x):
 
 
 @jit
+def row_sums(x):
+    """Sums of the elements of each row of `x [C, BK]` that one thread holds, as `[C, groups of warps, 4]`."""
+    GROUPS: gl.constexpr = gl.num_warps() // 4
+    return gl.sum(gl.sum(gl.reshape(x, [C, GROUPS, BK // 8 // GROUPS, 4, 2]), 4), 2)
+
+
+@jit
 def overlap_of(S, dS):
     """The products of two buffers `[D, BK]` by element, summed over rows but for 32, as `row_pairs`."""
+    TILE: gl.constexpr = tile_layout(gl.num_warps())
     overlap = S.slice(0, C).load(TILE).to(gl.float32) * dS.slice(0, C).load(TILE).to(gl.float32)
     overlap += S.slice(C, C).load(TILE).to(gl.float32) * dS.slice(C, C).load(TILE).to(gl.float32)
     return row_pairs(overlap)
+
+
+@jit
+def either(a, b):
+    """Bits of a or b."""
+    return a | b
+
+
+@jit
+def far_tiles(strong_decay, G):
+    """Which tiles of a chunk have channels that decay beyond the range of one product, as bits."""
+    channel = gl.arange(0, D, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    decay = gl.load(G + channel, mask=gl.load(strong_decay) == 2, other=0.0)
+    return gl.reduce(gl.where(decay < -2 * HALF_RANGE, 1 << channel // BK, 0), 0, either)
+
+
+@jit
+def next_tile(tiles):
+    """The first channel of the first of these tiles, and how many tiles there are."""
+    first = tiles & -tiles
+    number = (first > 1).to(gl.int32) + (first > 2).to(gl.int32) + (first > 4).to(gl.int32)
+    return BK * number, (tiles & 1) + (tiles >> 1 & 1) + (tiles >> 2 & 1) + (tiles >> 3)
 
 
 @jit
@@ -95,14 +135,20 @@ def copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states, o_rows
 
 
 @jit
-def score_gradients(v, dv, beta, d_beta, wide_row, o_values, m_values, token, HV, rows, scale, dO, b_U, b_Z, dP, ZU):
+def score_gradients(
+    v, dv, beta, d_beta, wide_row, o_values, m_values, m_stored, token, HV, rows, scale, dO, b_U, b_Z, dP, ZU,
+):  # fmt: skip
     """Store dv, d_beta where it is <z, u> / beta, and what is below the diagonals of dP and Z U^T in shared memory.
 
     Waits for all copies but the latest. Step sizes near zero have a sum in place of <z, u> / beta
-    (`chunk.score_gradients`). Returns the diagonal of dP, beta, and the values' part of that sum.
+    (`chunk.score_gradients`), for which alone values are read. Returns the diagonal of dP, beta, and the values' part of
+    that sum.
     """
-    b_v = gl.load(v + o_values, mask=m_values, other=0.0)
+    SCORES: gl.constexpr = scores_layout(gl.num_warps())
+    TOKENS: gl.constexpr = gl.SliceLayout(1, tile_layout(gl.num_warps()))
+    WIDE_ROWS: gl.constexpr = rows_layout(D, 16, gl.num_warps())
     values_beta = gl.load(beta + wide_row)
+    b_v = gl.load(v + o_values, mask=m_values & (values_beta <= 0.0625)[:, None], other=0.0)
     b_beta, m_tokens = gl.load(beta + token), token < rows
     async_copy.wait_group(1)
     fence_async_shared()
@@ -112,7 +158,7 @@ def score_gradients(v, dv, beta, d_beta, wide_row, o_values, m_values, token, HV
     b_ZU = warpgroup_mma(b_Z, b_U.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     z = b_Z.load(WIDE_ROWS).to(gl.float32)
     b_dbeta = gl.convert_layout(gl.sum(z * b_v.to(gl.float32), 1), TOKENS)
-    gl.store(dv + o_values, (values_beta[:, None] * z).to(gl.bfloat16), mask=m_values)
+    gl.store(dv + o_values, (values_beta[:, None] * z).to(gl.bfloat16), mask=m_stored)
     b_dP, b_ZU = warpgroup_mma_wait(0, deps=[b_dP, b_ZU])
     i, j = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None], gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
     diagonal = gl.convert_layout(gl.sum(gl.where(i == j, b_dP, 0.0), 1) * scale, TOKENS)
