@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltazoo.ops.triton.chunk.inverse import launch_invert
 from deltazoo.ops.triton.chunk.prepare import launch_prepare
-from deltazoo.ops.triton.chunk.prepare_channel import launch_prepare_channel
+from deltazoo.ops.triton.chunk.prepare_channel import launch_prepare_channel, launch_prepare_channel_rest
 from deltazoo.ops.triton.chunk.reverse_scan import launch_reverse_scan
 from deltazoo.ops.triton.chunk.scan import FROM_IDENTITY, FROM_STATE, FROM_ZERO, launch_scan
 from deltazoo.ops.triton.chunk.segments import chain_kernel
@@ -38,11 +38,13 @@ __all__ = [
 
 
 def prepare(p: Problem, kept: Kept, stopped: Tensor | None = None) -> None:
-    """Fill what is kept of every chunk; per channel of those from `stopped` on, if given, a number for each head."""
+    """Fill what is kept of every chunk, or, per channel, what scans read of those from `stopped [B, HV]` on."""
     # L of strict chunks, from which the last launch makes their inverse. The memory is free again after that.
     strict_L = p.float32(p.plan.slots, CHUNK, CHUNK) if True in p.plan.scan_modes else None
-    if p.plan.per_channel:
-        launch_prepare_channel(p, kept, strict_L, stopped)
+    if stopped is not None:
+        launch_prepare_channel_rest(p, kept, strict_L, stopped)
+    elif p.plan.per_channel:
+        launch_prepare_channel(p, kept, strict_L)
     else:
         launch_prepare(p, kept, strict_L)
     if strict_L is not None:

@@ -32,6 +32,7 @@ from deltazoo.ops.triton.chunk.prepare import store_scores
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Kept, Problem
+from deltazoo.ops.triton.tiles import CHUNK
 
 
 @triton.jit
@@ -279,18 +280,18 @@ def prepare_chunk(
 
 @triton.jit(do_not_specialize=["strong_tiles", "T", "NT", "H", "HV"])
 def prepare_channel_kernel(
-    q, k, erase_key, beta, log_decay, stopped, AP, chunk_beta, G, strong_decay, large_gain, strict_L, q_in, k_in, k_out,
+    q, k, erase_key, beta, log_decay, AP, chunk_beta, G, strong_decay, large_gain, strict_L, q_in, k_in, k_out,
     cu_seqlens, chunk_sequence, chunk_offsets, scale, strong_tiles, T, NT, H, HV, K: tl.constexpr, BK: tl.constexpr,
-    RUNS: tl.constexpr, STRONG_BK: tl.constexpr, STRONG_RUNS: tl.constexpr, C: tl.constexpr, HAS_BETA: tl.constexpr, STRICT: tl.constexpr,
-    BY_GAIN: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
+    RUNS: tl.constexpr, STRONG_BK: tl.constexpr, STRONG_RUNS: tl.constexpr, C: tl.constexpr, HAS_BETA: tl.constexpr,
+    STRICT: tl.constexpr, BY_GAIN: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, MICRO_STEPS: tl.constexpr,
 ):  # fmt: skip
     """A, P, step sizes, log2-decay G, q and k with the decay multiplied in, and the flag `strong_decay` of every chunk.
 
     `k_in` has the erase keys if there are any.
 
     PART selects the chunks of a launch: all (0), those without strong decay, with the flags of all (1), or those with
-    strong decay (2). With `stopped`, a number for each head, they are those from this number on. Grid (HV, NT, B).
+    strong decay (2). Grid (HV, NT, B).
     """
     i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
@@ -298,10 +299,7 @@ def prepare_channel_kernel(
     if PART == 2:
         strong = tl.load(strong_decay + slot) != 0
     else:
-        ended = rows <= 0
-        if stopped is not None:
-            ended = i_t < tl.load(stopped + i_b * HV + i_h)
-        if ended:
+        if rows <= 0:
             tl.store(strong_decay + slot, 0)
             if BY_GAIN:
                 tl.store(large_gain + slot, 0)
@@ -325,6 +323,32 @@ def prepare_channel_kernel(
         tl.store(strong_decay + slot, flag)
 
 
+@triton.jit(do_not_specialize=["chunks", "strong_tiles", "T", "NT", "H", "HV"])
+def prepare_channel_rest_kernel(
+    q, k, beta, log_decay, stopped, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, chunks, scale,
+    strong_tiles, T, NT, H, HV, K: tl.constexpr, STRONG_BK: tl.constexpr, STRONG_RUNS: tl.constexpr, C: tl.constexpr,
+    BY_GAIN: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What scans read of the chunks at which and after which a fused kernel stopped.
+
+    `stopped [B, HV]` has the first such chunk of every head, or NT. Few programs, each for up to 16 `chunks` of a head,
+    since often there is nothing to do. Grid (HV, programs, B).
+    """
+    i_h, start, i_b = tl.program_id(0), tl.program_id(1) * chunks, tl.program_id(2)
+    begin = tl.load(stopped + i_b * HV + i_h)
+    end = tl.minimum(start + chunks, NT)
+    slots, o = i_b.to(tl.int64) * NT * HV + i_h, start + tl.arange(0, 16)
+    if BY_GAIN:
+        tl.store(large_gain + slots + o.to(tl.int64) * HV, 0, mask=o < tl.minimum(begin, end))
+    for i_t in tl.range(tl.maximum(begin, start), end, num_stages=1):
+        first, slot = i_b.to(tl.int64) * T + i_t * C, slots + tl.cast(i_t, tl.int64) * HV
+        prepare_chunk(
+            q, k, None, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, slot, first,
+            tl.minimum(T - i_t * C, C), i_h, scale, strong_tiles, H, HV, K, STRONG_BK, STRONG_RUNS, C, True, True,
+            False, BY_GAIN, GROUPED, PRECISION, 1,
+        )  # fmt: skip
+
+
 @per_plan
 def _constants(plan: Plan) -> list[Constants]:
     """One launch, or a second one for strong decay if the channels take several tiles."""
@@ -338,11 +362,32 @@ def _constants(plan: Plan) -> list[Constants]:
     ]  # fmt: skip
 
 
-def launch_prepare_channel(p: Problem, kept: Kept, strict_L: Tensor | None, stopped: Tensor | None) -> None:
-    """Fill what is kept of chunks, and L of strict ones; if `stopped` is given, of the chunks from its number on."""
+def launch_prepare_channel(p: Problem, kept: Kept, strict_L: Tensor | None) -> None:
+    """Fill what is kept of chunks, and L of strict ones."""
     for constants in _constants(p.plan):
         launch(
             prepare_channel_kernel, constants,
-            p.q, p.k, p.erase_key, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.strong_decay,
+            p.q, p.k, p.erase_key, p.beta, p.log_decay, kept.AP, kept.beta, kept.G, kept.strong_decay,
             kept.large_gain, strict_L, kept.q_in, kept.k_in, kept.k_out, *p.chunk_offsets,
         )  # fmt: skip
+
+
+@per_plan
+def _constants_of_rest(plan: Plan) -> Constants:
+    chunks, tiles = plan.neighbours, plan.tiles.prepare_channel
+    HV, NT, B = plan.chunk_grid()
+    return Constants(
+        HV, -(-NT // chunks), B, chunks=chunks, scale=plan.scale, strong_tiles=-(-plan.K // tiles["STRONG_BK"]),
+        T=plan.T, NT=plan.NT, H=plan.H, HV=plan.HV, K=plan.K, STRONG_BK=tiles["STRONG_BK"],
+        STRONG_RUNS=tiles["STRONG_RUNS"], C=CHUNK, BY_GAIN=plan.by_gain, GROUPED=plan.grouped, PRECISION="tf32",
+        **plan.tiles.prepare,
+    )  # fmt: skip
+
+
+def launch_prepare_channel_rest(p: Problem, kept: Kept, strict_L: Tensor | None, stopped: Tensor) -> None:
+    """Fill what is kept of the chunks that the fused forward pass left, for scans, and L of strict ones."""
+    launch(
+        prepare_channel_rest_kernel, _constants_of_rest(p.plan),
+        p.q, p.k, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.large_gain, strict_L, kept.q_in,
+        kept.k_in, kept.k_out,
+    )  # fmt: skip

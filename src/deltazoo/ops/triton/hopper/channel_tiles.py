@@ -141,8 +141,8 @@ def score_gradients(
     """Store dv, d_beta where it is <z, u> / beta, and what is below the diagonals of dP and Z U^T in shared memory.
 
     Waits for all copies but the latest. Step sizes near zero have a sum in place of <z, u> / beta
-    (`chunk.score_gradients`), for which alone values are read. Returns the diagonal of dP, beta, and the values' part of
-    that sum.
+    (`chunk.score_gradients`), for which alone values are read. Returns the diagonal of dP, beta, and the values' part
+    of that sum.
     """
     SCORES: gl.constexpr = scores_layout(gl.num_warps())
     TOKENS: gl.constexpr = gl.SliceLayout(1, tile_layout(gl.num_warps()))

@@ -44,7 +44,6 @@ from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Problem
 
-
 STAIRS = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
 
 
@@ -129,9 +128,7 @@ def hopper_chunk_gradients_channel_kernel(
     o_gradients = row[:, None] * (HV * D) + column[None, :]
     m_rows = (row < rows)[:, None]
     tiles = (S_buffer.index(0), dS_buffer.index(0), key_tile, query_tile, erase_tile)
-    copy_tile(
-        states, d_states, d_states_high, k, q, erase_key, o_states + o, o_gradients, o, o_keys + o, m_rows, tiles
-    )
+    copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states + o, o_gradients, o, o_keys + o, m_rows, tiles)
     gate_row = gl.arange(0, C, gl.SliceLayout(1, ROWS_32))
     o_gates = gate_row[:, None] * (HV * D) + gl.arange(0, BK, gl.SliceLayout(0, ROWS_32))[None, :]
     m_gates = (gate_row < rows)[:, None]

@@ -110,7 +110,7 @@ def hopper_chunk_gradients_strong_kernel(
     q, k, erase_key, v, beta, log_decay, G, strong_decay, U, Z, d_output, states, d_states, d_states_high, dq, dk,
     d_erase_key, dv, d_beta, d_log_decay, scale, nothing, chunks, slots, T, NT, H, HV, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """The gradients that `hopper_chunk_gradients_channel_kernel` left: of tiles with too strong a decay; grid (programs,).
+    """Gradients of the tiles that `hopper_chunk_gradients_channel_kernel` leaves out; grid (programs,).
 
     A program looks at `chunks` neighbouring ones, of `slots` in all. `nothing` is as in that kernel; what does not
     change from chunk to chunk depends on it as well.
@@ -167,8 +167,8 @@ def hopper_chunk_gradients_strong_kernel(
             gradients = d_states + (slot * (D * D) if d_states_high is None else base)
             gradients_high = d_states_high if d_states_high is None else d_states_high + base
             copy_tile(
-                states + slot * (D * D), gradients, gradients_high, k + keys, q + keys, erase_keys, o_states + o, o_rows,
-                o, o_keys + o, m_rows, tiles,
+                states + slot * (D * D), gradients, gradients_high, k + keys, q + keys, erase_keys, o_states + o,
+                o_rows, o, o_keys + o, m_rows, tiles,
             )  # fmt: skip
             gate_row = gl.arange(0, C, gl.SliceLayout(1, ROWS_32)) + n
             o_gates = gate_row[:, None] * (HV * D) + gl.arange(0, BK, gl.SliceLayout(0, ROWS_32))[None, :]
