@@ -18,7 +18,7 @@ from deltazoo.ops.triton.tiles import CHUNK
 MISSING: str | None = None
 """What the installed Triton lacks for the Gluon kernels; None if it has everything."""
 try:
-    from triton.experimental.gluon import constexpr_function, jit
+    from triton.experimental.gluon import jit
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere import async_copy
     from triton.experimental.gluon.language.nvidia.hopper import (
@@ -41,7 +41,6 @@ __all__ = [
     "async_copy",
     "available",
     "barrier",
-    "constexpr_function",
     "fence_async_shared",
     "gl",
     "jit",

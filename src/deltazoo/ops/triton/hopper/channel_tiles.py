@@ -7,7 +7,6 @@ single buffer.
 from deltazoo.ops.triton.gluon import (
     async_copy,
     barrier,
-    constexpr_function,
     fence_async_shared,
     gl,
     jit,
@@ -22,28 +21,23 @@ ALL_TILES = gl.constexpr(15)  # as bits
 HALF_RANGE = gl.constexpr(96.0)
 """How far a channel may decay between the middle of a chunk, or block, and an end, in log2: half of `centred_range`."""
 
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+"""Layout of `[C, C]`, a product's accumulator."""
+TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+"""Layout of `[C, BK]`, likewise."""
+TOKENS = gl.constexpr(gl.SliceLayout(1, TILE.value))
+CHANNELS = gl.constexpr(gl.SliceLayout(0, TILE.value))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+"""Layout of sums over tokens `[C, BK]`, the same registers as in TILE. They are synchronous products (mma.sync): to
+products that run on, ptxas before 13.3 hands registers with constants before these are set (docs/kernels.md)."""
+LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 2))
+# Layouts of what is loaded or stored 16 bytes at a time: all channels, a tile of 16 bits, and one of float32.
+WIDE_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+ROWS_32 = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SWIZZLED_TILE = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
-
-
-@constexpr_function
-def scores_layout(warps):
-    """Of `[C, C]`, a product's accumulator. Groups of four warps share the columns, here and below."""
-    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, C.value * 4 // warps, 16])
-
-
-@constexpr_function
-def tile_layout(warps):
-    """Of `[C, BK]`, a product's accumulator."""
-    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, BK.value * 4 // warps, 16])
-
-
-@constexpr_function
-def rows_layout(columns, bits, warps):
-    """Of `[C, columns]` loaded or stored 16 bytes at a time."""
-    per_thread = 128 // bits
-    threads = min(columns // per_thread, 32)
-    return gl.BlockedLayout([1, per_thread], [32 // threads, threads], [warps, 1], [1, 0])
 
 
 @jit
@@ -67,16 +61,8 @@ def row_pairs(x):
 
 
 @jit
-def row_sums(x):
-    """Sums of the elements of each row of `x [C, BK]` that one thread holds, as `[C, groups of warps, 4]`."""
-    GROUPS: gl.constexpr = gl.num_warps() // 4
-    return gl.sum(gl.sum(gl.reshape(x, [C, GROUPS, BK // 8 // GROUPS, 4, 2]), 4), 2)
-
-
-@jit
 def overlap_of(S, dS):
     """The products of two buffers `[D, BK]` by element, summed over rows but for 32, as `row_pairs`."""
-    TILE: gl.constexpr = tile_layout(gl.num_warps())
     overlap = S.slice(0, C).load(TILE).to(gl.float32) * dS.slice(0, C).load(TILE).to(gl.float32)
     overlap += S.slice(C, C).load(TILE).to(gl.float32) * dS.slice(C, C).load(TILE).to(gl.float32)
     return row_pairs(overlap)
@@ -84,21 +70,21 @@ def overlap_of(S, dS):
 
 @jit
 def either(a, b):
-    """Bits of a or b."""
+    """The bits of both."""
     return a | b
 
 
 @jit
 def far_tiles(strong_decay, G):
-    """Which tiles of a chunk have channels that decay beyond the range of one product, as bits."""
-    channel = gl.arange(0, D, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    """The tiles of a chunk with channels that decay beyond the range of one product, as bits."""
+    channel = gl.arange(0, D, gl.BlockedLayout([4], [32], [4], [0]))
     decay = gl.load(G + channel, mask=gl.load(strong_decay) == 2, other=0.0)
     return gl.reduce(gl.where(decay < -2 * HALF_RANGE, 1 << channel // BK, 0), 0, either)
 
 
 @jit
 def next_tile(tiles):
-    """The first channel of the first of these tiles, and how many tiles there are."""
+    """The first channel of the first of these tiles, and the number of tiles."""
     first = tiles & -tiles
     number = (first > 1).to(gl.int32) + (first > 2).to(gl.int32) + (first > 4).to(gl.int32)
     return BK * number, (tiles & 1) + (tiles >> 1 & 1) + (tiles >> 2 & 1) + (tiles >> 3)
@@ -136,7 +122,7 @@ def copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states, o_rows
 
 @jit
 def score_gradients(
-    v, dv, beta, d_beta, wide_row, o_values, m_values, m_stored, token, HV, rows, scale, dO, b_U, b_Z, dP, ZU,
+    v, dv, beta, d_beta, wide_row, o_values, m_values, m_stored, token, HV, rows, scale, dO, b_U, b_Z, dP, ZU
 ):  # fmt: skip
     """Store dv, d_beta where it is <z, u> / beta, and what is below the diagonals of dP and Z U^T in shared memory.
 
@@ -144,9 +130,6 @@ def score_gradients(
     (`chunk.score_gradients`), for which alone values are read. Returns the diagonal of dP, beta, and the values' part
     of that sum.
     """
-    SCORES: gl.constexpr = scores_layout(gl.num_warps())
-    TOKENS: gl.constexpr = gl.SliceLayout(1, tile_layout(gl.num_warps()))
-    WIDE_ROWS: gl.constexpr = rows_layout(D, 16, gl.num_warps())
     values_beta = gl.load(beta + wide_row)
     b_v = gl.load(v + o_values, mask=m_values & (values_beta <= 0.0625)[:, None], other=0.0)
     b_beta, m_tokens = gl.load(beta + token), token < rows

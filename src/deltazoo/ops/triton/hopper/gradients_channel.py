@@ -18,14 +18,24 @@ from deltazoo.ops.triton.gluon import (
     fence_async_shared,
     gl,
     jit,
+    mma_v2,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from deltazoo.ops.triton.hopper.channel_tiles import (
     ALL_TILES,
     BK,
+    CHANNELS,
+    LEFT,
+    RIGHT,
+    ROWS,
+    ROWS_32,
+    SUMS,
     SWIZZLED,
     SWIZZLED_TILE,
+    TILE,
+    TOKENS,
+    WIDE_ROWS,
     copy_tile,
     copy_values,
     far_tiles,
@@ -33,33 +43,13 @@ from deltazoo.ops.triton.hopper.channel_tiles import (
     overlap_of,
     reciprocal,
     row_pairs,
-    row_sums,
-    rows_layout,
     score_gradients,
     store_two_terms,
-    tile_layout,
 )
 from deltazoo.ops.triton.hopper.scan import C, D
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Problem
-
-STAIRS = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
-
-
-@jit
-def steps(stairs, n):
-    """`[C, 16]` from the stairs: a column block of the matrix whose products are running sums, or ones (4)."""
-    return stairs.index(n)._reinterpret(gl.bfloat16, [C, 16], STAIRS)
-
-
-@jit
-def add_running_sum(stairs, n, hi, lo, x):
-    """Begin to add to x, for every token, the sum over it and all earlier ones, of two terms `[C, BK]`."""
-    for part in gl.static_range(4):
-        x = warpgroup_mma(steps(stairs, n + 3 - part), hi.slice(16 * part, 16), x, is_async=True)
-        x = warpgroup_mma(steps(stairs, n + 3 - part), lo.slice(16 * part, 16), x, is_async=True)
-    return x
 
 
 @jit(do_not_specialize=["nothing", "T", "NT", "H", "HV"])
@@ -67,9 +57,9 @@ def hopper_chunk_gradients_channel_kernel(
     q, k, erase_key, v, beta, log_decay, G, strong_decay, U, Z, d_output, states, d_states, d_states_high, dq, dk,
     d_erase_key, dv, d_beta, d_log_decay, scale, nothing, T, NT, H, HV, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """All gradients of one chunk of one value head but for tiles with too strong a decay; grid (HV, NT, B).
+    """All gradients of one chunk of one value head, but for tiles with too strong a decay; grid (HV, NT, B).
 
-    If it leaves tiles to `gradients_levels`, it leaves dv to it as well, since Z may lie there.
+    If there are such tiles, dv is left to their kernel, as Z may lie there.
 
     dv may lie where Z does, and dq and dk where `d_states` and `d_states_high` do, if there is the latter. Only this
     program reads what it overwrites. All of Z is in shared memory before it stores dv, and a tile of dS before it
@@ -87,14 +77,6 @@ def hopper_chunk_gradients_channel_kernel(
         return
     tiles_left = ALL_TILES ^ far
     o, count = next_tile(tiles_left)
-    WARPS: gl.constexpr = gl.num_warps()
-    TILE: gl.constexpr = tile_layout(WARPS)
-    TOKENS: gl.constexpr = gl.SliceLayout(1, TILE)
-    CHANNELS: gl.constexpr = gl.SliceLayout(0, TILE)
-    WIDE_ROWS: gl.constexpr = rows_layout(D, 16, WARPS)
-    ROWS: gl.constexpr = rows_layout(BK, 16, WARPS)
-    ROWS_32: gl.constexpr = rows_layout(BK, 32, WARPS)
-    STAIR_ROWS: gl.constexpr = rows_layout(16, 16, WARPS)
     base = (first * HV + i_h) * D
     keys = (first * H + i_h // (HV // H)) * D if GROUPED else base
     key_stride = H * D if GROUPED else HV * D
@@ -128,7 +110,9 @@ def hopper_chunk_gradients_channel_kernel(
     o_gradients = row[:, None] * (HV * D) + column[None, :]
     m_rows = (row < rows)[:, None]
     tiles = (S_buffer.index(0), dS_buffer.index(0), key_tile, query_tile, erase_tile)
-    copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states + o, o_gradients, o, o_keys + o, m_rows, tiles)
+    copy_tile(
+        states, d_states, d_states_high, k, q, erase_key, o_states + o, o_gradients, o, o_keys + o, m_rows, tiles
+    )
     gate_row = gl.arange(0, C, gl.SliceLayout(1, ROWS_32))
     o_gates = gate_row[:, None] * (HV * D) + gl.arange(0, BK, gl.SliceLayout(0, ROWS_32))[None, :]
     m_gates = (gate_row < rows)[:, None]
@@ -147,16 +131,12 @@ def hopper_chunk_gradients_channel_kernel(
     lo_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], SWIZZLED_TILE)
     written_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], SWIZZLED_TILE)
     query_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], SWIZZLED_TILE)
-    erase_buffer = lo_buffer
-    if erase_key is None:
-        erase_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], SWIZZLED_TILE)
-    # Running sums over tokens are products with the lower triangle, whose column blocks of 16 are rows of these stairs.
-    stairs_buffer = gl.allocate_shared_memory(gl.bfloat16, [8, 16, 16], STAIRS)
-    i, j = gl.arange(0, 2 * C, gl.SliceLayout(1, STAIR_ROWS)), gl.arange(0, 16, gl.SliceLayout(0, STAIR_ROWS))
-    stairs = gl.where(i[:, None] - 48 >= j[None, :], 1.0, 0.0).to(gl.bfloat16)
-    stairs_buffer.index(0)._reinterpret(gl.bfloat16, [2 * C, 16], STAIRS).store(stairs)
+    erase_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], SWIZZLED_TILE)
+    i, j = gl.arange(0, C, gl.SliceLayout(1, LEFT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LEFT))[None, :]
+    earlier = gl.where(i >= j, 1.0, 0.0).to(gl.bfloat16)  # a product with it is a running sum over tokens
+    everything = gl.full([C, C], 1.0, gl.bfloat16, LEFT)
+    no_sums = gl.full([C, BK], 0.0, gl.float32, SUMS)
     none = gl.full([C, BK], 0.0, gl.float32, TILE)
-    erase_sums = row_sums(none)
     for _ in range(0, count):
         n = o * nothing
         dO, b_U, b_Z, S, dS = (
@@ -170,22 +150,20 @@ def hopper_chunk_gradients_channel_kernel(
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
-        b_G = add_running_sum(stairs_buffer, n, hi, lo, none)
         b_dq = warpgroup_mma(dO, S, none, use_acc=False, is_async=True)
         b_row = warpgroup_mma(b_Z, S, none, use_acc=False, is_async=True)
         b_col = warpgroup_mma(b_U, dS, none, use_acc=False, is_async=True)
+        b_G = mma_v2(earlier, hi.load(RIGHT), mma_v2(earlier, lo.load(RIGHT), no_sums))
         g_last = gl.load(G + o + gl.arange(0, BK, CHANNELS))[None, :]
         middle = gl.floor(0.5 * g_last)  # `chunk.decay_factors.middle_of`
         k_16, q_16 = key_tile.load(TILE), query_tile.load(TILE)
         e_16 = k_16 if erase_key is None else erase_tile.load(TILE)
         overlap = overlap_of(S, dS)
-        b_G = warpgroup_mma_wait(3, deps=[b_G]) - middle
+        b_G = gl.convert_layout(b_G, TILE) - middle
         entry, b_k = gl.exp2(b_G), k_16.to(gl.float32)
         k_written = b_k * gl.exp2(-b_G)
         written.store(k_written.to(gl.bfloat16))
         query.store((q_16.to(gl.float32) * (entry * scale)).to(gl.bfloat16))
-        if erase_key is not None:
-            barrier()  # all warps have their sums, of which `erase` is an operand
         erase.store((-b_beta[:, None] * e_16.to(gl.float32) * entry).to(gl.bfloat16))
         b_dq, b_row, b_col = warpgroup_mma_wait(0, deps=[b_dq, b_row, b_col])
         to_middle = gl.exp2(middle)
@@ -215,7 +193,7 @@ def hopper_chunk_gradients_channel_kernel(
         b_dG = b_q * b_dq
         b_dq += diagonal[:, None] * b_k
         b_row = -entry * b_row
-        erase_sums += row_sums(b_e * b_row)
+        b_dbeta += gl.sum(b_e * b_row, 1)
         b_row *= b_beta[:, None]
         b_dG += b_e * b_row
         b_dk = diagonal[:, None] * b_q
@@ -235,13 +213,10 @@ def hopper_chunk_gradients_channel_kernel(
         store_two_terms(last, query.slice(0, BK), query.slice(BK, BK))
         if not GROUPED:
             written.store(b_dq.to(gl.bfloat16))
-            if erase_key is None:
-                erase.store(b_dk.to(gl.bfloat16))
-        fence_async_shared()
+            erase.store(b_dk.to(gl.bfloat16))
         barrier()
-        b_dg = add_running_sum(stairs_buffer, n, hi, lo, none)
-        for part in gl.static_range(4):
-            b_dg = warpgroup_mma(steps(stairs_buffer, n + 4), query.slice(16 * part, 16), b_dg, is_async=True)
+        b_dg = mma_v2(everything, query.load(RIGHT), no_sums)
+        b_dg = mma_v2(earlier, hi.load(RIGHT), mma_v2(earlier, lo.load(RIGHT), b_dg))
         o_tile = token[:, None] * (HV * D) + gl.arange(0, BK, CHANNELS)[None, :]
         if GROUPED:  # in float32, for the sum over the heads of a group
             gl.store(dq + (o_tile + o), b_dq, mask=m_tokens[:, None])
@@ -250,33 +225,28 @@ def hopper_chunk_gradients_channel_kernel(
                 gl.store(d_erase_key + (o_tile + o), b_row, mask=m_tokens[:, None])
         else:
             gl.store(dq + (o_gradients + o), written.load(ROWS), mask=m_rows)
-            if erase_key is None:
-                gl.store(dk + (o_gradients + o), erase.load(ROWS), mask=m_rows)
-        b_dg = warpgroup_mma_wait(0, deps=[b_dg])
-        gl.store(d_log_decay + (o_tile + o), b_dg + b_dG, mask=m_tokens[:, None])
-        if erase_key is not None:
-            barrier()  # the products of all warps have read their operands
-            if not GROUPED:
-                hi.store(b_dk.to(gl.bfloat16))
-                lo.store(b_row.to(gl.bfloat16))
+            gl.store(dk + (o_gradients + o), erase.load(ROWS), mask=m_rows)
+            if erase_key is not None:
                 barrier()
-                gl.store(dk + (o_gradients + o), hi.load(ROWS), mask=m_rows)
-                gl.store(d_erase_key + (o_gradients + o), lo.load(ROWS), mask=m_rows)
+                written.store(b_row.to(gl.bfloat16))
                 barrier()
+                gl.store(d_erase_key + (o_gradients + o), written.load(ROWS), mask=m_rows)
+        gl.store(d_log_decay + (o_tile + o), gl.convert_layout(b_dg, TILE) + b_dG, mask=m_tokens[:, None])
         o = next_o
-    b_dbeta += gl.convert_layout(gl.sum(gl.sum(erase_sums, 2), 1), TOKENS)
     gl.store(d_beta + token * HV, b_dbeta, mask=m_tokens & (b_beta <= 0.0625))
 
 
 def channel_arguments(plan: Plan) -> dict[str, Any]:
     """Arguments of both Gluon kernels for gradients with decay per channel."""
-    return dict(scale=plan.scale, nothing=0, T=plan.T, NT=plan.NT, H=plan.H, HV=plan.HV, GROUPED=plan.grouped)
+    return dict(
+        scale=plan.scale, nothing=0, T=plan.T, NT=plan.NT, H=plan.H, HV=plan.HV,
+        GROUPED=plan.grouped, num_warps=4,
+    )  # fmt: skip
 
 
 @per_plan
 def _constants(plan: Plan) -> Constants:
-    # Two groups of warps share a tile of channels, and two programs of 128 registers a multiprocessor.
-    return Constants(*plan.chunk_grid(), **channel_arguments(plan), num_warps=8, maxnreg=128)
+    return Constants(*plan.chunk_grid(), **channel_arguments(plan))
 
 
 def launch_gradients_channel(p: Problem, tensors: tuple[Tensor | None, ...]) -> None:

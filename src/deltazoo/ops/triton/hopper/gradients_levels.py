@@ -24,37 +24,32 @@ from deltazoo.ops.triton.gluon import (
 from deltazoo.ops.triton.hopper.channel_tiles import (
     ALL_TILES,
     BK,
+    CHANNELS,
     HALF_RANGE,
+    LEFT,
+    RIGHT,
+    ROWS,
+    ROWS_32,
+    SUMS,
     SWIZZLED,
     SWIZZLED_TILE,
+    TILE,
+    TOKENS,
+    WIDE_ROWS,
     copy_tile,
     copy_values,
     far_tiles,
     next_tile,
     overlap_of,
     row_pairs,
-    rows_layout,
     score_gradients,
     store_two_terms,
-    tile_layout,
 )
 from deltazoo.ops.triton.hopper.gradients_channel import channel_arguments
 from deltazoo.ops.triton.hopper.scan import C, D
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Problem
-
-TILE = gl.constexpr(tile_layout(4))
-TOKENS = gl.constexpr(gl.SliceLayout(1, TILE.value))
-CHANNELS = gl.constexpr(gl.SliceLayout(0, TILE.value))
-WIDE_ROWS = gl.constexpr(rows_layout(D, 16, 4))
-ROWS = gl.constexpr(rows_layout(BK, 16, 4))
-ROWS_32 = gl.constexpr(rows_layout(BK, 32, 4))
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
-"""Layout of products over tokens `[C, BK]`, the same registers as in TILE."""
-LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 2))
-
 
 @jit
 def sums_over_tokens(mask, hi, lo):
@@ -283,7 +278,7 @@ def hopper_chunk_gradients_strong_kernel(
 @per_plan
 def _constants(plan: Plan) -> Constants:
     grid, neighbours = plan.neighbour_grid()
-    return Constants(*grid, **neighbours, **channel_arguments(plan), num_warps=4)
+    return Constants(*grid, **neighbours, **channel_arguments(plan))
 
 
 def launch_gradients_levels(p: Problem, tensors: tuple[Tensor | None, ...]) -> None:
