@@ -33,7 +33,7 @@ def normal(std: float) -> Initializer:
 def short_conv_(weight: Tensor, std: float | None = None) -> None:
     """Fill taps `[channels, 1, taps]`: normal with standard deviation `std`; None: uniform within 1 / sqrt(taps).
 
-    The uniform start is that of nn.Conv1d and of every rule: docs/rules.md#how-the-short-convolutions-start.
+    The uniform start is that of nn.Conv1d and of every rule: docs/layers.md#how-the-short-convolutions-start.
     """
     bound = weight.shape[-1] ** -0.5
     if std is None:

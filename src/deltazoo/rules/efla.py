@@ -8,7 +8,7 @@ L2-normalised. The authors' code does not normalise the query, whose length the 
 l from zero by a clamp and an added 1e-6, where we compute beta by a series. beta saturates as l grows, so EFLA needs a
 larger learning rate than DeltaNet: compare both at both rates.
 
-The start of the short convolutions decides how long keys are (docs/rules.md): at width 1024 the median of l is 4.8 and
+The start of the short convolutions decides how long keys are (docs/layers.md): at width 1024 the median of l is 4.8 and
 that of the eigenvalue 0.09 here; 0.02 and 0.99 with `conv_initializer_range=0.02`.
 
 Paper: arXiv:2512.12602.

@@ -83,7 +83,7 @@ class Preconditioned(DeltaRuleAttention):
     def with_auxiliary_state(
         self, x: LayerInput, inputs: RuleInputs, past: StateAccess, sequences: Sequences
     ) -> tuple[RuleInputs, Tensor | None]:
-        """Inputs that write under the scaled key and erase under the key, and the moment, a linear attention with K = 1."""
+        """Inputs that write under the scaled key and erase under the key; the moment is linear attention with K = 1."""
         k = inputs.k
         gate, step = (x.project(name) for name in (self.moment_decay, "b_atk_proj"))
         squares = fused.weighted_squares(step, k, fused=self.fused_kernels)
