@@ -33,7 +33,7 @@ def normal(std: float) -> Initializer:
 def short_conv_(weight: Tensor, std: float | None = None) -> None:
     """Taps `[channels, 1, taps]`: normal with that standard deviation; None: uniform within 1 / sqrt(taps).
 
-    The second is nn.Conv1d's, and what every rule starts with: docs/rules.md#how-the-short-convolutions-start.
+    The second is nn.Conv1d's, and what every rule starts with: docs/layers.md#how-the-short-convolutions-start.
     """
     bound = weight.shape[-1] ** -0.5
     if std is None:

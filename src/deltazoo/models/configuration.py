@@ -71,7 +71,7 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
         mixer_module: the module that registers `mixer`, if that does not come with deltazoo; filled in automatically.
             Loading a config.json does not import it: import it before, or pass its file to the command line with
             `--load`.
-        mixer_revision: number of the rule's revision, for rules that were corrected (docs/rules.md); default the
+        mixer_revision: number of the rule's revision, for rules that were corrected (docs/layers.md); default the
             newest. A saved configuration without it has the first.
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.

@@ -9,7 +9,7 @@ normalise the query either, whose length the norm of the output removes, and it 
 added 1e-6, where beta has a series here. beta saturates as l grows, so it needs a larger learning rate than DeltaNet:
 compare both at both rates.
 
-The start of the short convolutions decides how long keys are (docs/rules.md): at width 1024 the median of l is 4.8 and
+The start of the short convolutions decides how long keys are (docs/layers.md): at width 1024 the median of l is 4.8 and
 that of the eigenvalue 0.09 here; 0.02 and 0.99 with `conv_initializer_range=0.02`.
 
 Paper: arXiv:2512.12602.

@@ -253,7 +253,7 @@ class Status:
 
     Attributes:
         running: whether it takes requests.
-        counters: `running`, `waiting`, `steps` and so on: the numbers of docs/serving.md, by name.
+        counters: `running`, `waiting`, `steps` and so on: the numbers of docs/generation.md, by name.
         finished: ended requests by finish reason; "error" for those that the model failed on. The engine knows no
             text, so a request that a stop string ended is among the cancelled ones.
     """

@@ -59,7 +59,7 @@ def export(
     Args:
         model: of any size and dtype, on any device; it is not changed.
         target: `"olmo_hybrid"`, `"qwen3_5_text"`, `"qwen3_next"` or `"kimi_linear"`, model types of transformers, or
-            `"fla"`, flash-linear-attention's model type of the rule. docs/models.md says which rules fit.
+            `"fla"`, flash-linear-attention's model type of the rule. docs/generation.md says which rules fit.
         path: folder of the checkpoint: a new one or an empty one.
         tokenizer: saved beside the model, as its generation config is.
         check: load the checkpoint with transformers alone (that of fla: with our reader of its format) and compare
