@@ -9,7 +9,7 @@ denominator, too, and the state forgets the share `eta lambda`, at most 1 - 1e-6
 
 The paper says of b and lambda that they depend on the token, not how. Here b is a sigmoid as in Gated DeltaNet, and
 lambda the rate `exp(A_log) softplus(a + dt_bias)` of its decay. Keys and queries are L2-normalised ("Falcon-1.1"),
-queries not scaled. With b in (0, 1) the eigenvalues of a transition are in (0, 1].
+queries not scaled; the paper names no output gate. With b in (0, 1) the eigenvalues of a transition are in (0, 1].
 
 Paper: arXiv:2608.27763, eq. 3.3 and 4.1 to 4.3.
 """
@@ -27,8 +27,6 @@ FALCON = register_rule(
         decay="scalar",
         erase_reads="undecayed",
         scale_queries=False,
-        output_gate="full",
-        head_dim=64,
     ),
     layer="deltazoo.rules.falcon_layer.Falcon",
     gain_at_most_one=True,

@@ -5,8 +5,9 @@ from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention, LayerInput, RuleInputs, Sequences, run_scan
 from deltazoo.layers.state import StateAccess
+from deltazoo.ops import fused
 from deltazoo.ops.recompute import recomputable
-from deltazoo.ops.step_size import gate_and_squared_norm
+from deltazoo.ops.step_size import of_value_heads
 
 
 class Falcon(DeltaRuleAttention):
@@ -25,12 +26,12 @@ class Falcon(DeltaRuleAttention):
         """The inputs with the keys of the tokens before, and the last key."""
         none_kept = inputs.k.new_zeros(inputs.k.shape[:2])
         k, state = run_scan(none_kept, inputs.k, None, past.auxiliary, sequences, fused=self.fused_kernels)
-        eta, log_decay = recomputable(_normalised_step, inputs.beta, k, inputs.log_decay)
+        lengths = of_value_heads(fused.squared_norm(k, fused=self.fused_kernels), self.num_v_heads)
+        eta, log_decay = recomputable(_normalised_step, inputs.beta, lengths, inputs.log_decay)
         return inputs._replace(k=k, beta=eta, log_decay=log_decay), state
 
 
-def _normalised_step(b: Tensor, k: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
-    """`eta = b / (|k|^2 + lambda + 1e-6)` and `log(1 - eta lambda)`, with `lambda = -log_decay`."""
-    b, squared_norm = gate_and_squared_norm(b, k)
-    eta = torch.where(squared_norm > 0, b / (squared_norm - log_decay + 1e-6), 0)
+def _normalised_step(b: Tensor, lengths: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """`eta = b / (|k|^2 + lambda + 1e-6)`, zero for no key, and `log(1 - eta lambda)`, with `lambda = -log_decay`."""
+    eta = torch.where(lengths > 0, b / (lengths - log_decay + 1e-6), 0)
     return eta, torch.log1p(-(-log_decay * eta).clamp_max(1 - 1e-6))

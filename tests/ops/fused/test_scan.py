@@ -92,9 +92,7 @@ class Scan:
     dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
-        given = inputs(
-            self.shape, damped=self.damped, shared=self.shared, packed=self.packed, dtype=self.dtype
-        )
+        given = inputs(self.shape, damped=self.damped, shared=self.shared, packed=self.packed, dtype=self.dtype)
         wide = dtype or self.dtype
         moved = [None if x is None else x.to(device) for x in given]
         moved[:3] = [None if x is None else x.to(wide) for x in moved[:3]]

@@ -17,10 +17,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from deltazoo.ops.dtypes import at_least_float32
+from deltazoo.ops.dtypes import at_least_float32, wide_dtype
 from deltazoo.ops.fused.choice import takes_kernel
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.fused.row_operator import row_operator
+from deltazoo.ops.recompute import recomputable
 
 __all__ = ["token_scan"]
 
@@ -56,8 +57,11 @@ def token_scan(
     B, T, D = added.shape
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     shapes = decay.shape[:2], decay.shape[2], *(None if x is None else x.shape for x in (damping, start))
-    if shapes[0] != (B, T) or shapes[1] not in (1, D) or shapes[2] not in (None, (B, T, D)) or (
-        shapes[3] not in (None, (N, D))
+    if (
+        shapes[0] != (B, T)
+        or shapes[1] not in (1, D)
+        or shapes[2] not in (None, (B, T, D))
+        or (shapes[3] not in (None, (N, D)))
     ):
         given = ", ".join(str(None if x is None else tuple(x.shape)) for x in (decay, added, damping, start))
         raise ValueError(
@@ -66,10 +70,10 @@ def token_scan(
     if decay.shape[2] != D and decay.requires_grad:
         decay = decay.expand(B, T, D)
     if start is None:
-        start = at_least_float32(added).new_zeros(N, D)
+        start = added.new_zeros(N, D, dtype=wide_dtype(added))
     if T > 1 and takes_kernel(fused, added, decay, damping, start, cu_seqlens):
-        return _token_scan(decay, added, damping, start, cu_seqlens)
-    return _scan_in_torch(decay, added, damping, start, cu_seqlens)
+        return recomputable(_token_scan, decay, added, damping, start, cu_seqlens)
+    return recomputable(_scan_in_torch, decay, added, damping, start, cu_seqlens)
 
 
 def _scan_in_torch(
