@@ -20,7 +20,7 @@ from deltazoo.ops import (
 from deltazoo.ops import fused as fused_ops
 from deltazoo.ops.recompute import recomputable
 from deltazoo.spec import RuleSpec
-from deltazoo.spec import StepForm as StepForm  # files of rules may import it here; their classes are told more
+from deltazoo.spec import StepForm as StepForm  # rule files of earlier versions import it from here
 
 __all__ = [
     "RuleInputs",
@@ -38,7 +38,7 @@ class RuleInputs(NamedTuple):
     q: Tensor
     """`[B, T, H, K]`."""
     k: Tensor
-    """`[B, T, H, K]`. With n micro-steps k, v, beta and erase_key have n times the heads, those of the first first."""
+    """`[B, T, H, K]`. With n micro-steps k, v, beta and erase_key have n times the heads, in the order of the steps."""
     v: Tensor
     """`[B, T, HV, V]`."""
     beta: Tensor | None
@@ -61,9 +61,9 @@ class RuleInputs(NamedTuple):
     def bounded(
         self, largest_gain: float | None = None, *, by_rounding: bool = False, fused: bool | None = False
     ) -> "RuleInputs":
-        """With step sizes that keep the erase gain `beta e . k` at `largest_gain` or below (`bounded_step`).
+        """Inputs with step sizes that keep the erase gain `beta e . k` at `largest_gain` or below (`bounded_step`).
 
-        Unless given, the bound is that of `deltazoo.ops.step_size.largest_gain`.
+        The bound is `deltazoo.ops.step_size.largest_gain` unless given.
         """
         if self.beta is None:
             return self
@@ -73,7 +73,7 @@ class RuleInputs(NamedTuple):
         return self._replace(beta=bounded_step(self.beta, self.k, self.erase_key, **bound))
 
     def mask_padding(self, sequences: Sequences) -> "RuleInputs":
-        """Padding tokens neither write to, erase from, nor decay the state."""
+        """Inputs whose padding tokens neither write to, erase from, nor decay the state."""
         if not isinstance(sequences, RightPaddedSequences):
             return self
         padding = sequences.padding
@@ -98,22 +98,21 @@ def run_rule(
     backend: str | None = None,
     precision: str | None = None,
 ) -> DeltaRuleOutput:
-    """Call the operator, in its form for one token where that is all there is.
+    """The operator's output; a single token after a state takes the operator's form for one token.
 
     Args:
         inputs: the operator's arguments.
         state: `[N, HV, K, V]` float32 before the first token; zeros unless given.
-        sequences: of the batch.
-        erase_reads: as of `delta_rule`.
+        sequences: the sequences of the batch.
+        erase_reads, scale, backend, precision: see `deltazoo.delta_rule`.
         num_micro_steps: steps per token.
         in_place: whether a decoding step may overwrite `state`.
-        scale, backend, precision: of the operator.
 
     Returns:
         `[B, T, HV, V]` in v's dtype, and the state after the last token.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as `deltazoo.delta_rule`.
+        ValueError, TypeError, NotImplementedError: see `deltazoo.delta_rule`.
     """
     several = isinstance(sequences, (PackedSequences, SharedSequences))
     one_token = state is not None and is_decoding_step(inputs.v) and not several
@@ -198,11 +197,11 @@ def effective_step(
     """Step size of a rule from its gate b in (0, 1).
 
     Args:
-        spec: says which rule.
+        spec: the rule.
         b: `[B, T, HV]` float32.
         k: `[B, T, H, K]` as the operator will see it, rounding included.
         allow_neg_eigval: double the step, so that the eigenvalue along k reaches down to -1 (arXiv:2411.12537).
-        fused: whether kernels compute what is made of keys, see `deltazoo.ops.fused.takes_kernel`.
+        fused: whether kernels compute functions of the keys, see `deltazoo.ops.fused.takes_kernel`.
 
     Returns:
         `[B, T, HV]` float32, such that no transition expands the state.
@@ -227,10 +226,10 @@ def effective_step(
 
 
 def precision_for(spec: RuleSpec, *, allow_neg_eigval: bool) -> str | None:
-    """Precision of the operator for step sizes of `effective_step` and a layer whose keys are those of the spec.
+    """Precision of the operator for the step sizes of `effective_step`, in a layer whose keys are those of the spec.
 
-    "fast" if the erase gain cannot exceed 1 but for the rounding of unit keys, which the operator's threshold allows
-    for: its default gives the same bits there, in more launches. None otherwise.
+    It is "fast" if only the rounding of unit keys can bring the erase gain above 1. The operator's threshold allows for
+    that rounding: its default gives the same bits in more launches. Otherwise it is None, the default.
     """
     if allow_neg_eigval or not spec.corrects:
         return None
@@ -250,20 +249,20 @@ def bounded_step(
     """`min(beta, 2 / (e . k))`: keeps the eigenvalue `1 - beta e . k` of the transition at -1 or above.
 
     A unit key rounded to bfloat16 has `|k|^2` up to 1.002. With beta = 2 its eigenvalue is then -1.004, and a token
-    repeated 4,096 times grows the state about a millionfold. The bound is taken from the keys as rounded, in float32.
+    repeated 4,096 times grows the state about a millionfold. The bound is computed in float32 from the rounded keys.
     With an erase key of its own a token repeated stays bounded, but a product of different tokens may grow
-    (`RuleSpec.nonexpansive`). Where `e . k` is not positive no step size keeps the eigenvalue at 1 or below, and
-    beta stays.
+    (`RuleSpec.nonexpansive`). If `e . k` is not positive, no step size keeps the eigenvalue at 1 or below, and beta
+    stays as it is.
 
     Args:
         beta: `[B, T, HV]` float32.
         k: `[B, T, H, K]` as the operator will see it.
-        erase_key: the same for e; None: e = k.
-        largest_gain: in place of 2. A rule that reads the state before its decay has the eigenvalue
-            `exp(g) - beta e . k`, which 1 keeps at -1 or above; one with a decay takes
+        erase_key: e, of k's shape and dtype; None: e = k.
+        largest_gain: bound of the gain `beta e . k`. A rule that reads the state before its decay has the eigenvalue
+            `exp(g) - beta e . k`, which a bound of 1 keeps at -1 or above; a rule with a decay takes
             `deltazoo.ops.step_size.largest_gain`.
-        by_rounding: only a saturated gate and the rounding of keys bring beta above the bound, which is a constant for
-            gradients then. Else they go through it to the keys.
+        by_rounding: whether only a saturated gate and the rounding of keys bring beta above the bound. Gradients then
+            take the bound for a constant; otherwise they go through it to the keys.
         fused: whether a kernel computes `e . k` for a constant bound, see `deltazoo.ops.fused.takes_kernel`.
 
     Returns:
@@ -273,10 +272,10 @@ def bounded_step(
     if by_rounding:
         k, e = k.detach(), e.detach()
     gain = fused_ops.erase_gain(k, e, fused=fused if by_rounding else False)
-    bound = largest_gain / gain.clamp_min(1e-15)  # its square, in the gradient, is a number of float32
+    bound = largest_gain / gain.clamp_min(1e-15)  # 1e-15 squared, in the gradient, is a number of float32
     return clip_step(beta, step_size.of_value_heads(bound, beta.shape[2]).to(beta.dtype))
 
 
 def clip_step(beta: Tensor, bound: Tensor) -> Tensor:
-    """`min(beta, bound)`: where `bounded_step` clips, in a function that the checks of rules replace."""
+    """`min(beta, bound)`, as a function that the checks of rules replace."""
     return torch.minimum(beta, bound)
