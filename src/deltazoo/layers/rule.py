@@ -76,14 +76,18 @@ class RuleInputs(NamedTuple):
         """Inputs whose padding tokens neither write to, erase from, nor decay the state."""
         if not isinstance(sequences, RightPaddedSequences):
             return self
-        padding = sequences.padding
 
         def masked(x: Tensor) -> Tensor:
-            return x.masked_fill(padding.reshape(*padding.shape, *[1] * (x.ndim - 2)), 0)
+            return _fill_padding(x, sequences, 0)
 
         beta = None if self.beta is None else masked(self.beta)
         log_decay = None if self.log_decay is None else masked(self.log_decay)
         return self._replace(v=recomputable(masked, self.v), beta=beta, log_decay=log_decay)
+
+
+def _fill_padding(x: Tensor, sequences: RightPaddedSequences, value: float) -> Tensor:
+    """x `[B, T, ...]` with the value at padding."""
+    return x.masked_fill(sequences.padding.reshape(*sequences.padding.shape, *[1] * (x.ndim - 2)), value)
 
 
 def run_rule(
@@ -174,10 +178,8 @@ def run_scan(
         raise NotImplementedError("ranks that share rows (context parallelism) hand on no state of `run_scan`")
     channels = added.shape[2:]
     if isinstance(sequences, RightPaddedSequences):
-        decay, added, damping = (
-            None if x is None else x.masked_fill(sequences.padding.view(*x.shape[:2], *[1] * (x.ndim - 2)), at_padding)
-            for x, at_padding in ((decay, 1), (added, 0), (damping, 0))
-        )
+        decay, added = _fill_padding(decay, sequences, 1), _fill_padding(added, sequences, 0)
+        damping = None if damping is None else _fill_padding(damping, sequences, 0)
     cu_seqlens = sequences.cu_seqlens if isinstance(sequences, PackedSequences) else None
     num_sequences = len(added) if cu_seqlens is None else len(cu_seqlens) - 1
     before = None if state is None else state.flatten(1)

@@ -85,7 +85,8 @@ def _scan_in_torch(
     if T == 1 and cu_seqlens is None:
         h = a[:, 0] * start + b[:, 0]
         return start[:, None].to(added.dtype), h if c is None else h / (1 + c[:, 0] * h)
-    a, b, c = (None if x is None else x.flatten(0, 1) for x in (a, b, c))
+    a, b = a.flatten(0, 1), b.flatten(0, 1)
+    c = None if c is None else c.flatten(0, 1)
     if cu_seqlens is None:
         cu_seqlens = torch.arange(0, B * T + 1, T, device=a.device)
     holds_tokens = cu_seqlens.diff() > 0
