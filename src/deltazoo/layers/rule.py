@@ -28,6 +28,7 @@ __all__ = [
     "effective_step",
     "precision_for",
     "run_rule",
+    "run_scan",
 ]
 
 
@@ -75,14 +76,18 @@ class RuleInputs(NamedTuple):
         """Inputs whose padding tokens neither write to, erase from, nor decay the state."""
         if not isinstance(sequences, RightPaddedSequences):
             return self
-        padding = sequences.padding
 
         def masked(x: Tensor) -> Tensor:
-            return x.masked_fill(padding.reshape(*padding.shape, *[1] * (x.ndim - 2)), 0)
+            return _fill_padding(x, sequences, 0)
 
         beta = None if self.beta is None else masked(self.beta)
         log_decay = None if self.log_decay is None else masked(self.log_decay)
         return self._replace(v=recomputable(masked, self.v), beta=beta, log_decay=log_decay)
+
+
+def _fill_padding(x: Tensor, sequences: RightPaddedSequences, value: float) -> Tensor:
+    """x `[B, T, ...]` with the value at padding."""
+    return x.masked_fill(sequences.padding.reshape(*sequences.padding.shape, *[1] * (x.ndim - 2)), value)
 
 
 def run_rule(
@@ -135,6 +140,57 @@ def run_rule(
     if beta is None:
         return linear_attention(q, k, v, log_decay, **rows)
     return delta_rule(q, k, v, beta, log_decay, **correction, **rows, precision=precision)
+
+
+def run_scan(
+    decay: Tensor,
+    added: Tensor,
+    damping: Tensor | None = None,
+    state: Tensor | None = None,
+    sequences: Sequences = WHOLE_ROWS,
+    *,
+    start: Tensor | None = None,
+    fused: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The numbers p before each token, and the state after the last: a further state of a rule, one number per channel.
+
+        h_t = decay_t p_{t-1} + added_t        p_t = h_t / (1 + damping_t h_t)
+
+    With a decay of zero p before a token is what the token before it added. Padding leaves p as it is.
+
+    Args:
+        decay: `[B, T, *channels]`, or `[B, T]`, one number per token, which then gets no gradient.
+        added: `[B, T, *channels]`; not negative with a damping.
+        damping: the same, not negative; None: zero.
+        state: `[N, *channels]` float32 before the first token, as returned; None: the sequences begin.
+        sequences: of the batch.
+        start: p before the first token of a sequence, `channels`; None: zeros. The state is how far p is from it, so
+            that zeros are the state of a sequence that begins.
+        fused: whether a kernel computes it, see `deltazoo.ops.fused.takes_kernel`; the layer's `fused_kernels`.
+
+    Returns:
+        `[B, T, *channels]` in the dtype of added, and `[N, *channels]` float32 (float64 stays).
+
+    Raises:
+        NotImplementedError: ranks share rows (context parallelism).
+    """
+    if isinstance(sequences, SharedSequences):
+        raise NotImplementedError("ranks that share rows (context parallelism) hand on no state of `run_scan`")
+    channels = added.shape[2:]
+    if isinstance(sequences, RightPaddedSequences):
+        decay, added = _fill_padding(decay, sequences, 1), _fill_padding(added, sequences, 0)
+        damping = None if damping is None else _fill_padding(damping, sequences, 0)
+    cu_seqlens = sequences.cu_seqlens if isinstance(sequences, PackedSequences) else None
+    num_sequences = len(added) if cu_seqlens is None else len(cu_seqlens) - 1
+    before = None if state is None else state.flatten(1)
+    if start is not None:
+        start = start.flatten().expand(num_sequences, -1)
+        before = start if before is None else start + before
+    decay = decay[..., None] if decay.ndim == 2 else decay.flatten(2)
+    flat = decay, added.flatten(2), None if damping is None else damping.flatten(2)
+    p, after = fused_ops.token_scan(*flat, before, cu_seqlens, fused=fused)
+    after = after if start is None else after - start
+    return p.view(*p.shape[:2], *channels), after.view(num_sequences, *channels)
 
 
 def effective_step(
