@@ -16,6 +16,7 @@ class Momentum(DeltaRuleAttention):
     float32_parameters = (*DeltaRuleAttention.float32_parameters, "momentum")
     tensor_parallel = {"momentum": "heads"}
     key_expansion = 2
+    projects_micro_steps = False
 
     def make_parameters(self) -> None:
         """Make the logits of mu."""
@@ -32,10 +33,11 @@ class Momentum(DeltaRuleAttention):
     def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """The inputs with keys, queries and decays of twice as many channels."""
         inputs = super().rule_inputs(x, q, k, v)
-        beta, g = inputs.beta, inputs.log_decay[..., None].expand(*inputs.log_decay.shape, self.head_k_dim)
-        logit = self.momentum.to(beta.dtype)
+        assert inputs.beta is not None and inputs.log_decay is not None
+        logit = self.momentum.to(inputs.beta.dtype)
         mu, log_mu = torch.sigmoid(logit), nn.functional.logsigmoid(logit)
         query = torch.cat([q, -mu.to(q.dtype)[:, None] * q], dim=-1) * self.head_k_dim**-0.5
-        step = beta / of_value_heads(1 - mu[None, None], self.num_v_heads)
+        beta = inputs.beta / of_value_heads(1 - mu[None, None], self.num_v_heads)
+        g = inputs.log_decay[..., None].expand(*inputs.log_decay.shape, self.head_k_dim)
         log_decay = torch.cat([g, g + of_value_heads(log_mu[None, None], self.num_v_heads)[..., None]], dim=-1)
-        return RuleInputs(query, torch.cat([k, k], -1), v, step, log_decay, torch.cat([k, -k], -1))
+        return RuleInputs(query, torch.cat([k, k], -1), inputs.v, beta, log_decay, torch.cat([k, -k], -1))
