@@ -334,7 +334,7 @@ def launch_gradients(
     p: Problem, kept: Kept, U: Tensor, states: Tensor, d_output: Tensor, d_final: Tensor | None, gradients: Gradients,
     d_G: Tensor | None, overlap: Tensor | None, d_initial: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill `d_initial` and the gradients except that of log_decay, for which `d_G` and the sums `overlap` are filled."""
+    """Fill `d_initial` and the gradients except that of log_decay, for which it fills `d_G` and the sums `overlap`."""
     plan, (dq, dk, _, dv, d_beta, _) = p.plan, gradients
     assert kept.AP is not None
     for strict in plan.scan_modes:  # by the gain each of both computes the gradients of some heads
