@@ -1,6 +1,6 @@
 """The report on a model: the backend of each layer, the way it decodes and trains, and the reasons."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -143,8 +143,9 @@ def _description(module: nn.Module) -> RuleDescription | None:
     if not isinstance(module, DeltaRuleAttention):
         return None
     weight, steps = module.v_proj.weight, module.num_micro_steps
-    sizes = module.head_k_dim, module.head_v_dim
-    return RuleDescription(module.spec, steps, True, module.backend, weight.device, weight.dtype, *sizes)
+    sizes = module.key_expansion * module.head_k_dim, module.head_v_dim
+    spec = module.spec if module.key_expansion == 1 else replace(module.spec, decay="channel")
+    return RuleDescription(spec, steps, True, module.backend, weight.device, weight.dtype, *sizes)
 
 
 def replaced_methods(layer: nn.Module) -> list[str]:

@@ -274,6 +274,21 @@ def falcon(weights: Weights, token: Token, head: int, S: Tensor) -> tuple[Tensor
     return S, S.T @ unit(token.query(head))
 
 
+def momentum(weights: Weights, token: Token, head: int, S: Tensor) -> tuple[Tensor, Tensor]:
+    """`M_t = a mu M_{t-1} + b k (v - a S_{t-1}^T k)^T`, `S_t = a S_{t-1} + M_t`.
+
+    The layer's state is `[S + mu R; R]` with `R = M / (1 - mu)`.
+    """
+    mu = torch.sigmoid(weights["momentum"][head // GROUP])
+    S, M = S[:K] - mu * S[K:], (1 - mu) * S[K:]
+    k, decayed = unit(token.key(head)), scalar_decay(weights, token.x, head) @ S
+    error = token.value(head, S.shape[1]) - decayed.T @ k
+    M = mu * scalar_decay(weights, token.x, head) @ M + gate(weights, token.x, head) * torch.outer(k, error)
+    S = decayed + M
+    R = M / (1 - mu)
+    return torch.cat([S + mu * R, R]), S.T @ unit(token.query(head))
+
+
 Update = Callable[[Weights, Token, int, Tensor], tuple[Tensor, Tensor]]
 UPDATES: dict[str, tuple[Update, Callable]] = {
     "gated_deltaproduct": (gated_deltaproduct, full_silu_gate),
@@ -289,6 +304,7 @@ UPDATES: dict[str, tuple[Update, Callable]] = {
     "gla": (gla, full_silu_gate),
     "lightning_attention": (lightning_attention, full_sigmoid_gate),
     "falcon": (falcon, no_gate),
+    "momentum": (momentum, full_sigmoid_gate),
 }
 """Rules whose update is not of the form above: from weights, token, head and state to the state and its read by q; and
 the output gate."""
@@ -296,6 +312,8 @@ the output gate."""
 
 UNSCALED = ("lightning_attention", "falcon")
 """Rules whose queries are not multiplied by K^-1/2."""
+KEY_CHANNELS = {"momentum": 2 * K}
+"""Of the states of rules that have others than K."""
 
 
 def by_hand(rule: str, weights: Weights, x: Tensor, value_dim: int, neg_eigval: str = "both") -> tuple[Tensor, Tensor]:
@@ -305,7 +323,7 @@ def by_hand(rule: str, weights: Weights, x: Tensor, value_dim: int, neg_eigval: 
     outputs, states = torch.zeros(len(x), VALUE_HEADS * value_dim, dtype=x.dtype), []
     for head in range(VALUE_HEADS):
         values = slice(head * value_dim, (head + 1) * value_dim)
-        S = torch.zeros(K, value_dim, dtype=x.dtype)
+        S = torch.zeros(KEY_CHANNELS.get(rule, K), value_dim, dtype=x.dtype)
         tokens = [Token(*of_token) for of_token in zip(x, q, k, v, strict=True)]
         for t, token in enumerate(tokens):
             S, read = update(weights, token._replace(so_far=tokens[: t + 1]), head, S)

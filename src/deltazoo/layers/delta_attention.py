@@ -97,6 +97,8 @@ class DeltaRuleAttention(Float32Parameters):
     """How tensor parallelism divides the parameters and linear maps that a subclass adds, by name. "heads": the rows
     belong to the heads, in order. "whole": all heads share it. "low_rank": two maps made by `low_rank`, whose output
     belongs to the heads."""
+    key_expansion: ClassVar[int] = 1
+    """Key channels of the operator per channel of a key head; a rule that has several decays each by itself."""
     projects_micro_steps: ClassVar[bool] = True
     """Whether `k_proj`, `v_proj` and `b_proj` project to every micro-step. It is False for a subclass that makes the
     steps of its spec itself, or takes no more than one: its `num_micro_steps` cannot be changed."""
@@ -494,7 +496,7 @@ class DeltaRuleAttention(Float32Parameters):
     @property
     def num_state_elements(self) -> int:
         """Numbers that the states of one sequence hold, float32; a subclass with a further state adds its own."""
-        return self.num_v_heads * self.head_k_dim * self.head_v_dim
+        return self.num_v_heads * self.key_expansion * self.head_k_dim * self.head_v_dim
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one sequence's states; the inputs of the short convolutions are kept in `dtype`."""

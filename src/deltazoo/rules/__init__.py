@@ -33,6 +33,7 @@ from deltazoo.rules import (
     q_delta,
     gated_deltanet2,
     qed,
+    momentum,
     # Several steps per token.
     gated_deltaproduct,
     eda,
