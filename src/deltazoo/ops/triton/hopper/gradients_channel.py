@@ -2,8 +2,8 @@
 copies and waits of its own.
 
 Tiles of key channels pass through a single buffer: it is free for the next tile as soon as the products with S and dS
-have read it, halfway through a tile. What plain Triton does otherwise is wait for every matrix product where it is
-issued, and move tiles through shared memory from layout to layout; two thirds of its barriers are gone here
+have read it, halfway through a tile. Plain Triton waits for every matrix product where it is
+issued, and moves tiles through shared memory from layout to layout; two thirds of its barriers are gone here
 (docs/kernels.md).
 """
 
@@ -57,16 +57,16 @@ def hopper_chunk_gradients_channel_kernel(
     q, k, erase_key, v, beta, log_decay, G, strong_decay, U, Z, d_output, states, d_states, d_states_high, dq, dk,
     d_erase_key, dv, d_beta, d_log_decay, scale, nothing, T, NT, H, HV, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """All gradients of one chunk of one value head, but for tiles with too strong a decay; grid (HV, NT, B).
+    """All gradients of one chunk of one value head, except tiles with too strong a decay; grid (HV, NT, B).
 
     If there are such tiles, dv is left to their kernel, as Z may lie there.
 
-    dv may lie where Z does, and dq and dk where `d_states` and `d_states_high` do, if there is the latter. Only this
-    program reads what it overwrites. All of Z is in shared memory before it stores dv, and a tile of dS before it
+    dv may lie in the memory of Z, and dq and dk in that of `d_states` and `d_states_high`, if there is the latter. Only
+    this program reads what it overwrites. All of Z is in shared memory before it stores dv, and a tile of dS before it
     stores that tile of dq and dk; later copies are of other tiles.
 
-    `nothing` is zero, at run time: the compiler shall not keep the address of every operand of its products in a
-    register.
+    `nothing` is zero, unknown to the compiler: otherwise it would keep the address of every operand of its products in
+    a register.
     """
     i_h, i_t, i_b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     first = i_b.to(gl.int64) * T + i_t * C
@@ -110,9 +110,7 @@ def hopper_chunk_gradients_channel_kernel(
     o_gradients = row[:, None] * (HV * D) + column[None, :]
     m_rows = (row < rows)[:, None]
     tiles = (S_buffer.index(0), dS_buffer.index(0), key_tile, query_tile, erase_tile)
-    copy_tile(
-        states, d_states, d_states_high, k, q, erase_key, o_states + o, o_gradients, o, o_keys + o, m_rows, tiles
-    )
+    copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states + o, o_gradients, o, o_keys + o, m_rows, tiles)
     gate_row = gl.arange(0, C, gl.SliceLayout(1, ROWS_32))
     o_gates = gate_row[:, None] * (HV * D) + gl.arange(0, BK, gl.SliceLayout(0, ROWS_32))[None, :]
     m_gates = (gate_row < rows)[:, None]
@@ -145,7 +143,7 @@ def hopper_chunk_gradients_channel_kernel(
         dP, ZU, hi, lo = dP_buffer.index(n), ZU_buffer.index(n), hi_buffer.index(n), lo_buffer.index(n)
         written, query, erase = written_buffer.index(n), query_buffer.index(n), erase_buffer.index(n)
 
-        # G, and behind it the products with the states.
+        # G, and after it the products with the states.
         store_two_terms(gl.maximum(next_g.to(gl.float32) * LOG2E, LOG2_FLOOR), hi, lo)
         async_copy.wait_group(0)
         fence_async_shared()
@@ -206,7 +204,8 @@ def hopper_chunk_gradients_channel_kernel(
         b_dG -= b_k * b_col
         b_dk += b_col
 
-        # d_log_decay is the sum over this token and all later ones: the sum over all, less that over earlier ones.
+        # d_log_decay is the sum over this token and all later ones: the sum over all tokens less that over earlier
+        # ones.
         barrier()  # the products of all warps have read their operands
         store_two_terms(-b_dG, hi, lo)
         last = gl.reshape(last + row_pairs(b_dG), [BK, BK])
