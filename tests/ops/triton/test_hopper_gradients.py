@@ -63,6 +63,13 @@ def strong_inputs(case: DeltaRuleCase, **options: Any) -> Any:
     return inputs
 
 
+def far_inputs(case: DeltaRuleCase, **options: Any) -> Any:
+    """The same, with every tile of channels beyond the range of one product."""
+    inputs = hard_inputs(case, **options)
+    inputs.log_decay[..., ::8] = -3.2
+    return inputs
+
+
 def compiled_well(kernel: Any, arguments: dict[str, Any]) -> Compiled:
     """The kernel compiled: registers and products in flight as they should be."""
     compiled = compile_kernel(kernel, arguments)
@@ -110,7 +117,7 @@ def test_says_why_a_call_is_left_to_the_plain_kernel() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("erase", ["tied", "free"])
-@pytest.mark.parametrize("make", [hard_inputs, strong_inputs])
+@pytest.mark.parametrize("make", [hard_inputs, strong_inputs, far_inputs])
 @pytest.mark.parametrize(("groups", "decays"), [(1, torch.float32), (2, torch.bfloat16)])
 def test_as_compiled_on_a_model_of_a_thread_block(
     groups: int,
@@ -170,7 +177,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("make", [hard_inputs, strong_inputs])
+@pytest.mark.parametrize("make", [hard_inputs, strong_inputs, far_inputs])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.gpu
 @pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
