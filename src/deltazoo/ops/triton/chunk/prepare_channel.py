@@ -165,7 +165,7 @@ def read_tile(
     if erase_key is not None:
         b_e = tl.load(erase_key + q_base + o_qk, mask=mask, other=0.0)
     b_G, g_last = running_sum(b_g, RUNS, C, BK)
-    return (b_q, b_k, b_e, b_g, b_G, g_last), (g_base + o_gk, mask), (gate_base + o_gate, m_query)
+    return (b_q, b_k, b_e, b_g, b_G, g_last), (g_base, o_gk, mask), (gate_base, o_gate, m_query)
 
 
 @triton.jit
@@ -179,8 +179,8 @@ def scores_of_tile(
     """
     b_q, b_k, b_e, b_g, b_G, g_last = tile
     G, q_in, k_in, k_out = outputs
-    o_gk, mask = by_key
-    o_gate, m_query = by_query
+    g_base, o_gk, mask = by_key
+    gate_base, o_gate, m_query = by_query
     DTYPE: tl.constexpr = q_in.dtype.element_ty
     o_c = tl.arange(0, C)
     run = tl.arange(0, RUNS)[:, None]
@@ -189,14 +189,14 @@ def scores_of_tile(
     undone = tl.exp2(tl.minimum(-b_G, exponent_range(DTYPE)) if STRONG else -b_G)
     q_read, k_read = (b_q * decay).to(DTYPE), (b_e * decay).to(DTYPE)
     k_written = b_k * undone
-    tl.store(q_in + o_gate, q_read, mask=m_query)
-    tl.store(k_in + o_gk, k_read, mask=mask)
+    tl.store(q_in + gate_base + o_gate, q_read, mask=m_query)
+    tl.store(k_in + g_base + o_gk, k_read, mask=mask)
     if tl.float32 == DTYPE:
         row = (o_c % RUNS * (C // RUNS) + o_c // RUNS)[:, None]
         b_k_out = b_k * tl.exp2(masked_sum((tl.trans(row) > row).to(DTYPE), b_g))
     else:  # as accurate as 16 bits
         b_k_out = (k_written * of_all_runs(tl.exp2(g_last), C)).to(DTYPE)
-    tl.store(k_out + o_gk, b_k_out, mask=mask)
+    tl.store(k_out + g_base + o_gk, b_k_out, mask=mask)
     k_written = tl.trans(by_token(k_written.to(DTYPE), RUNS, C, BK))
     P = tl.dot(by_token(q_read, RUNS, C, BK), k_written, input_precision=PRECISION)
     N = tl.zeros([C, C], dtype=tl.float32)
@@ -233,7 +233,10 @@ def prepare_chunk(
     b_N = tl.zeros([C, C], dtype=tl.float32)
     flag = tl.full([], 0, tl.int32)
     if STRONG:
-        for i in tl.range(0, tiles, num_stages=1):
+        TILES: tl.constexpr = (K + BK - 1) // BK
+        for i in tl.range(
+            0, tiles if TILES > 2 else TILES, num_stages=1, loop_unroll_factor=1 if TILES > 2 else TILES
+        ):  # one or two tiles are no loop, which spills
             o_k = i * BK + tl.arange(0, BK)
             tile, by_key, by_query = read_tile(inputs, o_k, first, rows, heads, K, BK, RUNS, C, GROUPED, MICRO_STEPS)
             b_G, g_last = tile[4], tile[5]
