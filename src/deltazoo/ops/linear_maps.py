@@ -39,7 +39,7 @@ _MANY_ROWS = 4096
 """A guess at where reading the input takes longer than a launch."""
 
 PLAIN_WEIGHTS = (nn.Parameter, Tensor)
-"""Types of a weight that torch's functions take as it is: a parameter, or under tensor parallelism this rank's part."""
+"""Types of a weight that torch's functions take as it is."""
 
 
 def linear_maps(x: Tensor, linears: Sequence[nn.Module], *, plain: bool = False) -> list[Tensor]:
