@@ -125,7 +125,7 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
         "layers": (["hidden_states", "batch"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
     }
-    """Inputs and outputs of each stage of a pipeline."""
+    """Inputs and outputs of each pipeline stage."""
     base_model_fsdp_plan: ClassVar[dict[Any, str]] = {
         "embeddings": "free_full_weight",
         "layers.*": "free_full_weight",
