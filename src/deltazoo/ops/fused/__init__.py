@@ -22,7 +22,14 @@ __getattr__ = lazy_names(
         "moment": ("decayed_sum", "scaled_key", "takes_decayed_sum", "weighted_squares"),
         "norms": ("add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm"),
         "rotary": ("rotate",),
-        "short_conv": ("causal_sum", "depthwise_sum", "short_convolution", "short_convolutions"),
+        "short_conv": (
+            "causal_sum",
+            "depthwise_sum",
+            "is_silu",
+            "short_convolution",
+            "short_convolutions",
+            "takes_joint_kernel",
+        ),
         "short_conv_step": ("short_convolution_step",),
     },
 )
