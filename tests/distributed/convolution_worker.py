@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -16,10 +15,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from one_thread_gloo import ONE_THREAD_GLOO
 
+from deltazoo.layers.recompute_levels import run_block
 from deltazoo.ops import ContextParallel
 from deltazoo.ops.context.convolution import PieceBounds, convolved_piece
 from deltazoo.ops.fused.short_conv_kernels import short_convs
-from deltazoo.ops.recompute import recomputing
 
 GPU = os.environ.get("TRITON_INTERPRET") != "1"
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -30,7 +29,7 @@ PIECES = {2: ((10, 20), (28, 2)), 3: ((10, 2, 18), (1, 1, 28))}
 """One or two tokens are fewer than the convolution reaches back to."""
 
 
-def compare(documents: tuple[int, ...] | None, lengths: tuple[int, ...], recomputes: bool) -> None:
+def compare(documents: tuple[int, ...] | None, lengths: tuple[int, ...], level: str) -> None:
     """Outputs have the bits of the whole rows; gradients equal them to rounding."""
     generator = torch.Generator().manual_seed(0)
     rows = 2 if documents is None else 1
@@ -49,28 +48,26 @@ def compare(documents: tuple[int, ...] | None, lengths: tuple[int, ...], recompu
 
     whole = [x.clone().requires_grad_() for x in inputs]
     expected = short_convs(*whole, *weights, None, sequence, bounds, *OPTIONS)
-    d_expected = torch.autograd.grad(expected, [*whole, *weights], gradients)
+    # Of the sums of the outputs and their squares, which keep the outputs, or compute them again.
+    d_sums = [d * (1 + 2 * y.detach()) for y, d in zip(expected, gradients, strict=True)]
+    d_expected = torch.autograd.grad(expected, [*whole, *weights], d_sums)
 
     parts = [x[:, piece].clone().requires_grad_() for x in inputs]
     context = ContextParallel(dist.group.WORLD, lengths=lengths)
-    with recomputing() if recomputes else nullcontext():
-        outputs = convolved_piece(tuple(parts), tuple(weights), PieceBounds(context, bounds), *OPTIONS)
-        squares = [y * y for y in outputs]
-    found = torch.autograd.grad(outputs, [*parts, *weights], [d[:, piece] for d in gradients], retain_graph=True)
-    for y, mine in zip(expected, outputs, strict=True):
+
+    def convolved(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = convolved_piece(inputs, tuple(weights), PieceBounds(context, bounds), *OPTIONS)
+        return *outputs, *(y + y * y for y in outputs)
+
+    found = run_block(level, convolved, *parts, exchanges=True)
+    d_found = torch.autograd.grad(found[3:], [*parts, *weights], [d[:, piece] for d in gradients])
+    for y, mine in zip(expected, found[:3], strict=True):
         assert torch.equal(y[:, piece], mine)
-    for d, mine in zip(d_expected[:3], found[:3], strict=True):
+    for d, mine in zip(d_expected[:3], d_found[:3], strict=True):
         torch.testing.assert_close(d[:, piece], mine, rtol=1e-5, atol=1e-5)
-    for d, mine in zip(d_expected[3:], found[3:], strict=True):
-        mine = mine.clone()
+    for d, mine in zip(d_expected[3:], d_found[3:], strict=True):
         dist.all_reduce(mine)
         torch.testing.assert_close(d, mine, rtol=1e-5, atol=1e-4)
-    # The squares keep the outputs, or compute them again.
-    of_squares = torch.autograd.grad(squares, parts, [d[:, piece] for d in gradients])
-    doubled = [2 * y.detach() * d for y, d in zip(expected, gradients, strict=True)]
-    d_expected = torch.autograd.grad(short_convs(*whole, *weights, None, sequence, bounds, *OPTIONS), whole, doubled)
-    for d, mine in zip(d_expected, of_squares, strict=True):
-        torch.testing.assert_close(d[:, piece], mine, rtol=1e-5, atol=1e-5)
 
 
 def main() -> None:
@@ -79,9 +76,9 @@ def main() -> None:
         torch.cuda.set_device(DEVICE)
     dist.init_process_group(f"cpu:{ONE_THREAD_GLOO},cuda:nccl" if GPU else ONE_THREAD_GLOO)
     first, second = PIECES[SIZE]
-    compare(None, first, recomputes=False)
-    compare(DOCUMENTS, first, recomputes=True)
-    compare(DOCUMENTS, second, recomputes=False)
+    compare(None, first, "none")
+    compare(DOCUMENTS, first, "elementwise")
+    compare(DOCUMENTS, second, "block")
     dist.destroy_process_group()
 
 
