@@ -1,4 +1,4 @@
-"""The blocks of docs/several_gpus.md for two processes run in two processes."""
+"""The blocks of docs/training.md for two processes run in two processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from several_processes import run_in_processes
 from tiny_models import tiny_model
 from tiny_runs import for_the_installed_version, run_python
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "several_gpus.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 
 
 def test_blocks_for_two_processes_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,7 @@ def test_doubling_acts_on_erase_and_write_or_on_erase_alone(neg_eigval: str) -> 
 
 
 ALWAYS_FAST = {
-    "comba", "comba_unit_erase", "delta_net", "eda", "efla", "fg2_gdn", "gated_deltanet", "gated_deltanet2",
+    "comba", "comba_unit_erase", "delta_net", "eda", "efla", "falcon", "fg2_gdn", "gated_deltanet", "gated_deltanet2",
     "gated_efla", "gated_longhorn", "kaczmarz", "kda", "longhorn",
 }  # fmt: skip
 """Rules whose erase gain never exceeds 1; tests/rules/test_safety.py shows it."""

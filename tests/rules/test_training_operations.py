@@ -28,6 +28,7 @@ SUMS = {"add", "sum", "zeros"}
 themselves; only calls that are watched make them."""
 LEFT = {
     "gla": ({"neg"}, {"neg"}),  # its gate's sign
+    "momentum": ({"add", "cat", "mul", "neg"}, {"mul", "neg"}),  # twice as many channels
     "eda": ({"zeros_like", "cat"}, set()),  # two micro-steps placed side by side
 }
 """What is left of some rules, forward and backward."""

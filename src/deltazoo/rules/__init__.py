@@ -1,9 +1,9 @@
 """The rules, one file each. Importing this package registers them, in the order in which they are listed.
 
-A new one needs one line here.
+A new rule needs one line here.
 """
 
-# Imported for what they register (F401), in an order that is no alphabet (I001).
+# The imports register rules (F401), in the order of the list, which is not alphabetical (I001).
 # ruff: noqa: F401, I001
 from deltazoo.rules import (
     # No erase.
@@ -22,6 +22,7 @@ from deltazoo.rules import (
     gated_efla,
     gated_longhorn,
     kaczmarz,
+    falcon,
     # A step in [0, 2].
     neg_delta_net,
     neg_gated_deltanet,
@@ -32,6 +33,7 @@ from deltazoo.rules import (
     q_delta,
     gated_deltanet2,
     qed,
+    momentum,
     # Several steps per token.
     gated_deltaproduct,
     eda,

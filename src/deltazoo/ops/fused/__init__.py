@@ -1,5 +1,5 @@
-"""Fused operations around the operator: short convolution, norms, rotary embedding, gates, keys of some rules, SwiGLU
-and loss, each one pass over memory.
+"""Fused operations around the operator: short convolution, norms, rotary embedding, gates, keys of some rules, a scan
+over tokens, SwiGLU and loss, each one pass over memory.
 
 A file holds one subject: its formula, its definition in torch, its kernels, and one function for each operation, which
 chooses between the two (`choice.takes_kernel`) and says what a backward pass computes again (`recomputable`). Callers
@@ -22,6 +22,7 @@ __getattr__ = lazy_names(
         "moment": ("decayed_sum", "scaled_key", "takes_decayed_sum", "weighted_squares"),
         "norms": ("add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm"),
         "rotary": ("rotate",),
+        "scan": ("token_scan",),
         "short_conv": (
             "causal_sum",
             "depthwise_sum",
