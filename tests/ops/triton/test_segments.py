@@ -16,12 +16,12 @@ pytest.importorskip("triton")
 CODE = """
 import torch
 import torch.nn.functional as F
-from interpreter import remap_once_per_launch
+from interpreter import quicken_the_interpreter
 from deltazoo.ops import ContextParallel, delta_rule
 from deltazoo.ops.context.product import pair_of_two, with_middles
 from deltazoo.ops.context.product import transition_halves, transition_pair, transition_product
 
-remap_once_per_launch()
+quicken_the_interpreter()
 
 def inputs(tokens, steps, decay, erase):
     torch.manual_seed(0)

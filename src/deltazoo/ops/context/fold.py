@@ -1,12 +1,13 @@
 """The state that enters each cell, and the gradient of the state that leaves it, over all ranks.
 
 Cells are folded in blocks of 2^j cells that begin at a multiple of 2^j, counted from the first cell of the whole
-sequence, as a binary counter counts: the pair of a block is made of those of its halves, and the state at boundary c is
-that at c minus the lowest set bit of c, taken through the block between. So the order of all sums follows from the
-global numbers of the cells alone, and the results have the same bits however the cells are spread over ranks.
+sequence, like a binary counter: the pair of a block comes from those of its halves, and the state at boundary c from
+that at c minus the lowest set bit of c, through the block between. So the order of all sums follows from the global
+numbers of the cells alone, and the results have the same bits however the cells are spread over ranks.
 
-A rank's cells make up O(log n) blocks that lie in no larger block of its own. Their pairs are what it sends, in one
-all-gather. Backward the same blocks are folded from the end, with the transposed M, and only gradients are sent.
+A rank's cells consist of O(log n) blocks that lie in no larger block of its own. The rank sends their pairs, in one
+all-gather. In the backward pass the same blocks are folded from the end, with the transposed M, and only gradients are
+sent.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ Block = tuple[int, int]
 
 
 def whole_blocks(start: int, stop: int) -> tuple[Block, ...]:
-    """The fewest blocks that make up the cells from `start` to `stop`, in order."""
+    """The fewest blocks that contain exactly the cells from `start` to `stop`, in order."""
     blocks = []
     while start < stop:
         level = (stop - start).bit_length() - 1
@@ -36,7 +37,7 @@ def whole_blocks(start: int, stop: int) -> tuple[Block, ...]:
 
 
 def depth(start: int, stop: int) -> int:
-    """How many sizes of blocks lie inside the cells from `start` to `stop`."""
+    """The number of sizes of blocks that lie inside the cells from `start` to `stop`."""
     levels = 0
     while start < stop:
         levels, start, stop = levels + 1, -(-start // 2), stop // 2
@@ -44,11 +45,11 @@ def depth(start: int, stop: int) -> int:
 
 
 class Fold:
-    """The fold of one call on one rank, n cells per row here.
+    """The fold of one call on one rank, which has n cells per row.
 
     Args:
         context: the ranks.
-        first: the first cell of each rank, and then the number of cells.
+        first: first cell of each rank, then the number of all cells.
         M: transitions of this rank's cells `[n, ..., K, K]`.
         X: the states that the cells leave from zero `[n, ..., K, V]`.
     """
@@ -69,8 +70,8 @@ class Fold:
         self.context, self.first = context, first
         start, stop = first[context.rank : context.rank + 2]
         self.starts, self.halves = [start], []
-        """Of each level j, the number of the first block of 2^j cells that lies inside this rank's cells; and of each
-        but the last, which of its blocks are the first and the second halves of those twice as long."""
+        """The number of the first block of 2^j cells inside this rank's cells, of each level j; and of each level but
+        the last, which of its blocks are first and second halves of those of double length."""
         for _ in range(depth(start, stop) - 1):
             begin, start, stop = start, -(-start // 2), stop // 2
             offset, count = 2 * start - begin, 2 * (stop - start) - 1
@@ -86,10 +87,9 @@ class Fold:
         return whole_blocks(self.first[rank], self.first[rank + 1])
 
     def start(self) -> Tensor:
-        """Send what other ranks need of this one, the pairs of the blocks that make up its cells; of all ranks as many.
+        """The gathered pairs of all ranks' blocks, on their way: `gathered` of the methods below, once `finished`.
 
-        Returns:
-            `gathered` of the methods below, as soon as it is finished.
+        Every rank sends an equal number of pairs.
         """
         own = [self._sent(level, number - self.starts[level]) for level, number in self._blocks_of()]
         most = max(len(self._blocks_of(rank)) for rank in range(self.context.size))
@@ -97,7 +97,7 @@ class Fold:
         return started_gather(sent, self.context)
 
     def transitions(self, gathered: Tensor) -> tuple[Tensor, ...]:
-        """The part that the backward pass needs: of the pairs gathered, then of each level, `depth` of them."""
+        """Transitions that the backward pass needs: those gathered, then those of each level here, `depth` of them."""
         return gathered[..., : gathered.shape[-2]].contiguous(), *(M for M, _ in self.levels)
 
     def boundaries(self, gathered: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class Fold:
         begin, size = number << level, 1 << level
         values = at.value(begin + size if self.reverse else begin)[None]
         for lower in reversed(range(level)):
-            # Of two neighbouring blocks the earlier one leads to the boundary between them; in reverse the later one.
+            # The earlier of two neighbouring blocks leads to the boundary between them; in reverse the later one.
             start = (begin >> lower) - self.starts[lower] + self.reverse
             M, X = (x[start : start + (size >> lower) - 1 + (not self.reverse) : 2] for x in self.levels[lower])
             values = with_middles(M, values, X, self.reverse)
@@ -127,11 +127,11 @@ class Fold:
 
 
 class ReverseFold(Fold):
-    """The fold from the end, of gradients; of transitions, which it does not join again.
+    """The fold of gradients from the end, in a backward pass; it joins no transitions again.
 
     Args:
-        context, first: as of `Fold`.
-        transitions: the result of its method.
+        context, first: see `Fold`.
+        transitions: the result of its method of this name.
         X: gradients of the states that enter this rank's cells, from within the cell alone.
     """
 

@@ -17,8 +17,8 @@ def product(a: Tensor, b: Tensor, added: Tensor | None = None, *, transposed: bo
     Args:
         a: `[n, ..., K, K]` float32, or float64 on a CPU.
         b: `[n, ..., K, X]`, with the leading dimensions of a.
-        added: as the result; zero unless given.
-        transposed: take the transpose of a.
+        added: tensor of the result's shape; zero unless given.
+        transposed: whether to take the transpose of a.
 
     Returns:
         `[n, ..., K, X]`. On a GPU each product is computed by itself in tiles of a fixed size, in three TF32 terms.
@@ -46,7 +46,7 @@ def with_middles(M: Tensor, ends: Tensor, X: Tensor, reverse: bool) -> Tensor:
         M: `[n, ..., K, K]`, of one half of every block.
         ends: `[n, ..., K, V]`, the states at the beginning, or with `reverse` the gradients at the end.
         X: `[n, ..., K, V]`, of these halves.
-        reverse: M is transposed, of the second half, and the middle comes first.
+        reverse: whether M, transposed, is of the second half, and the middle comes first.
 
     Returns:
         `[2 * n, ..., K, V]`.
@@ -63,7 +63,7 @@ def transition_product_kernel(
     X: tl.constexpr, A_ROW: tl.constexpr, B_ROW: tl.constexpr, ADDED_ROW: tl.constexpr, M_ROW: tl.constexpr,
     OUT_ROW: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """`out = a b + added`, or `a^T b + added`; where M is given `out_M = a M`, too, and where `copy` is given b.
+    """Store `out = a b + added`, or `a^T b + added`; if M is given also `out_M = a M`, and in `copy`, if given, b.
 
     a, M and `out_M` `[n, heads, K, K]`, the others `[n, heads, K, X]`, float32. A row lies ROW numbers behind the one
     before, also where the next head begins, and the next of n as many heads further as `cell` says. `out_M` and `copy`
@@ -166,18 +166,18 @@ transition_product = Operator(
     _product,
     lambda a, b, added, transposed: b.new_empty(b.shape),
 )
-"""The kernel: `product` of float32 tensors."""
+"""The operator that runs the kernel: `product` of float32 tensors."""
 
 transition_pair = Operator(
     "transition_pair(Tensor M, Tensor X, Tensor later_M, Tensor later_X) -> Tensor",
     _pair,
     lambda M, X, later_M, later_X: M.new_empty(*M.shape[:-1], M.shape[-1] + X.shape[-1]),
 )
-"""The kernel: `pair_of_two`."""
+"""The operator that runs the kernel: `pair_of_two` of float32 tensors."""
 
 transition_halves = Operator(
     "transition_halves(Tensor M, Tensor ends, Tensor X, bool reverse) -> Tensor",
     _halves,
     lambda M, ends, X, reverse: ends.new_empty(2 * len(ends), *ends.shape[1:]),
 )
-"""The kernel: `with_middles`."""
+"""The operator that runs the kernel: `with_middles` of float32 tensors."""
