@@ -22,6 +22,7 @@ from deltazoo.rules import (
     gated_efla,
     gated_longhorn,
     kaczmarz,
+    kdn,
     falcon,
     # A step in [0, 2].
     neg_delta_net,
