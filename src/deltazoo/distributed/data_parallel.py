@@ -1,6 +1,7 @@
 """FSDP2 for models whose parameters have two dtypes, and clipping of gradients that lie on several device meshes."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +16,22 @@ from deltazoo.layers import DeltaRuleAttention
 
 __all__ = ["clip_grad_norm_", "fully_shard_model"]
 
+_ONE_GROUP = 2**29
+"""Parameters up to which blocks are one group: gathered in 16 bits, they and their gradients are 2 GiB."""
+
 
 def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
-    """Shard a model with `torch.distributed.fsdp.fully_shard`, block by block, with gate parameters in float32.
+    """Shard a model with `torch.distributed.fsdp.fully_shard`, with gate parameters in float32.
+
+    Each block is a group, whose parameters are gathered when they are needed. Every group takes time of the host, for
+    which GPUs wait in small models: up to half a billion parameters, all but the first block are one group.
 
     FSDP2 gathers parameters in groups, each of one dtype, and casts a group as its `mp_policy` says. Here the
     parameters that layers keep in float32 (`A_log`, `dt_bias`) form one group of the whole model that is never cast.
-    Everything else in a block is one group. accelerate and Trainer put a whole block into one group always; they do not
-    shard a model that is sharded already.
+    accelerate and Trainer put a whole block into one group always; they do not shard a model that is sharded already.
+
+    The policy casts what enters a block, not the arguments of the model: the number of labels, by which the loss is
+    divided, has no place in 16 bits.
 
     In accelerated layers of transformers all parameters but those of linear maps stay float32.
 
@@ -33,14 +42,18 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
     Returns:
         The model.
     """
-    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     policy = options.get("mp_policy")
     casts = policy is not None and (policy.param_dtype, policy.reduce_dtype) != (None, None)
+    of_model = {**options, **({"mp_policy": replace(policy, cast_forward_inputs=False)} if policy else {})}
+    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    if sum(parameter.numel() for parameter in model.parameters()) <= _ONE_GROUP:
+        blocks = blocks[:1]  # which casts what enters
     if casts or _num_dtypes(model) > 1:
-        _shard_with_gates(model, blocks, options)
+        _shard_with_gates(model, blocks, options, of_model)
     else:
-        for module in (*blocks, model):
-            fully_shard(module, **options)
+        for block in blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **of_model)
     return model
 
 
@@ -48,7 +61,9 @@ def _num_dtypes(model: nn.Module) -> int:
     return len({parameter.dtype for parameter in model.parameters()})
 
 
-def _shard_with_gates(model: PreTrainedModel, blocks: list[nn.Module], options: dict[str, Any]) -> None:
+def _shard_with_gates(
+    model: PreTrainedModel, blocks: list[nn.Module], options: dict[str, Any], of_model: dict[str, Any]
+) -> None:
     """Put what layers keep in float32 into groups that are not cast.
 
     The gates of all layers are the group of the base model, since every group costs two collectives and much of the
@@ -61,7 +76,7 @@ def _shard_with_gates(model: PreTrainedModel, blocks: list[nn.Module], options: 
         fully_shard(foreign, **gate_options)
 
     base, layers = model.base_model, _layers_with_gates(model)
-    _shard(model, _gates(model) | {parameter for block in blocks for parameter in block.parameters()}, options)
+    _shard(model, _gates(model) | {parameter for block in blocks for parameter in block.parameters()}, of_model)
     if base is not model and layers:
         _shard(base, set(model.parameters()) - _gates(model), gate_options)
     for block in blocks:
