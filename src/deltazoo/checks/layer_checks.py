@@ -139,7 +139,7 @@ def _expansion(inputs: RuleInputs) -> str | None:
         return None
     erase_key = inputs.k if inputs.erase_key is None else inputs.erase_key
     product = (inputs.k.float() * erase_key.float()).sum(-1)
-    product = product.repeat_interleave(VALUE_HEADS // inputs.k.shape[2], dim=2)
+    product = product.repeat_interleave(inputs.beta.shape[2] // product.shape[2], dim=2)
     gain, name = inputs.beta * product, "|k|^2" if inputs.erase_key is None else "(e . k)"
     for value in (gain.min(), gain.max()):
         if not -1e-5 <= value <= 2 + 1e-5:

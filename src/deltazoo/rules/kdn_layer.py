@@ -63,8 +63,10 @@ class IsotropicKDN(DeltaRuleAttention):
         decay = recomputable(lambda g: (2 * g).exp().mean(-1), inputs.log_decay)
         noise = _process_noise(x.project("omega_proj"))
         lengths = of_value_heads(fused.squared_norm(inputs.k, fused=self.fused_kernels), self.num_v_heads)
-        scan = {"start": self.start(), "fused": self.fused_kernels}
-        before, state = run_scan(decay, noise, inputs.beta * lengths, past.auxiliary, sequences, **scan)
+        damping, start = inputs.beta * lengths, self.start()
+        before, state = run_scan(
+            decay, noise, damping, past.auxiliary, sequences, start=start, fused=self.fused_kernels
+        )
         h = (decay * before + noise) * inputs.beta
         return inputs._replace(beta=h / (1 + h * lengths)), state
 
