@@ -1,4 +1,4 @@
-"""FSDP2 for models whose parameters have two dtypes, and clipping of gradients that lie on several device meshes."""
+"""FSDP2 for models whose parameters have two dtypes, and clipping of gradients on several device meshes."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -21,23 +21,23 @@ _ONE_GROUP = 2**29
 
 
 def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
-    """Shard a model with `torch.distributed.fsdp.fully_shard`, with gate parameters in float32.
+    """The model, sharded by `torch.distributed.fsdp.fully_shard`, with gate parameters in float32.
 
     Each block is a group, whose parameters are gathered when they are needed. Every group takes time of the host, for
     which GPUs wait in small models: up to half a billion parameters, all but the first block are one group.
 
     FSDP2 gathers parameters in groups, each of one dtype, and casts a group as its `mp_policy` says. Here the
     parameters that layers keep in float32 (`A_log`, `dt_bias`) form one group of the whole model that is never cast.
-    accelerate and Trainer put a whole block into one group always; they do not shard a model that is sharded already.
+    accelerate and Trainer always put a whole block into one group; they do not shard a model that is sharded already.
 
-    The policy casts what enters a block, not the arguments of the model: the number of labels, by which the loss is
-    divided, has no place in 16 bits.
+    The policy casts the arguments of a block, not those of the model: 16 bits do not hold the number of labels, by
+    which the loss is divided.
 
     In accelerated layers of transformers all parameters but those of linear maps stay float32.
 
     Args:
         model: one of ours, a swapped or an accelerated one; changed in place.
-        options: of `fully_shard`, such as `mesh`, `mp_policy` and `offload_policy`.
+        options: arguments of `fully_shard`, such as `mesh`, `mp_policy` and `offload_policy`.
 
     Returns:
         The model.
@@ -64,7 +64,7 @@ def _num_dtypes(model: nn.Module) -> int:
 def _shard_with_gates(
     model: PreTrainedModel, blocks: list[nn.Module], options: dict[str, Any], of_model: dict[str, Any]
 ) -> None:
-    """Put what layers keep in float32 into groups that are not cast.
+    """Shard a model with the parameters that layers keep in float32 in groups that are not cast.
 
     The gates of all layers are the group of the base model, since every group costs two collectives and much of the
     host's time in each step. FSDP2 does not look for parameters in modules that have a group already, so the outer
@@ -87,7 +87,7 @@ def _shard_with_gates(
 
 
 def _shard(module: nn.Module, leave: set[nn.Parameter], options: dict[str, Any]) -> None:
-    """`fully_shard` with these options, and with further parameters that are not of the group."""
+    """Call `fully_shard` with these options, and leave further parameters out of the group."""
     fully_shard(module, **{**options, "ignored_params": leave | (options.get("ignored_params") or set())})
 
 
@@ -97,22 +97,22 @@ def _layers_with_gates(model: nn.Module) -> list[DeltaRuleAttention]:
 
 
 def _gates(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that layers keep in float32; sharding replaces parameters, so ask again after it."""
+    """Parameters that layers keep in float32; sharding replaces parameters, so call this again after it."""
     return {parameter for layer in _layers_with_gates(model) for parameter in layer.kept_in_float32()}
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Clip as `torch.nn.utils.clip_grad_norm_`, also where some parameters are divided and others are whole.
+    """Norm of all gradients before clipping, which also works where some parameters are divided and others are whole.
 
     Tensor parallelism leaves norms whole on every rank, as plain tensors, and torch's function takes no mixture.
 
     Args:
-        parameters: all of the model's; plain ones have the same gradients on all ranks, which needs transformers 5.17
-            under tensor parallelism.
+        parameters: all parameters of the model; plain ones have the same gradients on all ranks, which needs
+            transformers 5.17 under tensor parallelism.
         max_norm: gradients of a larger norm are scaled to this one.
 
     Returns:
-        Norm of all gradients before, `[]`, the same on all ranks.
+        The norm `[]` before clipping, equal on all ranks.
     """
     groups: dict[object, list[Tensor]] = {}
     for parameter in parameters:

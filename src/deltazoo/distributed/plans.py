@@ -1,4 +1,4 @@
-"""Plans that divide a model among several devices, as transformers reads them from a configuration.
+"""Plans that divide a model among several devices, in the form that transformers reads from a configuration.
 
 A tensor-parallel plan names a style for every module whose weights are divided; `tensor_parallel` has the styles that
 transformers lacks. A plan lists only modules that the model has, so it is made from the configuration.
@@ -19,7 +19,7 @@ PIPELINE_PLAN: dict[str, Any] = {
     "layers": (["hidden_states", "batch"], ["hidden_states"]),
     "norm": (["hidden_states"], ["hidden_states"]),
 }
-"""Inputs and outputs of each stage."""
+"""Inputs and outputs of each pipeline stage."""
 
 FSDP_PLAN: dict[Any, str] = {
     "embeddings": "free_full_weight",
@@ -35,18 +35,18 @@ _STYLES = {"heads": "colwise", "whole": "delta_rule_shared_norm"}
 def tensor_parallel_plan(
     spec: RuleSpec | None, options: Mapping[str, Any], *, softmax_norms: bool = False
 ) -> dict[str, str]:
-    """Style per module of the base model: attention layers of both kinds are divided by heads, MLPs by channels.
+    """Styles by module of the base model: attention layers of both kinds are divided by heads, MLPs by channels.
 
     Projections have the same names in softmax and in linear layers, so one entry holds for both.
 
     Args:
-        spec: of the linear layers; None: the model has none.
-        options: the arguments of `make_layer` for them.
-        softmax_norms: the softmax layers normalise queries and keys.
+        spec: spec of the linear layers; None: the model has none.
+        options: arguments of `make_layer` for them.
+        softmax_norms: whether the softmax layers normalise queries and keys.
 
     Returns:
-        Module -> style. Empty, so that transformers refuses tensor parallelism, for linear layers whose projections
-        make several micro-steps: the rows of one matrix belong to steps, then to heads.
+        Styles by module. The plan is empty, so that transformers refuses tensor parallelism, for linear layers whose
+        projections make several micro-steps: the rows of one matrix belong to steps, then to heads.
     """
     if spec is not None and options["num_micro_steps"] > 1 and layer_class(spec).projects_micro_steps:
         return {}
@@ -83,8 +83,8 @@ def _gates(spec: RuleSpec, options: Mapping[str, Any]) -> dict[str, str]:
     layer = layer_class(spec)
     if layer is DeltaRuleAttention:
         return gates
-    # A subclass declares what it adds, and may lack what its spec lets one expect. Its own parameters follow the
-    # layer's style.
+    # A subclass declares what it adds, and may lack maps that its spec implies. Its own parameters follow the layer's
+    # style.
     with torch.device("meta"):
         modules = dict(make_layer(**options).named_children())
     for name, division in layer.tensor_parallel.items():

@@ -1,6 +1,6 @@
-"""Tensor parallelism by heads: an attention layer, linear or softmax, computes on each rank its share of the heads.
+"""Tensor parallelism by heads: each rank computes its share of the heads of an attention layer, linear or softmax.
 
-transformers divides linear maps. The styles here divide the rest that belongs to heads: the weights of the
+transformers divides linear maps. The styles here divide the other parts that belong to heads: the weights of the
 convolutions, decay rates, step biases and the numbers of heads. Then a layer runs the rule on its own heads as if there
 were no others. The gradient of the output norm, which all heads share, is summed over the ranks.
 
@@ -60,7 +60,7 @@ class DividedHeads(TensorParallelLayer):
         return module
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
-        """Yes: in the forward pass a module has its rank's part of its parameters."""
+        """True: in the forward pass a module has its rank's part of its parameters."""
         return True
 
     def validate_module(self, module: nn.Module, device_mesh: Any, layer_name: str = "") -> None:
@@ -88,14 +88,14 @@ class Whole(TensorParallelLayer):
     """Style of a module that every rank has whole, with the same input and the same gradients."""
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
-        """Nothing to do (transformers from 5.17)."""
+        """Return the module unchanged (transformers from 5.17)."""
         return module
 
     def prepare_module_tp(self, module: nn.Module, device_mesh: Any, **kwargs: Any) -> None:
-        """Nothing to do (transformers before 5.17)."""
+        """Change nothing (transformers before 5.17)."""
 
     def shard_tensor(self, param: Any, tensor_idx: int | None = None, device: Any = None, dtype: Any = None) -> Tensor:
-        """All of it (transformers before 5.17)."""
+        """The whole tensor (transformers before 5.17)."""
         return param[...].to(device=device, dtype=dtype)
 
 
@@ -121,13 +121,13 @@ class SharedNorm(Whole):
 
 
 class _SumGradients:
-    """Forward pre-hook that makes the backward pass sum the gradients of a module's parameters over the ranks.
+    """A forward pre-hook that makes the backward pass sum the gradients of a module's parameters over the ranks.
 
-    Loading a checkpoint replaces parameters after the hook was made, so it registers with them when they are used.
+    Loading a checkpoint replaces parameters after the hook was made, so it registers with them at their first use.
 
     Args:
         mesh: the ranks.
-        names: of the parameters; default: all of the module's own.
+        names: names of the parameters; default: all of the module's own.
     """
 
     def __init__(self, mesh: Any, names: Sequence[str] | None = None) -> None:
@@ -159,7 +159,7 @@ class HasHeads(Protocol):
 
 
 def check_heads(module: nn.Module, ranks: int) -> None:
-    """Raise ValueError unless so many ranks can divide an attention layer; TypeError for another module."""
+    """Raise ValueError unless the ranks can divide an attention layer; TypeError for another module."""
     if isinstance(module, DeltaRuleAttention):
         counts = {"num_heads": module.num_heads}
         if module.projected_steps > 1:
@@ -201,7 +201,7 @@ def _whole_parameters(module: nn.Module) -> list[str]:
 
 
 def _whole_modules(layer: DeltaRuleAttention) -> list[nn.Module]:
-    """The output norm, and what else all heads share."""
+    """The output norm, and other modules that all heads share."""
     declared = [name for name, division in layer.tensor_parallel.items() if division == "whole"]
     return [module for name, module in layer.named_children() if name in ("o_norm", *declared)]
 
@@ -236,23 +236,22 @@ def _low_rank(layer: DeltaRuleAttention) -> list[nn.Sequential]:
 
 
 def _own_heads(forward: Callable[[Tensor], Tensor], rank: int, ranks: int, x: Tensor) -> Tensor:
-    """This rank's part of what a low-rank map gives, which is of all heads (see parallel_plans)."""
+    """This rank's part of the output of a low-rank map, which has all heads (see `plans`)."""
     return forward(x).chunk(ranks, dim=-1)[rank]
 
 
 class CallTogether:
-    """The forward pass of a module whose parts have tensor-parallel styles: all of them together where that can be.
+    """The forward pass of a module whose parts have tensor-parallel styles, with one exchange for all of them.
 
-    It cannot where parts are of another kind than they had when the model was made or than this knows (adapters,
-    quantised maps), where something else has replaced their forward passes, and in compiled code. Then the parts' own
-    styles act.
+    The parts' own styles act instead in compiled code, if something else has replaced the parts' forward passes, or if
+    parts are of another kind than before or than this knows (adapters, quantised maps).
 
     Args:
-        module: whose `forward` this replaces.
+        module: the module whose `forward` this replaces.
         mesh: the ranks.
-        forward: of the module without styles; the one with them is what the module has now.
-        gathered: linear maps that each rank computes whole; their weights are divided, and put together for the call.
-        prepare: called before every forward pass.
+        forward: the module's forward pass without styles; at construction the module has the one with styles.
+        gathered: linear maps that each rank computes whole; their weights are divided, and gathered for the call.
+        prepare: function called before every forward pass.
     """
 
     def __init__(
@@ -275,7 +274,7 @@ class CallTogether:
         self.known = all(type(part) in _KNOWN_PARTS for _, _, part in self.parts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output, the same on all ranks."""
+        """The module's output, equal on all ranks."""
         for prepare in self.prepare:
             prepare()
         if not args or not self._can():
@@ -305,7 +304,7 @@ class CallTogether:
 
     @contextmanager
     def _parts_of_parameters(self) -> Iterator[None]:
-        """Let the module and its parts have plain parameters, and no styles, within this context."""
+        """A context in which the module and its parts have plain parameters and no styles."""
         modules = [self.module, *(part for _, _, part in self.parts)]
         found = [
             (module._parameters, name, parameter, module in self.gathered)
@@ -334,11 +333,11 @@ def _is_of_style(forward: Any) -> bool:
 
 
 def _gather(parameter: DTensor, part: Tensor, group: Any) -> Tensor:
-    """All of a parameter whose rows are divided. Each rank makes another gradient of it, and gets the sum for its part.
+    """The whole of a parameter whose rows are divided. Its gradients differ among ranks; a part gets the sum.
 
     Args:
-        parameter: as the model has it.
-        part: this rank's.
+        parameter: the model's parameter.
+        part: this rank's part.
         group: the ranks.
     """
     if part.shape[0] * dist.get_world_size(group) == parameter.shape[0]:
@@ -347,7 +346,7 @@ def _gather(parameter: DTensor, part: Tensor, group: Any) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """Rows of all ranks. DTensors could do the same, in several times as much of the host's time."""
+    """The rows of all ranks. DTensors could gather them, in several times as much of the host's time."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
@@ -374,8 +373,8 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
-        # Contiguous like the parameter: autograd sees to that for plain parameters alone, and fused optimizers rely on
-        # it. The gradient of a convolution's taps comes transposed.
+        # Autograd makes gradients contiguous like the parameter for plain parameters alone, and fused optimizers rely
+        # on it. The gradient of a convolution's taps comes transposed.
         return tuple(
             None
             if gradient is None
@@ -387,7 +386,7 @@ class _Parts(torch.autograd.Function):
 
 
 class _SumGradient(torch.autograd.Function):
-    """The input, whose gradient is summed over the ranks."""
+    """The input, with a gradient that is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -401,7 +400,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks, in place; its gradient is the same on all of them."""
+    """The sum over the ranks, in place; its gradient is equal on all of them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -431,4 +430,4 @@ _STYLES = {
 for _name, _style in _STYLES.items():
     ALL_PARALLEL_STYLES.register(_name, _style)  # type: ignore[arg-type]
 if hasattr(ALL_PARALLEL_STYLES, "register_plan_to_weight_dim"):  # the older interface
-    ALL_PARALLEL_STYLES.register_plan_to_weight_dim("delta_rule_heads", 0)  # how saving puts the shares together
+    ALL_PARALLEL_STYLES.register_plan_to_weight_dim("delta_rule_heads", 0)  # axis along which saving joins shares

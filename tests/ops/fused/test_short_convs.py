@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from interpreter import remap_once_per_launch
+from interpreter import quicken_the_interpreter
 from torch import Tensor
 
 from deltazoo.ops.fused import short_conv, short_conv_kernels
@@ -96,7 +96,7 @@ def test_on_a_gpu() -> None:
 
 
 if __name__ == "__main__":
-    remap_once_per_launch()
+    quicken_the_interpreter()
     check("cpu", (torch.float32,))
     check_apart("cpu")
     x, taps = torch.randn(3, 1, 5, 16, requires_grad=True), torch.randn(3, 16, 4, requires_grad=True)

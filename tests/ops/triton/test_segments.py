@@ -16,11 +16,11 @@ pytest.importorskip("triton")
 CODE = """
 import torch
 import torch.nn.functional as F
-from interpreter import remap_once_per_launch
+from interpreter import quicken_the_interpreter
 from deltazoo.ops import ContextParallel, delta_rule
 from deltazoo.ops.context.product import transition_product
 
-remap_once_per_launch()
+quicken_the_interpreter()
 
 def inputs(tokens, steps, decay, erase):
     torch.manual_seed(0)

@@ -13,17 +13,17 @@ __all__ = ["all_tokens", "last_tokens", "next_tokens", "tokens_before"]
 
 
 def all_tokens(x: Tensor, context: ContextParallel) -> Tensor:
-    """`[B, T, ...]` of the whole sequence, from this rank's piece."""
+    """The tokens `[B, T, ...]` of the whole sequence, from this rank's piece."""
     return _AllTokens.apply(x, context)
 
 
 def next_tokens(x: Tensor, context: ContextParallel, after_last: int) -> Tensor:
-    """`[B, T]` integers moved up by one: entry t is that of token t + 1, which may be another rank's.
+    """`[B, T]` integers moved up by one: entry t is that of token t + 1, which another rank may have.
 
     Args:
         x: `[B, T]`.
         context: the ranks.
-        after_last: the entry of the last token of all.
+        after_last: entry of the last token of all.
     """
     firsts = _gathered(x[:, :1], context)
     last = context.rank == context.size - 1
@@ -36,11 +36,11 @@ def tokens_before(inputs: Sequence[Tensor], width: int, context: ContextParallel
 
     Args:
         inputs: `[B, T, C_i]` in one dtype, this rank's tokens of several sequences.
-        width: how many; they may come from several ranks, if pieces are shorter.
-        context: with lengths.
+        width: number of tokens; they may come from several ranks, if pieces are shorter.
+        context: the ranks, with lengths.
 
     Returns:
-        A `[B, width, C_i]` for each.
+        Tensors `[B, width, C_i]`, one for each input.
     """
     before = _TokensBefore.apply(width, context, *inputs)
     return before.split([x.shape[2] for x in inputs], 2)
@@ -50,7 +50,7 @@ def tokens_before(inputs: Sequence[Tensor], width: int, context: ContextParallel
 def last_tokens(inputs: Sequence[Tensor], width: int, context: ContextParallel) -> Tensor:
     """The last `width` tokens of the whole sequences, on every rank: `[B, width, C]`.
 
-    As `tokens_before` for a rank after the last one, but the channels of all inputs side by side, without gradients.
+    They are `tokens_before` of a rank after the last one, with the channels of all inputs side by side, no gradients.
     """
     return _gathered_tokens(inputs, width, context, context.size)
 
@@ -95,15 +95,15 @@ def _last(x: Tensor, width: int) -> Tensor:
 
 
 def _gathered(x: Tensor, context: ContextParallel) -> Tensor:
-    """`[size, n, ...]` from every rank's `[n, ...]`."""
+    """The tensors `[n, ...]` of all ranks, `[size, n, ...]`."""
     return finished(started_gather(x, context), context).unflatten(0, (context.size, -1))
 
 
 def _sources(context: ContextParallel, rank: int, width: int) -> dict[int, tuple[int, int]]:
-    """Where the `width` tokens before a rank's piece come from, by their index among them.
+    """Sources of the `width` tokens before a rank's piece, by their index among these.
 
     Returns:
-        the rank that has the token, and its index among that rank's last `width` tokens; nothing for indices before the
+        The rank that has the token, and its index among that rank's last `width` tokens; nothing for indices before the
         first token of all.
     """
     lengths = context.known_lengths
@@ -132,5 +132,5 @@ class _AllTokens(torch.autograd.Function):
 
 
 def _padded(x: Tensor, context: ContextParallel) -> Tensor:
-    """`[T, ...]`, followed by zeros up to the length of the longest piece."""
+    """x `[T, ...]`, followed by zeros up to the length of the longest piece."""
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, max(context.known_lengths) - len(x)))

@@ -1,12 +1,13 @@
 """The state that enters each cell, and the gradient of the state that leaves it, over all ranks.
 
 Cells are folded in blocks of 2^j cells that begin at a multiple of 2^j, counted from the first cell of the whole
-sequence, as a binary counter counts: the pair of a block is made of those of its halves, and the state at boundary c is
-that at c minus the lowest set bit of c, taken through the block between. So the order of all sums follows from the
-global numbers of the cells alone, and the results have the same bits however the cells are spread over ranks.
+sequence, like a binary counter: the pair of a block comes from those of its halves, and the state at boundary c from
+that at c minus the lowest set bit of c, through the block between. So the order of all sums follows from the global
+numbers of the cells alone, and the results have the same bits however the cells are spread over ranks.
 
-A rank's cells make up O(log n) blocks that lie in no larger block of its own. Their pairs are what it sends, in one
-all-gather. Backward the same blocks are folded from the end, with the transposed M, and only gradients are sent.
+A rank's cells consist of O(log n) blocks that lie in no larger block of its own. The rank sends their pairs, in one
+all-gather. In the backward pass the same blocks are folded from the end, with the transposed M, and only gradients are
+sent.
 """
 
 import torch
@@ -22,7 +23,7 @@ Block = tuple[int, int]
 
 
 def whole_blocks(start: int, stop: int) -> tuple[Block, ...]:
-    """The fewest blocks that make up the cells from `start` to `stop`, in order."""
+    """The fewest blocks that contain exactly the cells from `start` to `stop`, in order."""
     blocks = []
     while start < stop:
         level = (stop - start).bit_length() - 1
@@ -34,15 +35,15 @@ def whole_blocks(start: int, stop: int) -> tuple[Block, ...]:
 
 
 class Fold:
-    """The fold of one call on one rank, n cells per row here.
+    """The fold of one call on one rank, which has n cells per row.
 
     Args:
         context: the ranks.
-        first: the first cell of each rank, and then the number of cells.
+        first: first cell of each rank, then the number of all cells.
         M: transitions of this rank's cells `[n, ..., K, K]`.
-        X: forward the states that the cells leave from zero `[n, ..., K, V]`. With `reverse`, the gradients of the
-            states that enter them, from within the cell alone.
-        reverse: from the end.
+        X: the states that the cells leave from zero `[n, ..., K, V]`; with `reverse` the gradients of the states that
+            enter them, from within the cell alone.
+        reverse: whether to fold from the end, in a backward pass.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Fold:
             self.levels.append(pairs)
 
     def _next_level(self, low: int, M: Tensor, X: Tensor) -> tuple[int, Tensor, Tensor] | None:
-        """Number of the first block twice as long, and the pairs of those that lie inside this rank's cells."""
+        """Number of the first block of double length, and the pairs of such blocks inside this rank's cells."""
         first, stop = -(-low // 2), (low + len(M)) // 2
         if first >= stop:
             return None
@@ -70,7 +71,7 @@ class Fold:
         return product(later_M, M), product(later_M, X, later_X)
 
     def _own_blocks(self, which: int) -> Tensor:
-        """M (0) or X (1) of the blocks that make up this rank's cells `[m, ...]`; all ranks have the same m."""
+        """M (0) or X (1) of the blocks of this rank's cells `[m, ...]`; m is equal on all ranks."""
         own = []
         for level, number in self._blocks_of():
             first, *pair = self.levels[level]
@@ -83,19 +84,19 @@ class Fold:
         return whole_blocks(self.first[rank], self.first[rank + 1])
 
     def start(self) -> Tensor:
-        """Send what other ranks need of this one: `gathered` of the methods below, as soon as it is finished."""
+        """The gathered pairs of all ranks, on their way: `gathered` of the methods below, once `finished`."""
         X = self._own_blocks(1)
         return started_gather(X if self.reverse else torch.cat([self._own_blocks(0), X], -1), self.context)
 
     def gathered_transitions(self, gathered: Tensor) -> Tensor:
-        """The part of the pairs gathered forward that the backward pass needs."""
+        """The part of the pairs gathered in the forward pass that the backward pass needs."""
         return gathered[..., : gathered.shape[-2]].contiguous()
 
     def boundaries(self, gathered: Tensor, transitions: Tensor | None = None) -> Tensor:
         """States that enter the cells; with `reverse`, gradients of those that leave them: `[n, ..., K, V]`.
 
         Args:
-            gathered: of `start`.
+            gathered: finished result of `start`.
             transitions: with `reverse`, the result of `gathered_transitions` in the forward pass.
         """
         gathered = finished(gathered, self.context)
@@ -119,7 +120,7 @@ class Fold:
         for lower in reversed(range(level)):
             step = 1 << lower
             first, *pairs = self.levels[lower]
-            # Of two neighbouring blocks the earlier one leads to the boundary between them; in reverse the later one.
+            # The earlier of two neighbouring blocks leads to the boundary between them; in reverse the later one.
             start = (begin >> lower) - first + self.reverse
             M, X = (x[start : start + size // step - 1 + (not self.reverse) : 2] for x in pairs)
             source = values[2 * step :: 2 * step] if self.reverse else values[: -1 : 2 * step]

@@ -17,8 +17,8 @@ def product(a: Tensor, b: Tensor, added: Tensor | None = None, *, transposed: bo
     Args:
         a: `[..., K, K]` float32, or float64 on a CPU.
         b: `[..., K, X]`, with the leading dimensions of a.
-        added: as the result; zero unless given.
-        transposed: take the transpose of a.
+        added: tensor of the result's shape; zero unless given.
+        transposed: whether to take the transpose of a.
 
     Returns:
         `[..., K, X]`. On a GPU each product is computed by itself in tiles of a fixed size, in three TF32 terms.
@@ -36,7 +36,7 @@ def product(a: Tensor, b: Tensor, added: Tensor | None = None, *, transposed: bo
 def transition_product_kernel(
     a, b, added, out, X, K: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, TRANSPOSED: tl.constexpr
 ):  # fmt: skip
-    """`out = a b + added`, or `a^T b + added`; a `[n, K, K]`, the others `[n, K, X]` float32, added may be None.
+    """Store `out = a b + added`, or `a^T b + added`; a `[n, K, K]`, the others `[n, K, X]` float32, added may be None.
 
     Sums over key channels run in tiles of BK in order, in three TF32 terms. Grid (n, X / BX, K / BK).
     """
@@ -78,4 +78,4 @@ transition_product = Operator(
     _launch,
     lambda a, b, added, transposed: b.new_empty(b.shape),
 )
-"""The kernel: `product` of float32 tensors."""
+"""The operator that runs the kernel: `product` of float32 tensors."""

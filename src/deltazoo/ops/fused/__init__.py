@@ -1,10 +1,10 @@
 """Fused operations around the operator: short convolution, norms, rotary embedding, gates, keys of some rules, a scan
 over tokens, SwiGLU and loss, each one pass over memory.
 
-A file holds one subject: its formula, its definition in torch, its kernels, and one function for each operation, which
-chooses between the two (`choice.takes_kernel`) and says what a backward pass computes again (`recomputable`). Callers
-write `from deltazoo.ops import fused` and `fused.rms_norm(...)`: a file, and with it Triton, is imported by the first
-call. So no file bears the name of a function.
+A file holds one subject: its formula, its definition in torch, its kernels, and one function for each operation. The
+function chooses between kernel and torch (`choice.takes_kernel`) and marks what a backward pass computes again
+(`recomputable`). Callers write `from deltazoo.ops import fused` and `fused.rms_norm(...)`: the first call imports the
+file, and with it Triton. So no file bears the name of a function.
 """
 
 from deltazoo._lazy import lazy_names

@@ -1,13 +1,13 @@
-"""A scan over tokens, one number per channel, for further states of rules: linear, or damped by its own size.
+"""A scan over tokens with one number per channel, for further states of rules: linear, or damped by its size.
 
     h_t = a_t p_{t-1} + b_t        p_t = h_t / (1 + c_t h_t)
 
-`a` is the decay, `b` what a token adds, `c` the damping; c = 0 is a running sum that decays. A piece of it is a map
+`a` is the decay, `b` the number that a token adds, `c` the damping; c = 0 is a decayed sum. A piece of it is a map
 `p -> B + D p / (1 + C p)`; of two pieces one after another, with `r = 1 / (1 + C_2 B_1)`,
 
     B = B_2 + D_2 B_1 r            C = C_1 + C_2 D_1 r            D = D_1 D_2 r^2
 
-which cancels nothing if a, b and c are not negative. The gradients are a linear scan from the last token to the first:
+without cancellation if a, b and c are not negative. The gradients are a linear scan from the last token to the first:
 
     dp_{t-1} = dy_t + a_t s_t^2 dp_t, s_t = 1 / (1 + c_t h_t)        dh_t = s_t^2 dp_t        dc_t = -p_t^2 dp_t
 """
@@ -46,7 +46,7 @@ def token_scan(
         damping: c, `[B, T, D]`, not negative; None: zero.
         start: p before the first token, `[N, D]` float32 (float64 stays); None: zeros.
         cu_seqlens: `[N + 1]` boundaries of sequences packed along T, with B = 1; None: N = B.
-        fused: as of `takes_kernel`.
+        fused: see `takes_kernel`.
 
     Returns:
         `[B, T, D]` in the dtype of added, and `[N, D]` float32 (float64 stays).
@@ -91,7 +91,7 @@ def _scan_in_torch(
         cu_seqlens = torch.arange(0, B * T + 1, T, device=a.device)
     holds_tokens = cu_seqlens.diff() > 0
     first = torch.where(holds_tokens, cu_seqlens[:-1], 0).long()
-    # What comes before a sequence is part of its first token, which then depends on no other.
+    # The state before a sequence becomes part of its first token, which then depends on no other.
     before_first = torch.where(holds_tokens[:, None], start, 0)
     begins = torch.zeros_like(a[:, 0]).index_add(0, first, holds_tokens.to(a.dtype))[:, None] > 0
     started = torch.zeros_like(b).index_add(0, first, before_first)
