@@ -100,11 +100,9 @@ def _gathered(x: Tensor, context: ContextParallel) -> Tensor:
 
 
 def _sources(context: ContextParallel, rank: int, width: int) -> dict[int, tuple[int, int]]:
-    """Sources of the `width` tokens before a rank's piece, by their index among these.
+    """Rank, and index among its last `width` tokens, of each of the `width` tokens before a rank's piece.
 
-    Returns:
-        The rank that has the token, and its index among that rank's last `width` tokens; nothing for indices before the
-        first token of all.
+    The keys are indices among these tokens; those before the first token of all are missing.
     """
     lengths = context.known_lengths
     tokens = [(source, index) for source in range(rank) for index in range(max(0, width - lengths[source]), width)]
