@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(no_gpu)
+
+
+def pytest_collection_finish() -> None:
+    """Millions of objects that live until the end: each collection of garbage within a test would visit them."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
