@@ -1,8 +1,8 @@
 """Short convolutions of a piece, whose first outputs depend on the last inputs of the ranks before.
 
-Those travel while everything else is computed. Forward the piece is convolved as if nothing came before it, then the
-few first outputs anew. Backward the gradients of the tokens before, which follow from those of the first outputs, are
-computed and sent first.
+These inputs travel while everything else is computed. The forward pass convolves the piece as if nothing came before
+it, then the few first outputs anew. The backward pass first computes and sends the gradients of the tokens before,
+which follow from those of the first outputs.
 """
 
 from typing import Any, NamedTuple
@@ -19,24 +19,24 @@ __all__ = ["PieceBounds", "convolved_piece"]
 
 Three = tuple[Tensor, Tensor, Tensor]
 _Packing = tuple[Tensor | None, Tensor | None]
-"""The sequence of each token and the boundaries, as the kernel takes them; None for rows that are not packed."""
+"""Number of each token's sequence, and the boundaries, for the kernel; None for rows that are not packed."""
 
 
 class PieceBounds(NamedTuple):
-    """The ranks of a piece, and where packed sequences begin."""
+    """The ranks of a piece, and the boundaries of packed sequences."""
 
     context: ContextParallel
-    """With lengths."""
+    """The ranks, with lengths."""
     cu_seqlens: Tensor | None
     """`[N + 1]` boundaries in the whole row; None: every row is one sequence."""
 
     @property
     def begin(self) -> int:
-        """The first token of the piece in the whole row."""
+        """Number of the piece's first token in the whole row."""
         return sum(self.context.known_lengths[: self.context.rank])
 
     def packing(self, begin: int, num_tokens: int) -> _Packing:
-        """Of the tokens from `begin` in the whole row on, as if there were no others."""
+        """The packing of the tokens from `begin` in the whole row on, as if there were no others."""
         if self.cu_seqlens is None:
             return None, None
         bounds = (self.cu_seqlens - begin).clamp(0, num_tokens)
@@ -57,13 +57,13 @@ class PieceBounds(NamedTuple):
 
 
 def convolved_piece(inputs: Three, weights: Three, bounds: PieceBounds, silu: bool, head: int, norm_v: bool) -> Three:
-    """`short_convolutions` of this rank's tokens, by its kernel; ranks exchange what lies before the pieces.
+    """The results of `short_convolutions` for this rank's tokens, by its kernel; ranks exchange the tokens before.
 
     Args:
         inputs: three `[B, T, C_i]`.
         weights: three `[C_i, 1, W]`.
-        bounds: of the piece.
-        silu, head, norm_v: as of `short_convs`.
+        bounds: bounds of the piece.
+        silu, head, norm_v: see `short_convs`.
     """
     options = silu, head, norm_v
     *outputs, past = _Convolved.apply(bounds, options, *inputs, *weights)
@@ -121,6 +121,6 @@ class _Convolved(torch.autograd.Function):
 
 
 def _head(before: Tensor, inputs: tuple[Tensor, ...], here: int) -> list[Tensor]:
-    """The tokens before the piece, and `here` of its own, of each input."""
+    """The tokens before the piece and the first `here` tokens of it, for each input."""
     parts = before.split([x.shape[2] for x in inputs], 2)
     return [torch.cat([part, x[:, :here]], 1) for part, x in zip(parts, inputs, strict=True)]

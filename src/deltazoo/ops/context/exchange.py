@@ -83,7 +83,7 @@ def started_last_tokens(inputs: Sequence[Tensor], width: int, context: ContextPa
 
 
 def tokens_before_piece(gathered: Tensor, context: ContextParallel, rank: int) -> Tensor:
-    """`[B, width, C]`: of what `started_last_tokens` has gathered, the tokens before the piece of a rank."""
+    """The tokens `[B, width, C]` before the piece of a rank, among those that `started_last_tokens` gathered."""
     last_of_ranks = finished(gathered, context).unflatten(0, (context.size, -1))
     before = torch.zeros_like(last_of_ranks[0])
     for index, (source, index_there) in _sources(context, rank, before.shape[1]).items():
