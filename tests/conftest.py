@@ -14,7 +14,6 @@ from xdist.scheduler import LoadScopeScheduling
 # Modules with a fixture that takes long to make. Distributed test by test, each worker would make it.
 ON_ONE_WORKER = (
     "tests/distributed/test_distributed.py",
-    "tests/distributed/test_tensor_parallel.py",
     "tests/ops/fused/test_layers.py",
     "tests/ops/triton/test_step.py",
     "tests/ops/triton/test_delta_rule.py",

@@ -22,12 +22,14 @@ from deltazoo.rules import (
     gated_efla,
     gated_longhorn,
     kaczmarz,
+    isotropic_kdn,
     falcon,
     # A step in [0, 2].
     neg_delta_net,
     neg_gated_deltanet,
     # Erase under another key.
     comba,
+    diagonal_kdn,
     pgdn,
     pkda,
     q_delta,
