@@ -29,7 +29,7 @@ from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.recompute import recomputable
 from deltazoo.runtime import RuntimeOptions
-from deltazoo.spec import Promises, RuleSpec, StepForm, get_rule, registered_layer, registered_promises
+from deltazoo.spec import ANOTHER_FORM, Promises, RuleSpec, StepForm, get_rule, registered_layer, registered_promises
 
 __all__ = ["DeltaRuleAttention", "layer_class", "make_layer"]
 
@@ -203,8 +203,7 @@ class DeltaRuleAttention(Float32Parameters):
                 f"{cls.__name__} overrides apply_rule, the call of the operator, and checks, reports and diagnoses "
                 "would describe an operator that never ran. A rule of the operator's form is registered with "
                 "register_rule, and its class overrides step_gate, log_decay, rule_inputs or with_auxiliary_state; "
-                "another recurrence is an nn.Module of its own, which keeps its state in a "
-                "deltazoo.layers.StateStore (docs/new_rules.md)"
+                f"{ANOTHER_FORM}"
             )
 
     def forward(
