@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from several_processes import run_script
 from tiny_models import CASES, OPTIONS, tiny_model
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
@@ -35,15 +34,7 @@ TWO_RANKS = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0)
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The difference between two processes and one, by case."""
     folder = tmp_path_factory.mktemp("tensor_parallel")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(WORKER), str(folder), *DIVIDED],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(2, WORKER, str(folder), *DIVIDED)
     return json.loads((folder / "results.json").read_text())
 
 
