@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from several_processes import run_in_processes
-from tiny_models import VOCAB, tiny_model, tokens
-from tiny_runs import losses, losses_of_steps, run_config, sharded_and_divided, write_text_folder
+from tiny_runs import losses, run_config, write_text_folder
 from transformers import AutoModelForCausalLM
 
-from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.training import RunConfig, load_config
 from deltazoo.training.folder import checkpoints
 from deltazoo.training.trainer import StopOnSignal
@@ -127,17 +124,6 @@ def test_a_killed_rank_ends_the_other_and_loses_nothing_saved(
         run_in_processes(2, killed_at_the_sixth_step, config, timeout=60)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4"]
     assert_same(losses(replace(config, training=replace(config.training, context_parallel=1)), True), alone)
-
-
-def test_fsdp2_with_tensor_parallelism_has_the_losses_of_one_process(tmp_path: Path) -> None:
-    if not hasattr(DeltaRuleForCausalLM, "_resolve_parallel_plans"):
-        pytest.skip("this version of transformers does not shard in from_pretrained")
-    sizes = {"vocab_size": VOCAB + 1, "num_heads": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
-    tiny_model("hybrid_kda", **sizes).save_pretrained(tmp_path / "model")
-    ids = tokens(4, 12)
-    expected = losses_of_steps(DeltaRuleForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), ids)
-    found = run_in_processes(4, sharded_and_divided, tmp_path / "model", ids)[0]
-    assert found == pytest.approx(expected, rel=CLOSE)
 
 
 def test_rows_divide_among_processes() -> None:

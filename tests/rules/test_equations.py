@@ -289,6 +289,30 @@ def momentum(weights: Weights, token: Token, head: int, S: Tensor) -> tuple[Tens
     return torch.cat([S + mu * R, R]), S.T @ unit(token.query(head))
 
 
+def kalman(one_variance: bool, weights: Weights, token: Token, head: int, S: Tensor) -> tuple[Tensor, Tensor]:
+    """A Kalman filter whose covariance is a multiple of I, or a diagonal, from the first token on.
+
+    `P^ = D P D + W`, `gain = P^ k / (r + k^T P^ k)`, and in place of the exact P what the paper has: the precision of
+    each channel grows by `K k_i^2 / r`, or by their mean.
+    """
+    P = torch.eye(K, dtype=S.dtype) / (torch.log(1 + torch.exp(weights["start_precision"][head])) + 0.1)
+    channels = slice(head * K, (head + 1) * K)
+    for past in token.so_far:
+        k, D = unit(past.key(head)), channel_decay(weights, past.x, head)
+        r = torch.log(1 + torch.exp(-weights["b_proj.weight"][head] @ past.x)) + 0.01
+        if one_variance:
+            w = weights["omega_proj.weight"][head] @ past.x + weights["omega_proj.bias"][head]
+            P = P * (D @ D).trace() / K + torch.log(1 + torch.exp(w)) * torch.eye(K, dtype=S.dtype)
+        else:
+            w = weights["omega_proj.1.weight"][channels] @ weights["omega_proj.0.weight"] @ past.x
+            P = D @ P @ D + torch.diag(torch.log(1 + torch.exp(w + weights["omega_proj.1.bias"][channels])))
+        gain = P @ k / (r + k @ P @ k)
+        information = (k @ k).expand(K) if one_variance else K * k.square()
+        P = torch.linalg.inv(torch.linalg.inv(P) + torch.diag(information) / r)
+    S = (torch.eye(K, dtype=S.dtype) - torch.outer(gain, k)) @ D @ S + torch.outer(gain, token.value(head, S.shape[1]))
+    return S, S.T @ unit(token.query(head))
+
+
 Update = Callable[[Weights, Token, int, Tensor], tuple[Tensor, Tensor]]
 UPDATES: dict[str, tuple[Update, Callable]] = {
     "gated_deltaproduct": (gated_deltaproduct, full_silu_gate),
@@ -305,6 +329,8 @@ UPDATES: dict[str, tuple[Update, Callable]] = {
     "lightning_attention": (lightning_attention, full_sigmoid_gate),
     "falcon": (falcon, no_gate),
     "momentum": (momentum, full_sigmoid_gate),
+    "isotropic_kdn": (partial(kalman, True), low_rank_sigmoid_gate),
+    "diagonal_kdn": (partial(kalman, False), low_rank_sigmoid_gate),
 }
 """Rules whose update is not of the form above: from weights, token, head and state to the state and its read by q; and
 the output gate."""

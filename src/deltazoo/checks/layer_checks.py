@@ -15,7 +15,7 @@ from deltazoo.layers import rule as rule_functions
 HIDDEN, HEADS, HEAD_DIM, VALUE_HEADS = 24, 2, 8, 4
 TOKENS = 70  # a chunk of 64 and the beginning of another
 TOLERANCE = 1e-9
-_MIXES = "a token's inputs depend on other tokens"
+_MIXES = "a token's inputs depend on other tokens, and only a further state may hand on what those have left"
 
 
 def make(rule: str, dtype: torch.dtype = torch.float64, **options: Any) -> DeltaRuleAttention:
@@ -138,7 +138,8 @@ def _expansion(inputs: RuleInputs) -> str | None:
     if inputs.beta is None:
         return None
     erase_key = inputs.k if inputs.erase_key is None else inputs.erase_key
-    product = (inputs.k.float() * erase_key.float()).sum(-1).repeat_interleave(VALUE_HEADS // HEADS, dim=2)
+    product = (inputs.k.float() * erase_key.float()).sum(-1)
+    product = product.repeat_interleave(inputs.beta.shape[2] // product.shape[2], dim=2)
     gain, name = inputs.beta * product, "|k|^2" if inputs.erase_key is None else "(e . k)"
     for value in (gain.min(), gain.max()):
         if not -1e-5 <= value <= 2 + 1e-5:

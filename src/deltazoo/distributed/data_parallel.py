@@ -1,20 +1,16 @@
-"""FSDP2 for models whose parameters have two dtypes, and clipping of gradients on several device meshes."""
+"""FSDP2 for models whose parameters have two dtypes."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.modeling_utils import PreTrainedModel
 
 from deltazoo._report import RunsDeltaRule
 from deltazoo.layers import DeltaRuleAttention
 
-__all__ = ["clip_grad_norm_", "fully_shard_model"]
+__all__ = ["fully_shard_model"]
 
 _ONE_GROUP = 2**29
 """Parameters up to which blocks are one group: gathered in 16 bits, they and their gradients are 2 GiB."""
@@ -99,28 +95,3 @@ def _layers_with_gates(model: nn.Module) -> list[DeltaRuleAttention]:
 def _gates(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that layers keep in float32; sharding replaces parameters, so call this again after it."""
     return {parameter for layer in _layers_with_gates(model) for parameter in layer.kept_in_float32()}
-
-
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Norm of all gradients before clipping, which also works where some parameters are divided and others are whole.
-
-    Tensor parallelism leaves norms whole on every rank, as plain tensors, and torch's function takes no mixture.
-
-    Args:
-        parameters: all parameters of the model; plain ones have the same gradients on all ranks, which needs
-            transformers 5.17 under tensor parallelism.
-        max_norm: gradients of a larger norm are scaled to this one.
-
-    Returns:
-        The norm `[]` before clipping, equal on all ranks.
-    """
-    groups: dict[object, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    norms = [get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups.values()]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total = torch.stack(whole).norm() if whole else torch.tensor(0.0)
-    for group in groups.values():
-        clip_grads_with_norm_(group, max_norm, total)
-    return total

@@ -29,7 +29,7 @@ from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.recompute import recomputable
 from deltazoo.runtime import RuntimeOptions
-from deltazoo.spec import Promises, RuleSpec, StepForm, get_rule, registered_layer, registered_promises
+from deltazoo.spec import ANOTHER_FORM, Promises, RuleSpec, StepForm, get_rule, registered_layer, registered_promises
 
 __all__ = ["DeltaRuleAttention", "layer_class", "make_layer"]
 
@@ -94,9 +94,9 @@ class DeltaRuleAttention(Float32Parameters):
     """Names of the linear maps that read the layer's input, by `LayerInput.project`. Training may compute them as one
     function, decoding as one product; the narrow ones stand last, for alignment."""
     tensor_parallel: ClassVar[Mapping[str, Literal["heads", "whole", "low_rank"]]] = {}
-    """How tensor parallelism divides the parameters and linear maps that a subclass adds, by name. "heads": the rows
-    belong to the heads, in order. "whole": all heads share it. "low_rank": two maps made by `low_rank`, whose output
-    belongs to the heads."""
+    """How tensor parallelism, which vLLM has, divides the parameters and linear maps that a subclass adds, by name.
+    "heads": the rows belong to the heads, in order. "whole": all heads share it. "low_rank": two maps made by
+    `low_rank`, whose output belongs to the heads."""
     key_expansion: ClassVar[int] = 1
     """Key channels of the operator per channel of a key head; a rule that has several decays each by itself."""
     projects_micro_steps: ClassVar[bool] = True
@@ -203,8 +203,7 @@ class DeltaRuleAttention(Float32Parameters):
                 f"{cls.__name__} overrides apply_rule, the call of the operator, and checks, reports and diagnoses "
                 "would describe an operator that never ran. A rule of the operator's form is registered with "
                 "register_rule, and its class overrides step_gate, log_decay, rule_inputs or with_auxiliary_state; "
-                "another recurrence is an nn.Module of its own, which keeps its state in a "
-                "deltazoo.layers.StateStore (docs/new_rules.md)"
+                f"{ANOTHER_FORM}"
             )
 
     def forward(

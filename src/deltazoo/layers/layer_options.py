@@ -12,8 +12,21 @@ from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.runtime import BACKENDS
 from deltazoo.spec import RuleSpec, choice_name
 
-__all__ = ["LayerOptions", "check_decay", "check_sizes", "check_steps", "option_names", "refuse_unknown_options"]
+__all__ = [
+    "LayerOptions",
+    "check_decay",
+    "check_shares",
+    "check_sizes",
+    "check_steps",
+    "option_names",
+    "refuse_unknown_options",
+]
 
+_DIVIDED = frozenset(
+    {"A_log", "dt_bias", "o_norm", "q_conv1d", "k_conv1d", "v_conv1d"}
+    | {f"{name}_proj" for name in ("q", "k", "v", "o", "b", "a", "f", "g")}
+)
+"""Parameters and modules of every layer of which each rank of tensor parallelism knows its part."""
 _EXPECTED = {int: "a whole number", float: "a number", bool: "True or False"}
 
 
@@ -179,4 +192,26 @@ def check_decay(layer: Any, *, of_its_own: bool) -> None:
         raise ValueError(
             f"decay_lower_bound={bound} takes the place of the softplus gate, and rule {spec.name!r} has the decay "
             f"gate {choice_name(spec.decay_gate)!r}"
+        )
+
+
+def check_shares(layer: Any, ranks: int) -> None:
+    """Raise ValueError unless tensor parallelism can divide a layer's heads among so many ranks."""
+    if layer.projected_steps > 1:
+        raise ValueError(
+            f"tensor parallelism needs num_micro_steps=1, got {layer.projected_steps}: keys of several steps are "
+            "in one matrix, which would be divided between the steps instead of between the heads"
+        )
+    own = [name for name, _ in layer.named_parameters(recurse=False)]
+    own += [name for name, child in layer.named_children() if any(True for _ in child.parameters())]
+    for name in own:
+        if name not in _DIVIDED and name not in layer.tensor_parallel:
+            raise ValueError(
+                f'{type(layer).__name__} does not say in tensor_parallel how {name!r} is divided: "heads" if its rows '
+                'belong to heads, "whole" if all heads share it, "low_rank" if `low_rank` made it'
+            )
+    if layer.num_heads % ranks:
+        raise ValueError(
+            f"tensor parallelism divides heads: num_heads={layer.num_heads} of layer {layer.layer_idx} is no multiple "
+            f"of the {ranks} ranks"
         )

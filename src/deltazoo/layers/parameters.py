@@ -38,23 +38,18 @@ def parameters_without_decay(model: nn.Module) -> set[str]:
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups for an optimizer: parameters that decay, and parameters that do not. Frozen parameters are in neither.
 
-    If parameters are on several device meshes, or some on none, as under tensor parallelism, each group is divided
-    into several groups, since the fused and foreach forms of optimizers take no such mixture.
-
     Args:
         model: with or without delta-rule layers.
         weight_decay: weight decay of the first group.
     """
     without = parameters_without_decay(model)
-    by_mesh: dict[bool, dict[Any, list[nn.Parameter]]] = {True: {}, False: {}}
+    by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            mesh = getattr(parameter, "device_mesh", None)
-            by_mesh[name not in without].setdefault(mesh, []).append(parameter)
+            by_decay[name not in without].append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
-        for decays, meshes in by_mesh.items()
-        for parameters in (meshes.values() or [[]])
+        for decays, parameters in by_decay.items()
     ]
 
 

@@ -35,7 +35,7 @@ _EXCHANGED = {"_c10d_functional": ("",)}
 
 _PRODUCTS = _EXCHANGED | {
     "aten": ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product", "scaled_dot_product"),
-    "deltazoo": ("triton_delta_rule", "segment_", "transition_product", "add_rms_norm"),
+    "deltazoo": ("triton_delta_rule", "segment_", "transition_", "add_rms_norm"),
 }
 """Beginnings of operator names, by library: `elementwise` and `states` keep their results under `torch.compile`. Ours
 are the rule, and a norm that adds to the residual stream."""

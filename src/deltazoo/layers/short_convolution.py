@@ -183,12 +183,10 @@ def convolve(
     inputs, width = (q, k, v), convolutions[0].kernel_size - 1
     if isinstance(sequences, SharedSequences):
         return _convolve_piece(convolutions, inputs, past, sequences)
-    widths = [x.shape[-1] for x in inputs]
-    before, pasts = None, (None, None, None)
+    widths, before = [x.shape[-1] for x in inputs], None
     if past.recurrent is not None:
         before = _checked_state(past.conv, sum(widths))
-        pasts = before.split(widths, dim=1)
-        _check_state(pasts[0], _number(q, sequences), widths[0], width)
+        _check_state(before[:, : widths[0]], _number(q, sequences), widths[0], width)
     outputs: Sequence[Tensor]
     if _can_join(convolutions, q):
         q_conv, k_conv, v_conv = convolutions
@@ -200,9 +198,10 @@ def convolve(
             return q, k, v, state
         packing = packing_of(sequences)
         outputs = fused_ops.short_convolutions(
-            inputs, weights, pasts, **packing, head_dims=(*heads, v_conv.unit_heads), **options
+            inputs, weights, before, **packing, head_dims=(*heads, v_conv.unit_heads), **options
         )
     else:
+        pasts = (None,) * 3 if before is None else before.split(widths, dim=1)
         outputs = [
             one(x, state, sequences, with_state=False)[0]
             for one, x, state in zip(convolutions, inputs, pasts, strict=True)
@@ -229,10 +228,19 @@ def _convolve_piece(
     convolutions: Convolutions, inputs: tuple[Tensor, Tensor, Tensor], past: StateAccess, sequences: SharedSequences
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The results of `convolve` for a piece of shared rows, whose inputs before it come from other ranks."""
-    width = convolutions[0].kernel_size - 1
+    width, context = convolutions[0].kernel_size - 1, sequences.context
+    state = last_tokens(inputs, width, context).mT if past.wanted else None
+    if width and not torch.compiler.is_compiling() and _can_join(convolutions, inputs[0]):
+        q_conv, k_conv, v_conv = convolutions
+        heads = q_conv.unit_heads, k_conv.unit_heads, v_conv.unit_heads
+        weights = q_conv.weight, k_conv.weight, v_conv.weight
+        if fused_ops.takes_joint_kernel(inputs, weights, heads, q_conv.fused):
+            from deltazoo.ops.context.convolution import PieceBounds, convolved_piece  # imports Triton
+
+            bounds, silu = PieceBounds(context, sequences.cu_seqlens), fused_ops.is_silu(q_conv.activation)
+            return *convolved_piece(inputs, weights, bounds, silu, heads[0], heads[2] == heads[0]), state
     joined = sequences.with_tokens_before(width)
-    before = tokens_before(inputs, width, sequences.context)
-    state = last_tokens(inputs, width, sequences.context).mT if past.wanted else None
+    before = tokens_before(inputs, width, context)
     q, k, v = (torch.cat(parts, 1) for parts in zip(before, inputs, strict=True))
     q, k, v, _ = convolve(convolutions, q, k, v, StateAccess(None, None), joined)
     return q[:, width:], k[:, width:], v[:, width:], state

@@ -17,7 +17,6 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
-from deltazoo.distributed.plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
 from deltazoo.generation.batch import LAYER_TYPES
 from deltazoo.generation.cache import CACHE
 from deltazoo.layers import LayerOptions, make_layer
@@ -121,8 +120,19 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
 
     model_type: ClassVar[str] = "delta_rule"
     keys_to_ignore_at_inference: ClassVar[list[str]] = [CACHE]
-    base_model_pp_plan: ClassVar[dict[str, Any]] = PIPELINE_PLAN
-    base_model_fsdp_plan: ClassVar[dict[Any, str]] = FSDP_PLAN
+    base_model_pp_plan: ClassVar[dict[str, Any]] = {
+        "embeddings": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "batch"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+    """Inputs and outputs of each pipeline stage."""
+    base_model_fsdp_plan: ClassVar[dict[Any, str]] = {
+        "embeddings": "free_full_weight",
+        "layers.*": "free_full_weight",
+        "norm": "keep_full_weight",
+    }
+    """Modules that FSDP2 gathers as one group, and whether it frees the group after the forward pass. Models of half
+    precision add their gates (`deltazoo.models.delta_layers.declare_gates`)."""
 
     mixer: str = "gated_deltanet"
     mixer_module: str | None = None
@@ -217,21 +227,6 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
         # PEFT and others read these keys as numbers where they exist.
         missing = [key for key in ("num_attention_heads", "num_key_value_heads") if values[key] is None]
         return {key: value for key, value in values.items() if key not in missing}
-
-    @property
-    def base_model_tp_plan(self) -> dict[str, str]:
-        """The plan by which tensor parallelism divides the weights of the base model."""
-        has_linear_layers = "linear_attention" in (self.layer_types or ())
-        return tensor_parallel_plan(
-            self.spec if has_linear_layers else None, self.layer_options, softmax_norms=self.softmax_qk_norm
-        )
-
-    @base_model_tp_plan.setter
-    def base_model_tp_plan(self, plan: dict[str, str]) -> None:
-        # transformers 5.15 to 5.20 adds an entry for tied embeddings under a fixed name; our plan has it under the name
-        # that the model gives them.
-        if plan != {**self.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}:
-            raise AttributeError(f"base_model_tp_plan follows from the other keys and cannot be set, got {plan}")
 
     @property
     def spec(self) -> RuleSpec:

@@ -7,7 +7,7 @@ The classes of the Hub types are subclasses without a body (`hub`). State-dict k
 from collections.abc import Callable, Mapping
 from functools import wraps
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-import deltazoo.distributed.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
 from deltazoo.generation.batch import BatchDescription
 from deltazoo.generation.cache import CACHE, prepare_cache, takes_cache
 from deltazoo.generation.capture import graphs_run_on
@@ -69,11 +68,15 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DeltaRuleBlock, "attentions": SoftmaxAttention}  # noqa: RUF012
 
-    def post_init(self) -> None:
-        """Finish the construction; a model whose layers cannot be divided has no plan for its head either."""
-        super().post_init()
-        if not self.config.base_model_tp_plan:
-            self._tp_plan = {}
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Self:
+        """A model from safetensors files, see transformers; ValueError for tensor parallelism, which it has not."""
+        if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
+            raise ValueError(
+                f"tp_plan, tp_size: {cls.__name__} has no tensor parallelism. deltazoo.distributed.fully_shard_model "
+                "divides weights among GPUs, deltazoo.context_parallel rows, device_map layers"
+            )
+        return super().from_pretrained(*args, **kwargs)
 
     def describe_training(self) -> str:
         """Lines that say how a training step computes norms and MLPs, what it recomputes, and why."""
@@ -231,7 +234,6 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
     """The decoder with a language-modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
-    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
 
     runtime_options = RUNTIME_OPTIONS

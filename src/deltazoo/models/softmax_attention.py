@@ -159,10 +159,6 @@ class SoftmaxAttention(nn.Module):
             if isinstance(norm, RMSNorm):
                 norm.set_fused(options.fused_kernels)
 
-    def head_counts(self) -> dict[str, int]:
-        """The number of heads that tensor parallelism divides, by its name in the configuration."""
-        return {"num_key_value_heads": self.k_proj.out_features // self.head_dim}
-
     def forward(
         self,
         hidden_states: Tensor,

@@ -39,7 +39,7 @@ _MANY_ROWS = 4096
 """Rows of an input whose reading takes longer than a launch; an estimate."""
 
 PLAIN_WEIGHTS = (nn.Parameter, Tensor)
-"""Types of weights that torch's functions take directly: a parameter, or this rank's part under tensor parallelism."""
+"""Types of weights that torch's functions take directly."""
 
 
 def linear_maps(x: Tensor, linears: Sequence[nn.Module], *, plain: bool = False) -> list[Tensor]:

@@ -117,6 +117,7 @@ class DifferentiableOperator(Operator):
     ) -> None:
         super().__init__(schema, launch, fake, contiguous)
         launch = self.launch
+        self.backward = backward
         self.shown = shown
         self.infer = launch
         if shown is not None:

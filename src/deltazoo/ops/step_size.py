@@ -152,7 +152,7 @@ def gate_and_squared_norm(b: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 def of_value_heads(x: Tensor, num_heads: int) -> Tensor:
     """x `[B, T, H]` repeated for every value head, `[B, T, num_heads]`; neighbouring heads share a key head."""
-    return x.repeat_interleave(num_heads // x.shape[2], dim=2)
+    return x if x.shape[2] == num_heads else x.repeat_interleave(num_heads // x.shape[2], dim=2)
 
 
 def _expm1_ratio(x: Tensor) -> Tensor:

@@ -23,11 +23,13 @@ from deltazoo.rules import (
     gated_longhorn,
     kaczmarz,
     falcon,
+    isotropic_kdn,
     # A step in [0, 2].
     neg_delta_net,
     neg_gated_deltanet,
     # Erase under another key.
     comba,
+    diagonal_kdn,
     pgdn,
     pkda,
     q_delta,

@@ -10,7 +10,7 @@ from torch import Tensor
 from deltazoo.ops.autograd_modes import records_gradients, refuse_second_derivative, refuse_transforms, scans_again
 from deltazoo.ops.call import RuleCall
 from deltazoo.ops.context.backends import SegmentBackend, backend_for
-from deltazoo.ops.context.fold import Fold
+from deltazoo.ops.context.fold import Fold, ReverseFold, depth
 from deltazoo.ops.context.group import ContextParallel, agreed_piece, sum_over_ranks
 from deltazoo.ops.context.pieces import Pieces, cells_of, make_cells, pieces_of, segment_length
 from deltazoo.ops.dtypes import wide_dtype
@@ -108,16 +108,18 @@ class _Piece:
         M, X = self.pieces.cell_pairs(M, X, initial)
         fold = Fold(self.context, self.first, M, X)
         gathered = fold.start()
+        # A small launch before the caller's matrix products, which would leave the exchange no multiprocessor.
+        no_finals = M.new_zeros(self.pieces.num_sequences, *X.shape[2:])
 
         def rest() -> tuple[Any, ...]:
             starts = self.pieces.starts(fold.boundaries(gathered), initial)
             started = call._replace(initial_state=starts)
             output, ends, kept_too = self.backend.outputs(started, kept, self.keep)
-            final = self.pieces.finals(ends, initial)
+            final = self.pieces.finals(ends, initial, no_finals)
             if self.context.gather_final_state:
                 final = sum_over_ranks(final, self.context)
-            transitions = fold.gathered_transitions(gathered)
-            return self.pieces.restore(output), final, *started.differentiable, M, transitions, *kept, *kept_too
+            saved = *started.differentiable, *fold.transitions(gathered), *kept, *kept_too
+            return self.pieces.restore(output), final, *saved
 
         return rest
 
@@ -128,18 +130,20 @@ class _Piece:
             A function that gives the gradients of the tensors.
         """
         refuse_second_derivative(*_INSTEAD)
-        M, transitions, *kept = saved[7:]
         call = RuleCall.of(saved[:7], self.pieces.cu_seqlens, self.options)
+        begin, end = self.first[self.context.rank : self.context.rank + 2]
+        first_kept = 7 + 1 + depth(begin, end)
+        transitions, kept = saved[7:first_kept], saved[first_kept:]
         if self.context.gather_final_state:
             d_final = sum_over_ranks(d_final, self.context)
         d_output, d_end = self.pieces.arrange(d_output), self.pieces.end_gradients(d_final)
         d_start = self.backend.start_gradients(call, tuple(kept), d_output, d_end)
-        fold = Fold(self.context, self.first, M, self.pieces.cell_gradients(d_start), reverse=True)
+        fold = ReverseFold(self.context, self.first, transitions, self.pieces.cell_gradients(d_start))
         gathered = fold.start()
 
         def rest() -> tuple[Any, ...]:
             complete = self.backend.before_gradients(call, tuple(kept))
-            leaving = self.pieces.leaving_gradients(d_end, fold.boundaries(gathered, transitions))
+            leaving = self.pieces.leaving_gradients(d_end, fold.boundaries(gathered))
             *found, d_start, d_erase_key = self.backend.gradients(call, complete, d_output, leaving)
             assert d_start is not None  # segments have first states
             d_initial = self.pieces.initial_gradients(d_start, d_final) if self.has_initial else None

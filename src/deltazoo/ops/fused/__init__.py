@@ -23,7 +23,14 @@ __getattr__ = lazy_names(
         "norms": ("add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm"),
         "rotary": ("rotate",),
         "scan": ("token_scan",),
-        "short_conv": ("causal_sum", "depthwise_sum", "short_convolution", "short_convolutions"),
+        "short_conv": (
+            "causal_sum",
+            "depthwise_sum",
+            "is_silu",
+            "short_convolution",
+            "short_convolutions",
+            "takes_joint_kernel",
+        ),
         "short_conv_step": ("short_convolution_step",),
     },
 )

@@ -25,6 +25,7 @@ __all__ = [
     "is_silu",
     "short_convolution",
     "short_convolutions",
+    "takes_joint_kernel",
     "unit_heads",
 ]
 
@@ -96,7 +97,7 @@ def _in_torch(
 def short_convolutions(
     inputs: tuple[Tensor, Tensor, Tensor],
     weights: tuple[Tensor, Tensor, Tensor],
-    pasts: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    past: Tensor | None = None,
     *,
     sequence: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -106,30 +107,42 @@ def short_convolutions(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three results of `short_convolution` for queries, keys and values.
 
-    Without a past, and if they are of one kind, one launch and one function of autograd compute them, in a third of the
-    host's time.
+    If they are of one kind, one launch and one function of autograd compute them, in a third of the host's time.
 
     Args:
         inputs: three `[B, T, C_i]`.
         weights: three `[C_i, W]` or `[C_i, 1, W]`.
-        pasts: three `[N, C_i, W - 1]`, or None each.
+        past: `[N, C, W - 1]`, that of the three concatenated along the channels; zeros unless given.
         sequence, cu_seqlens, activation, fused: see `short_convolution`.
         head_dims: `head_dim` of each input.
 
     Raises:
         ValueError: see `short_convolution`.
     """
-    head, _, v_head = head_dims
-    together = pasts[0] is None and inputs[0].numel() and not torch.compiler.is_compiling()
-    if together and _alike(inputs, weights, head_dims) and takes_kernel(fused, *inputs, *weights, sequence, cu_seqlens):
-        options = is_silu(activation), head, v_head == head
-        return recomputable(short_convs, *inputs, *weights, None, sequence, cu_seqlens, *options)
+    kernel = takes_joint_kernel(inputs, weights, head_dims, fused, past, sequence, cu_seqlens)
+    if kernel and not records_gradients(past) and not torch.compiler.is_compiling():
+        options = is_silu(activation), head_dims[0], head_dims[2] == head_dims[0]
+        past = None if past is None else past.to(inputs[0].dtype)
+        return recomputable(short_convs, *inputs, *weights, past, sequence, cu_seqlens, *options)
+    pasts = (None,) * 3 if past is None else past.split([x.shape[2] for x in inputs], 1)
     packing = {"sequence": sequence, "cu_seqlens": cu_seqlens}
     first, second, third = (
         short_convolution(x, weight, past, **packing, activation=activation, head_dim=head_dim, fused=fused)
         for x, weight, past, head_dim in zip(inputs, weights, pasts, head_dims, strict=True)
     )
     return first, second, third
+
+
+def takes_joint_kernel(
+    inputs: tuple[Tensor, ...],
+    weights: tuple[Tensor, ...],
+    head_dims: tuple[int, int, int],
+    fused: bool | None,
+    *others: Tensor | None,
+) -> bool:
+    """Whether one launch of a kernel computes all three; `others` are further tensors that it reads."""
+    alike = inputs[0].numel() and _alike(inputs, weights, head_dims)
+    return bool(alike) and takes_kernel(fused, *inputs, *weights, *others)
 
 
 def _alike(inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], head_dims: tuple[int, int, int]) -> bool:

@@ -110,28 +110,31 @@ def _sequences(rows, t, left, N: tl.constexpr):
 
 
 @triton.jit
-def _before_run(x_rows, past, n, age, left, columns, column_mask, C, W: tl.constexpr):
-    """The inputs before each run, whose first token is token `age` of sequence n; the state holds those before n."""
+def _before_run(x_rows, past, n, age, left, columns, column_mask, C, channels, W: tl.constexpr):
+    """The inputs before each run, whose first token is token `age` of sequence n; the state holds those before n.
+
+    x has C channels, and the state `channels`.
+    """
     before = ()
     for i in tl.static_range(1, W):
         mask = ((age >= i) & (left > 0))[:, None] & column_mask[None, :]
         value = tl.load(x_rows - i * C, mask=mask, other=0.0).to(tl.float32)
         if past is not None:
             mask = ((age < i) & (left > 0))[:, None] & column_mask[None, :]
-            offsets = (n[:, None].to(tl.int64) * C + columns[None, :]) * (W - 1) + (age - i + W - 1)[:, None]
+            offsets = (n[:, None].to(tl.int64) * channels + columns[None, :]) * (W - 1) + (age - i + W - 1)[:, None]
             value += tl.load(past + offsets, mask=mask, other=0.0).to(tl.float32)
         before = before + (value,)
     return before
 
 
 @triton.jit
-def _at_boundary(before, begins, past, n, columns, column_mask, C, W: tl.constexpr):
+def _at_boundary(before, begins, past, n, columns, column_mask, channels, W: tl.constexpr):
     """The inputs before a token, from the state of sequence n if the token begins it."""
     chosen = ()
     for i in tl.static_range(1, W):
         value = 0.0
         if past is not None:
-            offsets = (n[:, None].to(tl.int64) * C + columns[None, :]) * (W - 1) + (W - 1 - i)
+            offsets = (n[:, None].to(tl.int64) * channels + columns[None, :]) * (W - 1) + (W - 1 - i)
             value = tl.load(past + offsets, mask=begins[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
         chosen = chosen + (tl.where(begins[:, None], value, before[i - 1]),)
     return chosen
@@ -172,12 +175,14 @@ def short_conv_forward_kernel(x, weight, past, sequence, cu_seqlens, y, k, k_wei
                               R: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Convolution, SiLU if wanted, and division by the norm of the head; a tile holds one token of each run.
 
-    x and y `[B, T, C]`, weight `[C, W]`, past `[N, C, W - 1]` or None, sequence `[T]` or None, cu_seqlens `[N + 1]` or
-    None; k and v None, or beside the queries x; WIDTH channels of a program: those of a head if NORM.
+    x and y `[B, T, C]`, weight `[C, W]`, past `[N, all channels, W - 1]` or None, sequence `[T]` or None, cu_seqlens
+    `[N + 1]` or None; k and v None, or beside the queries x; WIDTH channels of a program: those of a head if NORM.
     """
     PACKED: tl.constexpr = sequence is not None
     HALF: tl.constexpr = x.dtype.element_ty != tl.float32
-    program, number, head, _, _ = _place(C, CK, CV, WIDTH, k is not None)
+    program, number, head, channels_before, channels = _place(C, CK, CV, WIDTH, k is not None)
+    if past is not None:
+        past += channels_before * (W - 1)
     if k is not None:
         if number == 1:
             x, weight, y, C = k, k_weight, y_k, CK
@@ -192,7 +197,7 @@ def short_conv_forward_kernel(x, weight, past, sequence, cu_seqlens, y, k, k_wei
     if PACKED:
         n = tl.load(sequence + tokens, mask=left > 0, other=0).to(tl.int32)
         age = first - tl.load(cu_seqlens + n, mask=left > 0, other=0).to(tl.int32)
-    before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, W)
+    before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, channels, W)
     for begin in range(0, RUN, GROUP):
         values = _group(x + offsets, begin, left, column_mask, C, GROUP)
         if PACKED:
@@ -203,7 +208,7 @@ def short_conv_forward_kernel(x, weight, past, sequence, cu_seqlens, y, k, k_wei
             if PACKED:
                 begins = (sequences[i] != n) & (t < left)
                 n = sequences[i]
-                before = _at_boundary(before, begins, past, n, columns, column_mask, C, W)
+                before = _at_boundary(before, begins, past, n, columns, column_mask, channels, W)
             z = _convolve(value, before, taps, W)
             s = z * sigmoid(z, HALF) if SILU else z
             if NORM:
@@ -245,8 +250,8 @@ def _d_input(d_z, d_z_before, n, n_before, taps, W: tl.constexpr, PACKED: tl.con
 
 @triton.jit
 def _backward_token(
-    t, value, d, n, before, d_z_before, n_before, d_x_rows, past, left, taps, columns, column_mask, C, normed, eps,
-    W: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+    t, value, d, n, before, d_z_before, n_before, d_x_rows, past, left, taps, columns, column_mask, C, channels, normed,
+    eps, W: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Compute `dz` of token t, and store `dx` of the token W - 1 before it.
 
@@ -254,7 +259,7 @@ def _backward_token(
     """
     if PACKED and W > 1:
         begins = (n != n_before[0]) & (t < left)
-        before = _at_boundary(before, begins, past, n, columns, column_mask, C, W)
+        before = _at_boundary(before, begins, past, n, columns, column_mask, channels, W)
     HALF: tl.constexpr = d_x_rows.dtype.scalar.element_ty != tl.float32
     d_z = _d_convolved(_convolve(value, before, taps, W), d, normed, eps, SILU, NORM, HALF)
     d_value = _d_input(d_z, d_z_before, n, n_before, taps, W, PACKED)
@@ -285,6 +290,8 @@ def short_conv_backward_kernel(x, weight, past, sequence, cu_seqlens, d_y, d_x, 
     """
     PACKED: tl.constexpr = sequence is not None
     program, number, head, channels_before, channels = _place(C, CK, CV, WIDTH, k is not None)
+    if past is not None:
+        past += channels_before * (W - 1)
     if k is not None:
         if number == 1:
             x, weight, d_y, d_x, C = k, k_weight, d_y_k, d_k, CK
@@ -300,7 +307,7 @@ def short_conv_backward_kernel(x, weight, past, sequence, cu_seqlens, d_y, d_x, 
     if PACKED:
         n = tl.load(sequence + tokens, mask=left > 0, other=0).to(tl.int32)
         age = first - tl.load(cu_seqlens + n, mask=left > 0, other=0).to(tl.int32)
-    before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, W)
+    before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, channels, W)
     d_z_before = _copies(tl.zeros([R, BC], tl.float32), W - 1)
     n_before = _copies(n, W - 1)
     sums = _copies(tl.zeros([R, BC], tl.float32), W)
@@ -315,7 +322,7 @@ def short_conv_backward_kernel(x, weight, past, sequence, cu_seqlens, d_y, d_x, 
             d = gradients[i].to(tl.float32)
             d_z, before = _backward_token(
                 begin + i, value, d, sequences[i], before, d_z_before, n_before, d_x + offsets, past, left, taps,
-                columns, column_mask, C, normed, eps, W, SILU, NORM, PACKED,
+                columns, column_mask, C, channels, normed, eps, W, SILU, NORM, PACKED,
             )  # fmt: skip
             sums = _add_products(sums, d_z, value, before, W)
             before = _advance(value, before, W)
@@ -331,7 +338,7 @@ def short_conv_backward_kernel(x, weight, past, sequence, cu_seqlens, d_y, d_x, 
         d = gradients[i].to(tl.float32)
         d_z, before = _backward_token(
             RUN + i, value, d, sequences[i], before, d_z_before, n_before, d_x + offsets, past, left, taps, columns,
-            column_mask, C, normed, eps, W, SILU, NORM, PACKED,
+            column_mask, C, channels, normed, eps, W, SILU, NORM, PACKED,
         )  # fmt: skip
         before = _advance(value, before, W)
         d_z_before = _advance(d_z, d_z_before, W)
@@ -407,5 +414,5 @@ short_convs = row_operator(
     backward_schema=f"short_convs_backward({_ARGUMENTS}, Tensor d_q, Tensor? d_k, Tensor? d_v)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-"""The operator of convolutions: of x in place of q, after a past, or of q, k and v without one. Heads of `head_dim`
-channels are divided by their L2 norm, those of v if `norm_v`."""
+"""The operator of convolutions: of q, k and v, or of x in place of q, after a past of all their channels or without
+one. Heads of `head_dim` channels are divided by their L2 norm, those of v if `norm_v`."""
