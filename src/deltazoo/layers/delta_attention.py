@@ -187,8 +187,8 @@ class DeltaRuleAttention(Float32Parameters):
         for name in Promises._fields:
             if stands_for is None and name in vars(cls):
                 raise TypeError(
-                    f"{cls.__name__}.{name} is said where the rule is registered: write "
-                    f"deltazoo.register_rule(SPEC, layer={cls.__name__}, {name}=...) behind the class"
+                    f"{cls.__name__}.{name} belongs to the registration of the rule: write "
+                    f"deltazoo.register_rule(SPEC, layer={cls.__name__}, {name}=...) after the class"
                 )
         for name in ("step_gate", "log_decay", "rule_inputs", "with_auxiliary_state"):
             parameters = list(signature(getattr(cls, name)).parameters)
