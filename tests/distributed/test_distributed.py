@@ -19,7 +19,6 @@ pytestmark = pytest.mark.processes
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 CASE, STEPS, ROWS = "hybrid_kda", 4, 4
-HYBRID_KDA = ["delta_rule: kda, hybrid"]
 
 
 @pytest.fixture(scope="module")

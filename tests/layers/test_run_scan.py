@@ -59,6 +59,17 @@ def test_a_decay_of_zero_gives_the_token_before() -> None:
     assert torch.equal(state, x[:, -1].float())
 
 
+def test_a_decay_per_token_has_the_gradient_of_all_its_channels() -> None:
+    _, added, damping = inputs(2, 5)
+    decay = torch.rand(2, 5, dtype=torch.float64, requires_grad=True)
+    wide = decay.detach()[..., None, None].repeat(1, 1, 2, 3).requires_grad_()
+    for given in (decay, wide):
+        before, state = run_scan(given, added, damping)
+        (before.square().sum() + state.sum()).backward()
+    assert decay.grad is not None and wide.grad is not None
+    torch.testing.assert_close(decay.grad, wide.grad.sum((2, 3)), **EXACT)
+
+
 def test_rows_that_ranks_share_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"hand on no state of `run_scan`"):
         run_scan(*inputs(1, 4), sequences=SharedSequences(ContextParallel()))

@@ -159,7 +159,7 @@ def run_scan(
     With a decay of zero p before a token is what the token before it added. Padding leaves p as it is.
 
     Args:
-        decay: `[B, T, *channels]`, or `[B, T]`, one number per token, which then gets no gradient.
+        decay: `[B, T, *channels]`, or `[B, T]`, one number per token.
         added: `[B, T, *channels]`; not negative with a damping.
         damping: the same, not negative; None: zero.
         state: `[N, *channels]` float32 before the first token, as returned; None: the sequences begin.
