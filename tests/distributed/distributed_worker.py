@@ -176,6 +176,13 @@ def main(folder: Path) -> None:
         "one group, float32 embeddings": str(
             fully_shard_model(model(), mp_policy=mixed)(inputs_embeds=embeddings, use_cache=False).logits.dtype
         ),
+        "one group, swapped, float32 embeddings, padded": str(
+            fully_shard_model(swapped(), mp_policy=mixed)(
+                inputs_embeds=swapped().get_input_embeddings()(tokens(2, 4)).float(),
+                attention_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]),
+                use_cache=False,
+            ).logits.dtype
+        ),
         "one group": sharded_modules(model(), mp_policy=mixed),
         "one group, bfloat16": sharded_modules(model(half)),
         "one group, losses": sharded_steps(),

@@ -100,6 +100,7 @@ def test_a_small_model_is_one_group_besides_that_of_its_gates(together: dict[str
     assert together["one group"] == ["", "model", "model.layers.0"]
     assert together["one group, bfloat16"] == ["", "model"]
     assert together["one group, float32 embeddings"] == "torch.bfloat16"
+    assert together["one group, swapped, float32 embeddings, padded"] == "torch.bfloat16"
     alone = losses_alone(folder / "model", torch.optim.AdamW, STEPS, torch.float32)
     assert together["one group, losses"] == pytest.approx(alone, rel=CLOSE)
     assert together["one group, mixed precision"] == together["fully_shard_model, mixed precision"]

@@ -1,9 +1,11 @@
 """FSDP2 for models whose parameters have two dtypes."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers.modeling_utils import PreTrainedModel
 
@@ -27,8 +29,8 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
     parameters that layers keep in float32 (`A_log`, `dt_bias`) form one group of the whole model that is never cast.
     accelerate and Trainer always put a whole block into one group; they do not shard a model that is sharded already.
 
-    The policy casts the arguments of a block, not those of the model: 16 bits do not hold the number of labels, by
-    which the loss is divided.
+    The policy casts the arguments of the model, except numbers: 16 bits do not hold the number of labels, by which the
+    loss is divided.
 
     In accelerated layers of transformers all parameters but those of linear maps stay float32.
 
@@ -51,7 +53,20 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
         for block in blocks:
             fully_shard(block, **options)
         fully_shard(model, **of_model)
+    if policy is not None and policy.param_dtype is not None and policy.cast_forward_inputs:
+        model.register_forward_pre_hook(partial(_cast_arguments, dtype=policy.param_dtype), with_kwargs=True)
     return model
+
+
+def _cast_arguments(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with tensors of floats in a dtype, except numbers, such as that of the labels."""
+
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1 else x
+
+    return tuple(cast(x) for x in args), {name: cast(x) for name, x in kwargs.items()}
 
 
 def _num_dtypes(model: nn.Module) -> int:

@@ -5,9 +5,9 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -84,8 +84,14 @@ class RightPaddedSequences(Sequences):
     """`[B, 1]` int64: number of real tokens per row."""
     padding: Tensor
     """`[B, T]` bool: True at positions that hold no real token, after `arrange`."""
-    _found: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
-    """Results of `last_inputs`, by width: all layers of a model ask for the same."""
+    if TYPE_CHECKING:  # no field, since FSDP2 rebuilds arguments from the values of all fields
+
+        @property
+        def _found(self) -> dict[int, tuple[Tensor, Tensor]]: ...
+
+    def __post_init__(self) -> None:
+        """Begin to keep results of `last_inputs`, by width: all layers of a model ask for the same."""
+        object.__setattr__(self, "_found", {})
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, num_tokens: int) -> "RightPaddedSequences":
