@@ -94,8 +94,8 @@ class DeltaRuleAttention(Float32Parameters):
     """Names of the linear maps that read the layer's input, by `LayerInput.project`. Training may compute them as one
     function, decoding as one product; the narrow ones stand last, for alignment."""
     tensor_parallel: ClassVar[Mapping[str, Literal["heads", "whole", "low_rank"]]] = {}
-    """How tensor parallelism, which vLLM has, divides the parameters and linear maps that a subclass adds, by name.
-    "heads": the rows belong to the heads, in order. "whole": all heads share it. "low_rank": two maps made by
+    """The division of the parameters and linear maps that a subclass adds among vLLM's ranks of tensor parallelism, by
+    name. "heads": the rows belong to the heads, in order. "whole": all heads share it. "low_rank": two maps made by
     `low_rank`, whose output belongs to the heads."""
     key_expansion: ClassVar[int] = 1
     """Key channels of the operator per channel of a key head; a rule that has several decays each by itself."""

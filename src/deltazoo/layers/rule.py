@@ -161,11 +161,11 @@ def run_scan(
     Args:
         decay: `[B, T, *channels]`, or `[B, T]`, one number per token, which then gets no gradient.
         added: `[B, T, *channels]`; not negative with a damping.
-        damping: the same, not negative; None: zero.
+        damping: of the shape of `added`, not negative; None: zero.
         state: `[N, *channels]` float32 before the first token, as returned; None: the sequences begin.
         sequences: of the batch.
-        start: p before the first token of a sequence, `channels`; None: zeros. The state is how far p is from it, so
-            that zeros are the state of a sequence that begins.
+        start: p before the first token of a sequence, `channels`; None: zeros. The state is p minus `start`, so that
+            zeros are the state of a sequence that begins.
         fused: whether a kernel computes it, see `deltazoo.ops.fused.takes_kernel`; the layer's `fused_kernels`.
 
     Returns:
