@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.model_executor.models.interfaces import IsAttentionFree, IsHybrid
+from vllm.model_executor.models.utils import WeightsMapper
 
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.serving.vllm import PURE
@@ -58,7 +59,8 @@ class _Swapped(PagedStates):
             rotary_emb = block.self_attn.rotary_emb if options["rope"] else None
             block.self_attn = _Slot(partial(self.make_linear_layer, config, index), vllm_config, name, rotary_emb)
             self.slots[name] = block.self_attn
-        self.packed_modules_mapping = {**type(model).packed_modules_mapping, **self.paged_layers()[0].joined}
+        self.hf_to_vllm_mapper = model.hf_to_vllm_mapper | WeightsMapper(orig_to_new_substr={".delta.": "."})  # LoRA's
+        self.packed_modules_mapping = {**self.packed_modules_mapping, **self.paged_layers()[0].packed}
 
     @staticmethod
     def make_linear_layer(config: Any, index: int, ranks: int) -> DeltaRuleAttention:
