@@ -40,7 +40,7 @@ import test_step_compile as decoding  # noqa: E402
 from ops.triton import gluon_compile  # noqa: E402
 from ops.triton.launches import HOPPER, arguments_of, launched_by, routed  # noqa: E402
 
-from deltazoo.ops.context.product import transition_product  # noqa: E402
+from deltazoo.ops.context.product import transition_halves, transition_pair, transition_product  # noqa: E402
 
 Kernels = Iterable[tuple[str, CompiledKernel]]
 """What each is, its call first, and the kernel."""
@@ -95,9 +95,13 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
         call = inference.meta_call(decay, strict=strict, state=strict is None)
         yield f"hopper-{decay}-{strict=}-inference", lambda call=call: inference.infer(inference.Problem(call))
     for K, transposed in product((64, 128), (False, True)):
-        matrices = torch.empty(4, K, K, device="meta")
+        matrices = torch.empty(4, 1, K, K, device="meta")
         launch = partial(transition_product.launch, matrices, matrices, None if transposed else matrices, transposed)
         yield f"{K}x{K}-{transposed=}", launch
+        yield f"{K}x{K}-halves-{transposed}", partial(transition_halves.launch, *[matrices] * 3, transposed)
+    for K in (64, 128):
+        matrices = torch.empty(4, 1, K, K, device="meta")
+        yield f"{K}x{K}-pair", partial(transition_pair.launch, *[matrices] * 4)
 
 
 def launched(name: str, run: Callable[[], Any]) -> Kernels:

@@ -1,9 +1,9 @@
 """A hook of mkdocs: pages and files outside docs/ become part of the site, and links between them hold.
 
-README.md is the first page, CONTRIBUTING.md and CHANGELOG.md are pages. Every other file of the repository that a page
-links to is copied, as text, under `files/`. Links are written as they work in the repository; here they are rewritten.
-Formulas, written as GitHub reads them, become MathML, which browsers show without a script. The page on the command
-line is written from the commands themselves.
+README.md is the first page, CHANGELOG.md the last; docs/README.md gives their order. Every other file of the repository
+that a page links to is copied, as text, under `files/`. Links are written as they work in the repository; here they are
+rewritten. Formulas, written as GitHub reads them, become MathML, which browsers show without a script. The page on the
+command line is written from the commands themselves.
 """
 
 import posixpath
@@ -22,18 +22,20 @@ from mkdocs.structure.pages import Page
 from deltazoo.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))|^(\[[^\]]+\]: )(\S+)()$", re.MULTILINE)
 CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 FORMULA = re.compile(r"^```math\n(.*?)^```$|\$`(.+?)`\$", re.MULTILINE | re.DOTALL)
+ENTRY = re.compile(r"^\* \[(.+?)\]\((.+?)\)", re.MULTILINE)
 COMMANDS = re.compile(r"^<!-- commands: .* -->$", re.MULTILINE)
-LOG = "docs/log.md"  # no page of the site
+ORDER = "docs/README.md"
+NO_PAGES = {ORDER, "docs/log.md"}
 TEXT = {".txt", ".json", ".svg", ".png"}  # what a browser shows; other files are copied as .txt
 
 
 def site_path(path: str) -> str:
     """Where a file of the repository is in the site's sources."""
-    if path.startswith("docs/") and path != LOG:
+    if path.startswith("docs/") and path not in NO_PAGES:
         return path.removeprefix("docs/")
     if path in PAGES:
         return PAGES[path]
@@ -91,6 +93,21 @@ def command_lines(name: str, command: Any) -> Iterator[str]:
         yield ""
     for inner, subcommand in getattr(command, "commands", {}).items():
         yield from command_lines(inner if name == "deltazoo" else f"{name} {inner}", subcommand)
+
+
+def navigation(order: str) -> list[dict[str, list[dict[str, str]]]]:
+    """The titles and pages of each section of docs/README.md, in its order."""
+    sections = [section.partition("\n") for section in order.split("\n## ")[1:]]
+    return [
+        {title: [{name: site_path(posixpath.normpath(f"docs/{path}"))} for name, path in ENTRY.findall(text)]}
+        for title, _, text in sections
+    ]
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The navigation."""
+    config.nav = navigation((ROOT / ORDER).read_text(encoding="utf-8"))
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

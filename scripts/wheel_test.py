@@ -55,7 +55,7 @@ def main() -> None:
         venv.create(Path(folder) / "venv", with_pip=True)
         bin_folder = Path(folder) / "venv" / "bin"
         constraints = str(ROOT / "constraints.txt")
-        run(str(bin_folder / "pip"), "install", "--quiet", "--constraint", constraints, str(wheel))
+        run(str(bin_folder / "pip"), "install", "--quiet", "--no-compile", "--constraint", constraints, str(wheel))
         run(str(bin_folder / "python"), "-c", USE, cwd=folder)
         run(str(bin_folder / "deltazoo"), "list", cwd=folder)
         overrides = [part for override in SMALL for part in ("--set", override)]

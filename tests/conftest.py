@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,6 @@ from xdist.scheduler import LoadScopeScheduling
 # Modules with a fixture that takes long to make. Distributed test by test, each worker would make it.
 ON_ONE_WORKER = (
     "tests/distributed/test_distributed.py",
-    "tests/distributed/test_tensor_parallel.py",
     "tests/ops/fused/test_layers.py",
     "tests/ops/triton/test_step.py",
     "tests/ops/triton/test_delta_rule.py",
@@ -44,6 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(no_gpu)
+
+
+def pytest_collection_finish() -> None:
+    """Millions of objects that live until the end: each collection of garbage within a test would visit them."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

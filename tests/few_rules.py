@@ -20,5 +20,7 @@ FEW_RULES = [
     "gated_deltanet2",  # a separate erase key, gates per channel
     "comba_unit_erase",  # reads before the decay, normalises queries and keys itself
     "pkda",  # a further state
+    "diagonal_kdn",  # a gate that is no step size; as many key heads for the operator as value heads
+    "momentum",  # an operator with more key channels than the layer's heads
     "gla",  # a decay gate with parameters of its own
 ]

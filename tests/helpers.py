@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from delta_rule_cases import DeltaRuleInputs
-from interpreter import remap_once_per_launch
+from interpreter import quicken_the_interpreter
 from torch import Tensor
 
 from deltazoo.ops import DeltaRuleOutput, delta_rule
 
-remap_once_per_launch()  # in children of the tests, which import this before they run a kernel
+quicken_the_interpreter()  # in children of the tests, which import this before they run a kernel
 
 
 class Missed(AssertionError):

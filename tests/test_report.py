@@ -119,7 +119,8 @@ def route_on_hopper(layer: DeltaRuleAttention, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("rule", list_rules())
 def test_report_tells_which_kernels_run_on_hopper(rule: str, hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the operator's plan decides, from what a layer passes to it, for rows whole and packed."""
-    layer = layers.make_layer(rule, HIDDEN, 1, 128, expand_v=1, layer_idx=0)
+    expansion = layers.layer_class(rule).key_expansion
+    layer = layers.make_layer(rule, HIDDEN, 1, 128 // expansion, expand_v=expansion, layer_idx=0)
     route = route_on_hopper(layer, monkeypatch)
     packed = route_on_hopper(layer, monkeypatch, cu_seqlens=torch.tensor([0, 1, 4]))
     assert packed.scans == "triton"
@@ -138,7 +139,7 @@ def test_report_tells_which_kernels_run_on_hopper(rule: str, hopper: Any, monkey
         assert found.reason == start + "kernels for Hopper, plain Triton kernels where rows are packed" + stages
         (alone,) = report(Described(layer, packs=False)).layers  # as accelerated layers are
         assert alone.reason == start + "kernels for Hopper" + stages
-        assert ("decay is per channel" in stages) == (layer.spec.decay == "channel")
+        assert ("decay is per channel" in stages) == (layer.spec.decay == "channel" or layer.key_expansion > 1)
     elif layer.spec.corrects:
         assert found.reason == start + "plain Triton kernels, since tokens have several micro-steps"
     else:

@@ -64,36 +64,3 @@ def run_python(source: str, folder: Path, result: str) -> Any:
     namespace: dict[str, Any] = {"__name__": "recipe"}
     exec(compile(source, "recipe", "exec"), namespace)
     return eval(result, namespace)
-
-
-def sharded_and_divided(folder: Path, ids: Any) -> list[float]:
-    """Losses over all ranks of a few steps, FSDP2 over two ranks and tensor parallelism over two."""
-    import torch
-    import torch.distributed as dist
-    from transformers.distributed import DistributedConfig
-
-    from deltazoo.models import DeltaRuleForCausalLM
-
-    config = DistributedConfig(tp_size=2, fsdp_size=2)
-    model = DeltaRuleForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config)
-    return losses_of_steps(model, ids.chunk(2)[dist.get_rank() // 2])
-
-
-def losses_of_steps(model: Any, ids: Any) -> list[float]:
-    """Losses of a few steps of AdamW, averaged over the ranks."""
-    import torch
-    import torch.distributed as dist
-
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2, foreach=False)
-    found = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        total = loss.detach().double()
-        if dist.is_initialized():
-            dist.all_reduce(total)
-            total /= dist.get_world_size()
-        found.append(float(total))
-    return found

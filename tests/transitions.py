@@ -22,7 +22,7 @@ def steps(layer: DeltaRuleAttention, inputs: RuleInputs) -> list[tuple[Tensor, T
 
 def factors_and_writes(layer: DeltaRuleAttention, inputs: RuleInputs) -> tuple[Tensor, Tensor]:
     """What each token multiplies the state by, `[B, T, HV, K, K]`, and adds to it, `[B, T, HV, K, V]`, in float64."""
-    shape = (*inputs.v.shape[:2], layer.num_v_heads, layer.head_k_dim)
+    shape = (*inputs.v.shape[:2], layer.num_v_heads, layer.key_expansion * layer.head_k_dim)
     log_decay = torch.zeros(shape) if inputs.log_decay is None else inputs.log_decay
     decay = log_decay.double().exp()
     factor = torch.diag_embed((decay if decay.ndim == 4 else decay[..., None]).expand(shape))

@@ -1,8 +1,8 @@
-"""deltazoo: the model zoo for delta-rule linear attention.
+"""deltazoo: delta-rule linear attention, with many rules as one operator.
 
     S_t = (I - beta_t k_t e_t^T) D_t S_{t-1} + beta_t k_t v_t^T,     o_t = scale * S_t^T q_t
 
-This recurrence (`delta_rule`) gives all rules of the zoo (`list_rules()`): DeltaNet, Gated DeltaNet, Kimi Delta
+This recurrence (`delta_rule`) gives all rules (`list_rules()`): DeltaNet, Gated DeltaNet, Kimi Delta
 Attention and many others. Layers, transformers models, generation, swapping and acceleration are built on it. Importing
 the package makes our models known to transformers' Auto classes. It imports neither torch nor transformers: every
 public name is imported from its module on first access.
@@ -128,7 +128,7 @@ _SUBPACKAGES = (
     "swap",
     "training",
 )
-"""Subpackages that are attributes of `deltazoo`, imported on first access too."""
+"""Subpackages that are attributes of `deltazoo`, also imported on first access."""
 
 __getattr__ = lazy_names(__name__, _NAMES, _SUBPACKAGES)
 

@@ -52,7 +52,7 @@ class _AnnouncedTypes(dict[str, Any]):
 
     def __init__(self, entries: dict[str, Any]) -> None:
         super().__init__(entries)
-        # deltazoo.models registers them, and takes them out here, since a type that is announced counts as taken.
+        # deltazoo.models registers the types, and removes them here, since an announced type counts as taken.
         self.announced = set() if "deltazoo.models" in sys.modules else set(MODEL_TYPES)
 
     def __contains__(self, key: object) -> bool:
@@ -77,7 +77,7 @@ def _original_type(key: object) -> str | None:
 
 
 class _TableFinder(MetaPathFinder):
-    """Finds transformers' table of model types as Python does, and announces ours when it is loaded."""
+    """A finder of transformers' table of model types, which announces ours when the table is loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -105,7 +105,7 @@ def _announce(table_module: ModuleType) -> None:
 
 
 def _explain_rules(table_module: ModuleType) -> None:
-    """Let `AutoConfig.for_model` say what to use for a rule that has no model type.
+    """Let `AutoConfig.for_model` name the call that makes a configuration of a rule without a model type.
 
     Such names stay out of the table: with them, another library's checkpoint of such a type would load as ours.
     """

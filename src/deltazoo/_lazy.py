@@ -12,7 +12,7 @@ _FORMER = {
     "list_variants": "list_rules",
     "register_variant": "register_rule",
 }
-"""Names of development versions, which files of rules may hold."""
+"""Names of development versions, which rule files may hold."""
 
 
 def lazy_names(

@@ -1,6 +1,6 @@
-"""Which backend each layer of a model runs, and why."""
+"""The report on a model: the backend of each layer, the way it decodes and trains, and the reasons."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -23,14 +23,14 @@ __all__ = [
 
 
 class RuleDescription(NamedTuple):
-    """How a layer calls the operator."""
+    """A layer's call of the operator, described."""
 
     spec: RuleSpec
     num_micro_steps: int
     packs: bool
     """Whether packed documents reach the operator as such; other layers make their first tokens forget the state."""
     backend: str | None
-    """The one asked for; None leaves the choice to the operator."""
+    """The backend asked for; None leaves the choice to the operator."""
     device: torch.device
     dtype: torch.dtype
     head_k_dim: int
@@ -42,21 +42,21 @@ class RunsDeltaRule(Protocol):
     """A layer of another library that runs the operator."""
 
     def describe_rule(self) -> RuleDescription:
-        """How it calls the operator on its present device."""
+        """The call of the operator on the layer's present device, described."""
 
 
 class LayerReport(NamedTuple):
-    """One delta-rule layer."""
+    """A row of the report: one delta-rule layer."""
 
     name: str
     """Path inside the model."""
     rule: str
     update: str
-    """What the operator does per token: decay, erase and steps, in words."""
+    """The operator's update per token in words: decay, erase and steps."""
     backend: str
     """"triton", "chunkwise" or "reference"."""
     reason: str
-    """Why that one."""
+    """Reason for the backend."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class ModelReport:
 
     layers: tuple[LayerReport, ...]
     decoding: str | None = None
-    """How the model's `generate` runs decoding steps, and why; None without deltazoo's `generate`."""
+    """The way `generate` runs decoding steps, with the reason; None without deltazoo's `generate`."""
     training: str | None = None
-    """How a training step computes norms, MLP and loss, what it recomputes, and why; None unless the model is ours."""
+    """The way a training step computes norms, MLP and loss, and what it recomputes; None unless the model is ours."""
 
     captured: str | None = None
-    """Training steps of the model so far: how many ran from CUDA graphs, and why others did not; None without any."""
+    """The number of training steps that ran from CUDA graphs so far, and why others did not; None without any."""
 
     def __str__(self) -> str:
         parts = (self._table(), self.decoding, self.training, self.captured)
@@ -86,11 +86,10 @@ class ModelReport:
 
 
 def report(model: nn.Module) -> ModelReport:
-    """Which backend every delta-rule layer of `model` runs on its present device, how the model decodes and trains, and
-    why.
+    """A report on the backend of every delta-rule layer on its present device, and on how the model decodes and trains.
 
     Args:
-        model: a layer or anything that holds layers. Its parameters' device and dtype decide.
+        model: a layer, or a module that holds layers. Device and dtype of its parameters decide.
     """
     layers = []
     for name, module in model.named_modules():
@@ -109,12 +108,12 @@ def report(model: nn.Module) -> ModelReport:
 
 
 def _told(model: nn.Module, method: str) -> str | None:
-    """The answer of the first module that has the method: how the model runs decoding steps, or trains, and why."""
+    """The answer of the first module that has the method; None without one."""
     return next((getattr(module, method)() for module in model.modules() if hasattr(module, method)), None)
 
 
 def _backend_of(rule: RuleDescription) -> tuple[str, str]:
-    """The backend that a rule's calls run, and why."""
+    """The backend that a rule's calls run, and the reason."""
     device, dtype, K, V = rule.device, rule.dtype, rule.head_k_dim, rule.head_v_dim
     undecayed = rule.spec.erase_reads == "undecayed"
     per_channel = undecayed and rule.spec.decay == "channel"
@@ -144,12 +143,13 @@ def _description(module: nn.Module) -> RuleDescription | None:
     if not isinstance(module, DeltaRuleAttention):
         return None
     weight, steps = module.v_proj.weight, module.num_micro_steps
-    sizes = module.head_k_dim, module.head_v_dim
-    return RuleDescription(module.spec, steps, True, module.backend, weight.device, weight.dtype, *sizes)
+    sizes = module.key_expansion * module.head_k_dim, module.head_v_dim
+    spec = module.spec if module.key_expansion == 1 else replace(module.spec, decay="channel")
+    return RuleDescription(spec, steps, True, module.backend, weight.device, weight.dtype, *sizes)
 
 
 def replaced_methods(layer: nn.Module) -> list[str]:
-    """Names of a layer's methods on the way to the operator that are not deltazoo's: it may not run as described."""
+    """Names of methods before the operator that another library has replaced, so the description may not hold."""
     replaced = {"apply_rule"} & {*vars(layer)}
     if isinstance(layer, DeltaRuleAttention):  # layers of other libraries describe themselves
         methods = {name: getattr(type(layer), name) for name in ("forward", "apply_rule")}

@@ -1,4 +1,4 @@
-"""How a model runs: options that decide speed and memory, change results by rounding at most, and are never saved."""
+"""Runtime options: they decide speed and memory, change results by rounding at most, and are never saved."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -13,30 +13,30 @@ RecomputeLevel = Literal["none", "elementwise", "states", "block"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 RECOMPUTE_LEVELS: tuple[str, ...] = get_args(RecomputeLevel)
 FORMER_OPTIONS = {"liger": "Liger kernels left with 0.2; deltazoo's own are the default"}
-"""Options that are no more, which saved configurations may hold, and what to say to who asks for one."""
+"""Options that no longer exist, which saved configurations may hold, and the reason for a caller who passes one."""
 
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """How a model runs. An option that is None is chosen by device and package when the model runs.
+    """Options that say how a model runs. None leaves the choice to the device and the installed packages.
 
     Options are given to `from_pretrained`, to the constructor of a model or in the section `runtime` of a training
     configuration, and changed with `model.set_runtime(...)`.
 
     Attributes:
-        backend: of the operator of the linear layers, see `deltazoo.ops.delta_rule`. A named one that cannot run raises
-            when the model runs.
-        fused_kernels: Triton kernels around the operator of the linear layers, for norms, with the residual that comes
-            before them, for rotary embeddings and for SwiGLU, see `deltazoo.ops.fused`. None: these kernels wherever
-            they run, else plain torch; True: these kernels, on NVIDIA GPUs only; False: plain torch.
-        fuse_linear_cross_entropy: training computes the loss from `labels` without the logits of all positions, see
-            `deltazoo.models.loss`. True: a model whose loss cannot be computed so raises.
-        recompute: what training computes again in the backward pass instead of keeping it: `"none"`, `"elementwise"`,
-            `"states"` or `"block"`, see `deltazoo.layers.recompute_levels`. None: `"states"` for large batches on a
-            GPU, else `"none"`. Gradient checkpointing replaces it if both are on. As with gradient checkpointing,
-            training then creates no cache.
-        captured_training: training on a GPU runs the blocks as CUDA graphs where that changes nothing but the time,
-            see `deltazoo.models.captured_training`: `"auto"`, which is the default, or False for never.
+        backend: backend of the operator of the linear layers, see `deltazoo.ops.delta_rule`. A named one that cannot
+            run raises when the model runs.
+        fused_kernels: whether Triton kernels compute what surrounds the operator (`deltazoo.ops.fused`): norms, with
+            the residual before them, rotary embeddings and SwiGLU. None: wherever they run; True: everywhere, on NVIDIA
+            GPUs only; False: plain torch.
+        fuse_linear_cross_entropy: whether training computes the loss from `labels` without the logits of all positions
+            (`deltazoo.models.loss`). True: a model whose loss cannot be computed so raises.
+        recompute: results that training computes again in the backward pass instead of keeping them: `"none"`,
+            `"elementwise"`, `"states"` or `"block"`, see `deltazoo.layers.recompute_levels`. None: `"states"` for large
+            batches on a GPU, else `"none"`. Gradient checkpointing replaces it if both are on. With either, training
+            creates no cache.
+        captured_training: whether training on a GPU runs the blocks as CUDA graphs where that changes nothing but the
+            time (`deltazoo.models.captured_training`): `"auto"`, the default, or False for never.
 
     Raises:
         ValueError: a value that an option does not have.
@@ -66,7 +66,7 @@ class RuntimeOptions:
 
         Args:
             options: values by name.
-            known: the names that have something to act on.
+            known: names of the options that the model has.
 
         Raises:
             TypeError: a name that is not among `known`.

@@ -1,9 +1,9 @@
-"""What tells the rules of the delta rule apart, as data, and the registry that holds them.
+"""Specs, which describe a rule as data, and the registry of rules.
 
-Every rule is the recurrence of `deltazoo.ops.delta_rule` after some work on each token alone: how the step size
-comes out of the gate, whether the state decays, which of q and k are normalised, how the output is gated. A
-`RuleSpec` says which; `deltazoo.layers.DeltaRuleAttention` reads it. A rule that needs more is registered with
-a subclass of that layer. docs/new_rules.md shows both.
+Every rule is the recurrence of `deltazoo.ops.delta_rule` after some work on each token alone: how the step size follows
+from the gate, whether the state decays, which of q and k are normalised, how the output is gated. A `RuleSpec` holds
+these choices; `deltazoo.layers.DeltaRuleAttention` reads it. A rule that needs more is registered with a subclass of
+that layer. docs/new_rules.md shows both.
 
 This module imports no torch, so that the command line can list the rules at once.
 """
@@ -51,37 +51,36 @@ NONEXPANSIVE_MEANING: dict[Nonexpansive, str] = {
     "may let it grow without bound",
     "no": "one token repeated may let the state grow without bound",
 }
-"""`RuleSpec.nonexpansive` in words."""
+"""The values of `RuleSpec.nonexpansive` in words."""
 
 
 class StepForm(NamedTuple):
-    """Decay and keys of a layer class, in the words of the kernel that computes a decoding step of its rule."""
+    """Decay and keys of a layer class, in the terms of the decoding kernel."""
 
     decay: Literal["softplus", "saturating", "log_sigmoid", "fixed"] | None = None
-    """Form of the log-decay, None: the spec says it. "softplus": `-exp(A_log) softplus(a + dt_bias)`; "saturating": the
-    same, bounded as in `saturating_decay`; "log_sigmoid": `logsigmoid(a) / 16`; "fixed": one for all tokens."""
+    """Form of the log-decay; None: that of the spec. "softplus": `-exp(A_log) softplus(a + dt_bias)`; "saturating": a
+    bounded softplus (`saturating_decay`); "log_sigmoid": `logsigmoid(a) / 16`; "fixed": one for all tokens."""
     decay_gate: str | None = None
-    """Name of the map that makes a of the layer's input: a plain one to a decay per head, or one made by `low_rank` to
-    a decay per channel. None with a decay of the spec: its usual name."""
+    """Name of the map from the layer's input to a: a plain map to a decay per head, or one made by `low_rank` to a
+    decay per channel. None: the usual name, for a decay of the spec."""
     keys: str = "tied"
     """Keys under which a token erases and writes: one of `deltazoo.ops.decoding.step_form.STEP_KEYS`."""
     key_maps: tuple[str, ...] = ()
-    """Names of the maps to what `keys` takes of the layer's input besides b."""
+    """Names of further maps of the layer's input that `keys` needs besides that to b."""
     first_key: str | None = None
     """Name of the map, made by `low_rank`, to the key of "erase_first"."""
     key_parameters: tuple[str, ...] = ()
-    """Names of the parameters `[H]` that `keys` takes, float32."""
+    """Names of the parameters `[H]` in float32 that `keys` needs."""
 
 
 class Promises(NamedTuple):
-    """Statements about a rule's layer class that nothing checks: of the class registered with the rule, not of its
-    subclasses."""
+    """Statements about the layer class registered with a rule, not about subclasses. Nothing checks them."""
 
     step_form: StepForm | None = None
-    """Decay and keys, if these words describe them completely: then decoding steps run fused."""
+    """Decay and keys, if these terms describe them completely: decoding steps then run fused."""
     gain_at_most_one: bool = False
-    """Whether no keys of the layer let the erase gain exceed 1 with a step size of at most 1: then the operator need
-    not look for larger ones."""
+    """Whether no keys of the layer let the erase gain exceed 1 with a step size of at most 1: the operator then does
+    not look for larger gains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,23 +94,23 @@ class RuleSpec:
     """
 
     name: str
-    """Registry name, file name, value of `mixer` in a config; the Hub type too, where there is one."""
+    """Name in the registry, of the file, and in the configuration key `mixer`."""
     paper: str
     """Title and arXiv number."""
     summary: str
-    """How it differs from its nearest neighbour, in one sentence."""
+    """The difference from the nearest other rule, in one sentence."""
     equation: str
     """The update of one token, with the state S `[K, V]`."""
 
     step_size: "str | Callable[[Tensor, Tensor], Tensor]"
-    """From gate b `[B, T, HV]` and key `[B, T, H, K]` to effective step size `[B, T, HV]`: a function `f(b, k)`, or its
-    name in `deltazoo.ops.step_size.STEP_SIZES`. "none" leaves the correction term out."""
+    """Function `f(b, k)` of the gate b `[B, T, HV]` and the key `[B, T, H, K]` that gives the effective step size
+    `[B, T, HV]`, or its name in `deltazoo.ops.step_size.STEP_SIZES`. "none" leaves the correction term out."""
     decay: Decay = "none"
-    """Of the state: none, one factor per value head, or one per key channel."""
+    """Decay of the state: none, one factor per value head, or one per key channel."""
     erase_key: EraseKey = "tied"
-    """The key under which a token erases: "tied", the one it writes under, or "separate", one of its own."""
+    """The key under which a token erases: "tied", the key under which it writes, or "separate", another."""
     erase_reads: EraseReads = "decayed"
-    """What the correction subtracts: a read of the state after its decay, or before it ("undecayed")."""
+    """State whose read the correction subtracts: after its decay, or before it ("undecayed")."""
     num_micro_steps: int = 1
     """Keys, values and step sizes per token, applied one after another; the state decays before the first."""
     nonexpansive: Nonexpansive = "yes"
@@ -120,10 +119,10 @@ class RuleSpec:
     1 + 2 over it if the erase gain exceeds 1; a product of different tokens has no bound. "no": one token repeated can
     make it grow without bound."""
     nonexpansive_per_channel: Nonexpansive | None = None
-    """The same with one decay per key channel, where it differs."""
+    """`nonexpansive` with one decay per key channel, where it differs."""
     decay_gate: "str | Callable[[Tensor, Tensor, Tensor], Tensor]" = "softplus"
-    """From `a` `[B, T, HV]` or `[B, T, HV, K]`, `A_log` and `dt_bias` to the log-decay in a's shape: a function
-    `f(a, A_log, dt_bias)`, or its name in `deltazoo.ops.decay.DECAY_GATES`."""
+    """Function `f(a, A_log, dt_bias)` of a `[B, T, HV]` or `[B, T, HV, K]` that gives the log-decay in a's shape, or
+    its name in `deltazoo.ops.decay.DECAY_GATES`."""
     normalize_q: bool = True
     """L2-normalise the query of each head."""
     normalize_k: bool = True
@@ -137,25 +136,26 @@ class RuleSpec:
     output_gate: OutputGate = "none"
     """Gate on the normalised output: none, a full projection of the input, or one of rank head_v_dim."""
     gate_activation: "str | Callable[[Tensor], Tensor]" = "silu"
-    """Of the output gate: a function of each element, or its name in `deltazoo.layers.norm.GATE_ACTIVATIONS`."""
+    """Activation of the output gate: a function of each element, or its name in
+    `deltazoo.layers.norm.GATE_ACTIVATIONS`."""
 
     decay_rate_range: tuple[float, float] = (1.0, 16.0)
-    """Initial exp(A_log) is uniform on it."""
+    """Range on which the initial exp(A_log) is uniform."""
     dt_range: tuple[float, float] = (1e-3, 0.1)
-    """Initial softplus(dt_bias) is log-uniform on it."""
+    """Range on which the initial softplus(dt_bias) is log-uniform."""
 
     head_dim: int = 128
     """Key dimension per head in the paper's language models."""
     expand_v: float = 1.0
     """Value dimension over key dimension, per head, in the paper's language models."""
     paper_shape: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Keys of a model configuration of 1,024 channels and about 340 M parameters, and `learning_rate` where the paper's
-    is not 4e-4: what `deltazoo train paper_340m --rule NAME` trains. Unless named, the heads have the sizes above, keys
-    are as wide as the model, and there are 24 blocks. A model twice as wide has twice as many heads."""
+    """Keys of a model configuration of 1,024 channels and about 340 M parameters, which `deltazoo train paper_340m
+    --rule NAME` trains, and `learning_rate` where the paper's is not 4e-4. Without a key the heads have the sizes
+    above, keys are as wide as the model, and there are 24 blocks. A model twice as wide has twice as many heads."""
     hub_model_type: str | None = None
     """`model_type` of published checkpoints, where deltazoo has one; None: `delta_rule` with `mixer: <name>`."""
     earlier: "RuleSpec | None" = None
-    """The rule as it was before a correction. Models that were saved with it load with it (`revision`)."""
+    """The rule before a correction. Models that were saved with it load with it (`revision`)."""
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -224,7 +224,7 @@ class RuleSpec:
 
     @property
     def corrects(self) -> bool:
-        """Whether the rule has a correction term at all (linear attention has none)."""
+        """Whether the rule has a correction term (linear attention has none)."""
         return self.step_size != "none"
 
 
@@ -273,10 +273,10 @@ def register_rule(
 
     Args:
         spec: the rule.
-        layer: the class that models, swaps, the lab and the command line make its layers of; called with the arguments
-            of `DeltaRuleAttention`. Its full name, `"package.module.Class"`, imports it when a layer is first made: the
-            rules of deltazoo are listed without torch.
-        step_form, gain_at_most_one: what is promised of `layer` (`Promises`). Without one, they follow from the spec.
+        layer: subclass of `DeltaRuleAttention` that computes the rule, called with its arguments. A full name,
+            `"package.module.Class"`, is imported when a layer is first made: deltazoo lists its rules without torch.
+        step_form, gain_at_most_one: the promises that hold for `layer` (`Promises`). Without `layer` they follow from
+            the spec.
 
     Raises:
         ValueError: the name is taken by a different spec, or by another layer class; a spec from outside deltazoo with
@@ -319,7 +319,7 @@ def register_rule(
 
 @contextmanager
 def forgotten_on_error() -> Iterator[None]:
-    """Rules registered inside the block are forgotten if an exception leaves it."""
+    """A context that removes the rules registered inside it if an exception leaves it."""
     before = dict(_REGISTRY)
     try:
         yield
@@ -336,10 +336,10 @@ def _is_layer_class(layer: object) -> bool:
 
 
 def get_rule(name: str, revision: int | None = None) -> RuleSpec:
-    """The registered rule of that name: its newest revision, or the one of that number.
+    """The registered rule of a name: its newest revision, or the revision of a number.
 
     Raises:
-        ValueError: no such rule, where the message lists them and names the nearest; no such revision.
+        ValueError: no such rule, with all rules and the nearest in the message; no such revision.
     """
     newest = spec = _entry(name).spec
     while revision is not None and spec.revision > revision and spec.earlier is not None:

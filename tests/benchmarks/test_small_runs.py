@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import deltazoo
-from benchmarks import accelerate, captured_training, decoding, host, models, operators, tables
+from benchmarks import accelerate, captured_training, decoding, host, in_vllm, models, operators, tables
 from benchmarks.inputs import OPERATORS, Shape, gates_of, make_inputs
 from deltazoo import names
 from deltazoo.ops import delta_rule, linear_attention
@@ -45,6 +45,15 @@ def test_operators_and_their_table(
     printed = capsys.readouterr().out
     assert "shape: 1x40x2x16x8" in printed and "| op | gates | library | forward_ms |" in printed
     assert len([line for line in printed.splitlines() if line.startswith("|")]) == 2 + 3
+
+
+def test_what_is_compared_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = "--size quickstart --rules gated_deltanet --streams 2 --prompt 20 --new 3 --ways generate engine"
+    rows = run(in_vllm, tmp_path / "run.json", monkeypatch, options)
+    assert [(row["way"], row["measure"]) for row in rows] == [
+        (way, measure) for way in ("generate", "engine") for measure in ("with_prompts", "decoding")
+    ]
+    assert all(row["value"] > 0 for row in rows if row["measure"] == "with_prompts")
 
 
 def test_every_operator_has_inputs_of_its_own_and_gradients_for_all_of_them() -> None:

@@ -153,14 +153,14 @@ def test_every_rule_beside_matrices(rule: str, options: dict[str, Any]) -> None:
         layer(x)
     (found,) = deltazoo.diagnose(layer, x).layers
     factors, writes = factors_and_writes(layer, seen[0])
-    state, product, norms, products = torch.zeros_like(writes[:, 0]), torch.eye(4).double(), [], []
+    state, product, norms, products = torch.zeros_like(writes[:, 0]), torch.eye(writes.shape[3]).double(), [], []
     for token in range(150):
         state = factors[:, token] @ state + writes[:, token]
         product = factors[:, token] @ product
         if token % 64 == 63:
             norms.append(torch.linalg.matrix_norm(state).mean(0))
             products.append(torch.linalg.matrix_norm(product, 2))
-            product = torch.eye(4).double()
+            product = torch.eye(writes.shape[3]).double()
     at_end = torch.linalg.matrix_norm(state)
     for number, head in enumerate(found.heads):
         assert head.state_norm == pytest.approx(at_end[:, number].mean().item(), rel=1e-6)

@@ -30,7 +30,7 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import tokens
 
-from deltazoo.distributed import fully_shard_model
+from deltazoo.distributed import data_parallel, fully_shard_model
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.models import DeltaRuleForCausalLM
 
@@ -94,6 +94,14 @@ def gates(model: nn.Module) -> dict[str, Any]:
     found = steps(model, torch.optim.SGD(model.parameters(), lr=1e-2), 0, 2)
     dtypes = [str(attn.A_log.dtype), *set(seen), str(attn.A_log.grad.dtype)]
     return {"losses": found, "gates": dtypes, "matrices": str(attn.q_proj.weight.dtype)}
+
+
+def loss_by_number(model: nn.Module) -> tuple[float, float]:
+    """The loss of a row and its sum over labels divided by a number that 16 bits cannot hold, as Trainer passes it."""
+    ids = tokens(1, 12)
+    with torch.no_grad():
+        mean = model(ids, labels=ids, use_cache=False).loss
+        return float(model(ids, labels=ids, use_cache=False, num_items_in_batch=torch.tensor(759.0)).loss), float(mean)
 
 
 def sharded_modules(model: DeltaRuleForCausalLM, **options: Any) -> list[str]:
@@ -163,7 +171,17 @@ def main(folder: Path) -> None:
         return steps(sharded, torch.optim.AdamW(sharded.parameters(), lr=1e-2), 0, STEPS)
 
     mixed = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-    results: dict[str, Any] = {
+    embeddings = torch.ones(1, 4, model().config.hidden_size)
+    one_group = {
+        "one group, float32 embeddings": str(
+            fully_shard_model(model(), mp_policy=mixed)(inputs_embeds=embeddings, use_cache=False).logits.dtype
+        ),
+        "one group": sharded_modules(model(), mp_policy=mixed),
+        "one group, losses": sharded_steps(),
+        "one group, mixed precision": gates(fully_shard_model(model(), mp_policy=mixed)),
+    }
+    data_parallel._ONE_GROUP = 0  # as if it were large: each block is a group
+    results: dict[str, Any] = one_group | {
         "Trainer, DDP": losses(trainer(model(), folder / "ddp", **ddp)),
         "FSDP2, whole": sharded_steps(),
         "FSDP2, loss without logits": sharded_steps(fuse_linear_cross_entropy=True),
@@ -173,6 +191,7 @@ def main(folder: Path) -> None:
         "fully_shard_model, swapped, bfloat16": gates(fully_shard_model(swapped())),
         "fully_shard_model, mixed precision": gates(fully_shard_model(model(), mp_policy=mixed)),
         "mixed precision, recomputed": gates(fully_shard_model(model(recompute="block"), mp_policy=mixed)),
+        "loss by number": loss_by_number(fully_shard_model(model(), mp_policy=mixed)),
         "no head, alone": steps(WithLoss(model(half).model), torch.optim.SGD([torch.zeros(1)]), 0, 1),
         "no head": gates(WithLoss(fully_shard_model(model(half).model))),
         "sharded modules": [

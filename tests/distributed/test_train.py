@@ -5,23 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from several_processes import run_in_processes
-from tiny_models import VOCAB, tiny_model, tokens
-from tiny_runs import losses, losses_of_steps, run_config, sharded_and_divided, write_text_folder
+from tiny_runs import losses, run_config, write_text_folder
 from transformers import AutoModelForCausalLM
 
-from deltazoo.models import DeltaRuleForCausalLM
-from deltazoo.training import RunConfig, load_config, save_config
+from deltazoo.training import RunConfig, load_config
 from deltazoo.training.folder import checkpoints
+from deltazoo.training.trainer import StopOnSignal
 
 pytestmark = pytest.mark.processes
 
@@ -107,40 +102,28 @@ def test_a_whole_checkpoint_goes_on_sharded(text: Path, tmp_path: Path, alone: d
     assert_same(run_in_processes(2, losses, continued(config, tmp_path, fully_shard=True), True)[0], whole)
 
 
-def test_a_killed_rank_ends_the_run_and_loses_nothing_saved(
+def killed_at_the_sixth_step(config: RunConfig) -> None:
+    """A run whose rank 1 dies as the kernel kills it, without a word to the other."""
+    reached = StopOnSignal.on_step_end
+
+    def on_step_end(self: StopOnSignal, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.process_index == 1 and state.global_step == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        reached(self, args, state, control, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StopOnSignal, "on_step_end", on_step_end)
+        losses(config)
+
+
+def test_a_killed_rank_ends_the_other_and_loses_nothing_saved(
     text: Path, tmp_path: Path, alone: dict[str, list[float]]
 ) -> None:
     config = configuration(text, tmp_path / "run", context_parallel=2)
-    longer = replace(config, training=replace(config.training, steps=400, schedule="constant", warmup=0.0))
-    save_config(longer, tmp_path / "config.yaml")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "deltazoo", "train", str(tmp_path / "config.yaml")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 240
-    while not checkpoints(tmp_path / "run") and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
-    _, complaints = process.communicate(timeout=120)
-    assert process.returncode not in (0, None), complaints
-    saved = checkpoints(tmp_path / "run")
-    reached = int(saved[-1].name.removeprefix("checkpoint-"))
-    assert 0 < reached < 400
-    unbroken = replace(longer, output=str(tmp_path / "unbroken"), training=replace(longer.training, steps=reached + 4))
-    resumed = replace(unbroken, output=str(tmp_path / "run"), training=replace(unbroken.training, context_parallel=1))
-    assert_same(losses(resumed, True), losses(replace(unbroken, training=resumed.training)))
-
-
-def test_fsdp2_with_tensor_parallelism_has_the_losses_of_one_process(tmp_path: Path) -> None:
-    if not hasattr(DeltaRuleForCausalLM, "_resolve_parallel_plans"):
-        pytest.skip("this version of transformers does not shard in from_pretrained")
-    sizes = {"vocab_size": VOCAB + 1, "num_heads": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
-    tiny_model("hybrid_kda", **sizes).save_pretrained(tmp_path / "model")
-    ids = tokens(4, 12)
-    expected = losses_of_steps(DeltaRuleForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), ids)
-    found = run_in_processes(4, sharded_and_divided, tmp_path / "model", ids)[0]
-    assert found == pytest.approx(expected, rel=CLOSE)
+    with pytest.raises(AssertionError, match=r"rank 0:\n[\s\S]*RuntimeError"):
+        run_in_processes(2, killed_at_the_sixth_step, config, timeout=60)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4"]
+    assert_same(losses(replace(config, training=replace(config.training, context_parallel=1)), True), alone)
 
 
 def test_rows_divide_among_processes() -> None:

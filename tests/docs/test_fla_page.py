@@ -1,4 +1,4 @@
-"""docs/coming_from_fla.md names every function there is."""
+"""docs/other_libraries.md names every function there is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deltazoo.compat import fla
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "coming_from_fla.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "other_libraries.md").read_text(encoding="utf-8")
 
 
 def test_the_page_names_every_function() -> None:

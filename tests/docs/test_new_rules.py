@@ -38,4 +38,4 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
         with forget_rules():
             assert call(name, *arguments, *smaller) == 0, (name, arguments)
         run.add(name)
-    assert run == {"check", "show", "train", "eval", "generate"}
+    assert run == {"check", "show", "train", "eval", "generate", "diagnose"}

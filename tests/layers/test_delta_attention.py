@@ -21,7 +21,8 @@ from deltazoo.layers import (
     describe_sequences,
     make_layer,
 )
-from deltazoo.spec import get_rule
+from deltazoo.layers.layer_options import check_shares
+from deltazoo.spec import get_rule, list_rules, registered_layer
 
 HIDDEN, HEADS, HEAD_DIM = 32, 2, 8
 GATED = ["gated_deltanet", "kda", "mamba2_style"]
@@ -618,3 +619,22 @@ def test_hooks_of_a_convolution_see_every_token() -> None:
         for num_tokens in (3, 1, 1):
             layer(torch.randn(1, num_tokens, layer.hidden_size), past_key_values=states)
     assert seen == [3, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (make(), "num_heads=2 of layer 0 is no multiple of the 3 ranks"),
+        (make("delta_net", num_micro_steps=2), "needs num_micro_steps=1, got 2"),
+    ],
+)
+def test_heads_that_ranks_cannot_share_are_refused(layer: DeltaRuleAttention, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_shares(layer, 3)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in list_rules() if registered_layer(rule)])
+def test_layers_of_rules_declare_how_ranks_share_what_they_add(rule: str) -> None:
+    layer = make_layer(rule, HIDDEN, HEADS, HEAD_DIM, layer_idx=0)
+    if layer.projected_steps == 1:
+        check_shares(layer, 2)

@@ -1,9 +1,10 @@
 import json
 import math
+import re
 
 import pytest
 import torch
-from tiny_models import CASES, CONFIGS, HYBRID, SIZES, tiny_config
+from tiny_models import CASES, CONFIGS, HYBRID, SIZES, tiny_config, tiny_model
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -28,23 +29,20 @@ def test_survives_saving_and_loading(case, tmp_path):
     assert DeltaRuleConfig(**json.loads((tmp_path / "config.json").read_text())).to_dict() == loaded.to_dict()
 
 
-@pytest.mark.parametrize("case", ["tied", "gated_deltanet"])
-def test_embeddings_are_divided_under_their_own_name(case):
-    """transformers 5.15 to 5.20 sets an entry for `embed_tokens`, which this model has not."""
-    config = tiny_config(case)
-    plan = config.base_model_tp_plan
-    assert plan["embeddings"] == "embedding_rowwise" and "embed_tokens" not in plan
-    config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise"}
-    assert config.base_model_tp_plan == plan
-    with pytest.raises(AttributeError, match="follows from the other keys and cannot be set, got {'norm': 'rowwise'}"):
-        config.base_model_tp_plan = {"norm": "rowwise"}
+@pytest.mark.parametrize("case", CASES)
+def test_every_entry_of_a_plan_names_a_module(case):
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model(case, dtype=dtype)
+        modules = {re.sub(r"\.\d+", ".*", name) for name, _ in model.named_modules()}
+        assert set(model._fsdp_plan) <= modules and set(model._pp_plan) <= modules
+    assert not any(key.startswith("base_model") for key in model.config.to_dict())
 
 
-def test_the_tensor_parallel_plan_has_the_norms_of_softmax_layers():
-    model = DeltaRuleForCausalLM(tiny_config("hybrid", softmax_qk_norm=True))
-    plan = model.config.base_model_tp_plan
-    assert plan["layers.*.attn.q_norm"] == plan["layers.*.attn.k_norm"] == "delta_rule_shared_norm"
-    assert "layers.*.attn.q_norm" not in tiny_config("hybrid").base_model_tp_plan
+@pytest.mark.parametrize("arguments", [{"tp_plan": "auto"}, {"tp_size": 2}])
+def test_tensor_parallelism_is_refused_with_what_there_is_instead(arguments, tmp_path):
+    tiny_model("gated_deltanet").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="DeltaRuleForCausalLM has no tensor parallelism.*fully_shard_model"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **arguments)
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

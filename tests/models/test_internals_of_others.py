@@ -34,7 +34,6 @@ class Internal(NamedTuple):
 
 
 MODEL = "transformers.modeling_utils:PreTrainedModel"
-TENSOR_PARALLEL = "transformers.integrations.tensor_parallel"
 INTERNALS = (
     # Auto classes and registration.
     Internal("_extra_content", "transformers.models.auto.configuration_auto:_LazyConfigMapping", "lazy registration"),
@@ -63,10 +62,8 @@ INTERNALS = (
     # Several devices.
     Internal("_fsdp_plan", MODEL, "gate parameters in FSDP2 groups of their own"),
     Internal("_pp_plan", MODEL, "declared"),
-    Internal("_tp_plan", MODEL, "declared, and adapted by a swap"),
+    Internal("_tp_plan", MODEL, "adapted by a swap"),
     Internal("_tp_size", "transformers.generation.utils", "a divided model captures no step"),
-    Internal("ALL_PARALLEL_STYLES", TENSOR_PARALLEL, "our styles are registered"),
-    Internal("TensorParallelLayer", TENSOR_PARALLEL, "base of our styles"),
     Internal("is_fsdp_managed_module", "transformers.generation.utils", "a divided model captures no step"),
     # Forward pass.
     Internal("ALL_ATTENTION_FUNCTIONS", "transformers.modeling_utils", "softmax attention by any implementation"),

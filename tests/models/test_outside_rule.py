@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from helpers import run_python
 from outside_rule import RULES, trapezoid  # noqa: F401  (a fixture)
 from tiny_models import HYBRID, SIZES, tokens
 from torch.testing import assert_close
-from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 import deltazoo
 from deltazoo.layers import (
@@ -25,6 +23,7 @@ from deltazoo.layers import (
     parameter_groups,
     parameters_without_decay,
 )
+from deltazoo.layers.layer_options import check_shares
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.ops import delta_rule
 from deltazoo.spec import get_rule, register_rule
@@ -217,19 +216,16 @@ def test_saving_layers_that_the_configuration_does_not_describe_raises(tmp_path:
         model.save_pretrained(tmp_path / "softmax")
 
 
-def test_parallel_plans_name_what_the_layer_declares() -> None:
+def test_fsdp_plan_names_what_the_layer_declares() -> None:
     config = DeltaRuleConfig(**SIZES, mixer="trapezoid")
-    assert config.base_model_tp_plan["layers.*.attn.time_proj"] == "colwise"
     config.dtype = torch.bfloat16
     model = DeltaRuleForCausalLM(config).bfloat16()
     assert "model.layers.*.attn.time_proj" in model._fsdp_plan
 
 
 def test_tensor_parallelism_refuses_what_a_layer_does_not_declare() -> None:
-    layer, two_ranks = outside_layer(), SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0)
-    with pytest.raises(ValueError, match="shares log_clock among heads: needs transformers 5.17"):
-        ALL_PARALLEL_STYLES["delta_rule_heads"].validate_module(layer, two_ranks)
+    layer = outside_layer()
+    check_shares(layer, 2)
     layer.extra = torch.nn.Parameter(torch.zeros(4))
-    style = ALL_PARALLEL_STYLES["delta_rule_heads"]
     with pytest.raises(ValueError, match="TrapezoidAttention does not say in tensor_parallel how 'extra' is divided"):
-        style.install_forward(layer, two_ranks)
+        check_shares(layer, 2)

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from interpreter import remap_once_per_launch
+from interpreter import quicken_the_interpreter
 from tiny_models import tiny_model, tokens
 from torch import nn
 from torch.func import functional_call, grad, jvp
@@ -369,7 +369,7 @@ def test_gradients_through_fused_kernels_are_the_same(tmp_path):
 
 
 if __name__ == "__main__":
-    remap_once_per_launch()
+    quicken_the_interpreter()
     torch.save(dict(interpreted_gradients()), sys.argv[1])
 
 

@@ -112,7 +112,8 @@ def test_the_state_has_a_fixed_size_and_stays_float32(rule: str) -> None:
     for size in (1, 80, 2):
         layer(tokens(size, dtype=torch.bfloat16), past_key_values=states)
         conv, recurrent, _ = states.states[0]
-        assert recurrent.shape == (2, VALUE_HEADS, HEAD_DIM, layer.head_v_dim) and recurrent.dtype == torch.float32
+        rows = layer.key_expansion * HEAD_DIM
+        assert recurrent.shape == (2, VALUE_HEADS, rows, layer.head_v_dim) and recurrent.dtype == torch.float32
         assert conv is not None and conv.shape == (2, convolved, 3)
     assert states.num_tokens[0] == 83
 

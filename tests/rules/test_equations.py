@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.layers import DeltaRuleAttention, make_layer
+from deltazoo.layers import DeltaRuleAttention, LayerStates, make_layer
 from deltazoo.spec import list_rules, registering_module
 
 HIDDEN, HEADS, VALUE_HEADS, K = 12, 2, 4, 4
 GROUP = VALUE_HEADS // HEADS
 TOKENS = 7
 Weights = dict[str, Tensor]
+EXACT = {"rtol": 0, "atol": 1e-12}
 
 
 def convolved(weights: Weights, x: Tensor, name: str) -> Tensor:
@@ -259,6 +260,59 @@ def lightning_attention(weights: Weights, token: Token, head: int, S: Tensor) ->
     return S, S.T @ token.query(head)
 
 
+def falcon(weights: Weights, token: Token, head: int, S: Tensor) -> tuple[Tensor, Tensor]:
+    """`S = (1 - eta lambda) S + eta x (v_t - S^T x)^T` with `x = k_{t-1}`, `eta = b / (|x|^2 + lambda + 1e-6)`.
+
+    The first token of a sequence leaves the state as it is.
+    """
+    if len(token.so_far) > 1:
+        x = unit(token.so_far[-2].key(head))
+        rate = torch.exp(weights["A_log"][head])
+        ridge = rate * torch.log(1 + torch.exp(weights["a_proj.weight"][head] @ token.x + weights["dt_bias"][head]))
+        eta = gate(weights, token.x, head) / (x @ x + ridge + 1e-6)
+        S = (1 - eta * ridge) * S + eta * torch.outer(x, token.value(head, S.shape[1]) - S.T @ x)
+    return S, S.T @ unit(token.query(head))
+
+
+def momentum(weights: Weights, token: Token, head: int, S: Tensor) -> tuple[Tensor, Tensor]:
+    """`M_t = a mu M_{t-1} + b k (v - a S_{t-1}^T k)^T`, `S_t = a S_{t-1} + M_t`.
+
+    The layer's state is `[S + mu R; R]` with `R = M / (1 - mu)`.
+    """
+    mu = torch.sigmoid(weights["momentum"][head // GROUP])
+    S, M = S[:K] - mu * S[K:], (1 - mu) * S[K:]
+    k, decayed = unit(token.key(head)), scalar_decay(weights, token.x, head) @ S
+    error = token.value(head, S.shape[1]) - decayed.T @ k
+    M = mu * scalar_decay(weights, token.x, head) @ M + gate(weights, token.x, head) * torch.outer(k, error)
+    S = decayed + M
+    R = M / (1 - mu)
+    return torch.cat([S + mu * R, R]), S.T @ unit(token.query(head))
+
+
+def kalman(one_variance: bool, weights: Weights, token: Token, head: int, S: Tensor) -> tuple[Tensor, Tensor]:
+    """A Kalman filter whose covariance is a multiple of I, or a diagonal, from the first token on.
+
+    `P^ = D P D + W`, `gain = P^ k / (r + k^T P^ k)`, and in place of the exact P what the paper has: the precision of
+    each channel grows by `K k_i^2 / r`, or by their mean.
+    """
+    P = torch.eye(K, dtype=S.dtype) / (torch.log(1 + torch.exp(weights["start_precision"][head])) + 0.1)
+    channels = slice(head * K, (head + 1) * K)
+    for past in token.so_far:
+        k, D = unit(past.key(head)), channel_decay(weights, past.x, head)
+        r = torch.log(1 + torch.exp(-weights["b_proj.weight"][head] @ past.x)) + 0.01
+        if one_variance:
+            w = weights["omega_proj.weight"][head] @ past.x + weights["omega_proj.bias"][head]
+            P = P * (D @ D).trace() / K + torch.log(1 + torch.exp(w)) * torch.eye(K, dtype=S.dtype)
+        else:
+            w = weights["omega_proj.1.weight"][channels] @ weights["omega_proj.0.weight"] @ past.x
+            P = D @ P @ D + torch.diag(torch.log(1 + torch.exp(w + weights["omega_proj.1.bias"][channels])))
+        gain = P @ k / (r + k @ P @ k)
+        information = (k @ k).expand(K) if one_variance else K * k.square()
+        P = torch.linalg.inv(torch.linalg.inv(P) + torch.diag(information) / r)
+    S = (torch.eye(K, dtype=S.dtype) - torch.outer(gain, k)) @ D @ S + torch.outer(gain, token.value(head, S.shape[1]))
+    return S, S.T @ unit(token.query(head))
+
+
 Update = Callable[[Weights, Token, int, Tensor], tuple[Tensor, Tensor]]
 UPDATES: dict[str, tuple[Update, Callable]] = {
     "gated_deltaproduct": (gated_deltaproduct, full_silu_gate),
@@ -273,26 +327,37 @@ UPDATES: dict[str, tuple[Update, Callable]] = {
     "fg2_gdn": (fg2_gdn, low_rank_sigmoid_gate),
     "gla": (gla, full_silu_gate),
     "lightning_attention": (lightning_attention, full_sigmoid_gate),
+    "falcon": (falcon, no_gate),
+    "momentum": (momentum, full_sigmoid_gate),
+    "isotropic_kdn": (partial(kalman, True), low_rank_sigmoid_gate),
+    "diagonal_kdn": (partial(kalman, False), low_rank_sigmoid_gate),
 }
 """Rules whose update is not of the form above: from weights, token, head and state to the state and its read by q; and
 the output gate."""
 
 
-def by_hand(rule: str, weights: Weights, x: Tensor, value_dim: int, neg_eigval: str = "both") -> Tensor:
-    """The layer's output for one sequence `[T, hidden]`."""
+UNSCALED = ("lightning_attention", "falcon")
+"""Rules whose queries are not multiplied by K^-1/2."""
+KEY_CHANNELS = {"momentum": 2 * K}
+"""Of the states of rules that have others than K."""
+
+
+def by_hand(rule: str, weights: Weights, x: Tensor, value_dim: int, neg_eigval: str = "both") -> tuple[Tensor, Tensor]:
+    """The layer's output for one sequence `[T, hidden]`, and the state after it."""
     update, output_gate = UPDATES.get(rule) or (partial(one_step, rule, neg_eigval), RULES[rule][3])
     q, k, v = (convolved(weights, x, name) for name in "qkv")
-    outputs = torch.zeros(len(x), VALUE_HEADS * value_dim, dtype=x.dtype)
+    outputs, states = torch.zeros(len(x), VALUE_HEADS * value_dim, dtype=x.dtype), []
     for head in range(VALUE_HEADS):
         values = slice(head * value_dim, (head + 1) * value_dim)
-        S = torch.zeros(K, value_dim, dtype=x.dtype)
+        S = torch.zeros(KEY_CHANNELS.get(rule, K), value_dim, dtype=x.dtype)
         tokens = [Token(*of_token) for of_token in zip(x, q, k, v, strict=True)]
         for t, token in enumerate(tokens):
             S, read = update(weights, token._replace(so_far=tokens[: t + 1]), head, S)
-            o = read if rule == "lightning_attention" else read / K**0.5
+            o = read if rule in UNSCALED else read / K**0.5
             outputs[t, values] = o / (o.square().mean() + 1e-5).sqrt() * weights["o_norm.weight"]
+        states.append(S)
     gated = torch.stack([o * output_gate(weights, x_t) for o, x_t in zip(outputs, x, strict=True)])
-    return gated @ weights["o_proj.weight"].T
+    return gated @ weights["o_proj.weight"].T, torch.stack(states)
 
 
 def one_step(rule: str, neg_eigval: str, weights: Weights, token: Token, head: int, S: Tensor) -> tuple[Tensor, Tensor]:
@@ -316,14 +381,29 @@ def test_every_rule_is_written_out() -> None:
 @pytest.mark.parametrize("rule", [*RULES, *UPDATES])
 @pytest.mark.parametrize("expand_v", [1, 1.5])
 def test_the_layer_computes_the_papers_equation(rule: str, expand_v: float) -> None:
+    """Outputs, states and gradients of whole rows, and outputs of packed sequences and token by token."""
     layer = make_layer(
-        rule, HIDDEN, HEADS, K, num_v_heads=VALUE_HEADS, expand_v=expand_v, initializer_range=0.5
+        rule, HIDDEN, HEADS, K, num_v_heads=VALUE_HEADS, expand_v=expand_v, initializer_range=0.5, layer_idx=0
     ).double()
     torch.nn.init.uniform_(layer.o_norm.weight, 0.5, 2)
-    x = torch.randn(2, TOKENS, HIDDEN, dtype=torch.float64)
+    x = torch.randn(2, TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    weights, states = dict(layer.named_parameters()), LayerStates()
+    made = [by_hand(rule, layer.state_dict(keep_vars=True), row, int(K * expand_v)) for row in x]
+    expected, expected_states = (torch.stack(parts) for parts in zip(*made, strict=True))
+    y = layer(x, past_key_values=states)
+    torch.testing.assert_close(y, expected, **EXACT)
+    torch.testing.assert_close(states.states[0].recurrent, expected_states, **EXACT)
+    names, leaves, upstream = ["x", *weights], [x, *weights.values()], torch.randn_like(y)
+    gradients = [torch.autograd.grad(result, leaves, upstream) for result in (y, expected)]
+    for name, found, wanted in zip(names, *gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
     with torch.no_grad():
-        expected = torch.stack([by_hand(rule, layer.state_dict(), row, int(K * expand_v)) for row in x])
-        torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+        packed = layer(x.view(1, -1, HIDDEN), cu_seqlens=torch.tensor([0, TOKENS, 2 * TOKENS]))
+        torch.testing.assert_close(packed.view_as(x), expected, **EXACT)
+        states = LayerStates()
+        stepped = torch.cat([layer(x_t, past_key_values=states) for x_t in x.split(1, dim=1)], dim=1)
+        torch.testing.assert_close(stepped, expected, **EXACT)
+        torch.testing.assert_close(states.states[0].recurrent, expected_states, **EXACT)
 
 
 @pytest.mark.parametrize("rule", ["neg_delta_net", "neg_gated_deltanet"])
@@ -333,5 +413,5 @@ def test_erasing_alone_can_be_doubled(rule: str) -> None:
     ).double()
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64)
     with torch.no_grad():
-        expected = by_hand(rule, layer.state_dict(), x, K, neg_eigval="erase")
+        expected, _ = by_hand(rule, layer.state_dict(), x, K, neg_eigval="erase")
         torch.testing.assert_close(layer(x[None])[0], expected, rtol=0, atol=1e-12)

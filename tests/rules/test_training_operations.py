@@ -28,6 +28,12 @@ SUMS = {"add", "sum", "zeros"}
 themselves; only calls that are watched make them."""
 LEFT = {
     "gla": ({"neg"}, {"neg"}),  # its gate's sign
+    "isotropic_kdn": ({"exp", "mean", "mul"}, {"div", "mul"}),  # the mean of the decays
+    "diagonal_kdn": (  # what the scan takes, and the gain
+        {"_to_copy", "add", "clamp_max", "exp", "mul", "pow", "softplus", "sum"},
+        {"_to_copy", "le", "mul", "pow", "softplus_backward", "where"},
+    ),
+    "momentum": ({"add", "cat", "mul", "neg"}, {"mul", "neg"}),  # twice as many channels
     "eda": ({"zeros_like", "cat"}, set()),  # two micro-steps placed side by side
 }
 """What is left of some rules, forward and backward."""

@@ -124,13 +124,13 @@ def test_gates_start_as_documented(rule):
         q, k, v = delta._split_heads(q, k, v)
         q, k = delta._normalize(q, k)
         inputs = delta.rule_inputs(LayerInput(x, delta), q, k, v)
-        if delta.spec.corrects:
+        if delta.spec.corrects and rule != "momentum":  # whose keys are at right angles
             erase_key = inputs.k if inputs.erase_key is None else inputs.erase_key
             gain = inputs.beta * (inputs.k * erase_key).sum(-1)
             last_step = gain[..., -delta.num_v_heads :].mean().item()
             assert last_step == pytest.approx(1.0 if delta.allow_neg_eigval else 0.5, abs=0.05)
         if delta.spec.decay != "none" and rule != "lightning_attention":  # which has a fixed decay
-            time = -1 / inputs.log_decay
+            time = -1 / inputs.log_decay[..., :16]  # not of the momentum
             assert time.min().item() == pytest.approx(8, rel=1e-3)
             assert time.max().item() == pytest.approx(4096, rel=1e-3)
         if delta.spec.output_gate != "none":

@@ -1,4 +1,4 @@
-"""The recipe of docs/evaluation.md on every kind of model: lm-evaluation-harness finds what the model itself says.
+"""The recipe of docs/training.md on every kind of model: lm-evaluation-harness finds what the model itself says.
 
 `make harness-test` installs the harness in an environment of its own and runs these tests; others leave them out.
 """
@@ -29,7 +29,7 @@ from deltazoo.training.tokens import build_tokenizer
 
 pytestmark = pytest.mark.harness
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "evaluation.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 FILE = re.compile(r"`(tasks/\w+\.\w+)`[^`]*:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TASKS = "facts_choice,facts_likelihood,facts_generate"
 

@@ -16,7 +16,7 @@ __all__ = ["RoundedProducts", "plain_torch", "relative_error"]
 
 
 class RoundedProducts(TorchFunctionMode):
-    """Every matrix product rounds its operands to a dtype first, as a matrix unit does, and accumulates wider."""
+    """A mode in which matrix products round their operands to a dtype, as a matrix unit does, and accumulate wider."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -38,18 +38,18 @@ def plain_torch(
     num_micro_steps: int = 1,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Output, final state and every gradient by the chunk form in torch with the operands of its products rounded.
+    """Output, final state and every gradient of the chunk form in torch, with the operands of its products rounded.
 
     Args:
-        inputs: q, k, v, beta, and where there are any log_decay, initial_state and erase_key, as for `delta_rule`.
+        inputs: q, k, v, beta, and log_decay, initial_state and erase_key where given, see `delta_rule`.
         d_output, d_state: gradients of the output and of the final state.
-        cu_seqlens, erase_reads, num_micro_steps: as for `delta_rule`.
-        dtype: what operands are rounded to; that of k unless given.
+        cu_seqlens, erase_reads, num_micro_steps: see `delta_rule`.
+        dtype: dtype to which operands are rounded; that of k unless given.
 
     Returns:
         `output`, `final_state`, and `d_<name>` of every input.
     """
-    # Called below the registered operators, inside which a function mode has no effect.
+    # The functions below the registered operators are called, since inside those a function mode has no effect.
     every = ("q", "k", "v", "beta", "log_decay", "initial_state", "erase_key")
     q, k, *others = (inputs.get(name) for name in every)
     assert q is not None and k is not None
@@ -63,6 +63,6 @@ def plain_torch(
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """Norm of the error over the norm of the exact tensor, in float64; the absolute error where that should be zero."""
+    """Norm of the error over the norm of the exact tensor, in float64; the absolute error if that is zero."""
     exact = exact.double()
     return float((found.double() - exact).norm()) / (float(exact.norm()) or 1.0)

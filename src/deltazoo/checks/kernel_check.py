@@ -1,16 +1,16 @@
 """Comparison of a backend's kernels with the chunk form in float64, on this machine.
 
 Compilers have produced wrong code for kernels of this kind, without an error and only on some GPUs. Such code is wrong
-by much more than rounding, so the bounds here are generous: a few rounding errors of the input type, and 0.05 where one
+by much more than rounding, so the bounds here are generous: a few rounding errors of the input type, and 0.05 if one
 key repeats with a step size near 2, which amplifies rounding in any chunk form. Every case also runs twice and must
-give the same bits, because a race between threads shows as different bits. Groups of cases run in processes of their
-own: they compile side by side, and a kernel that breaks its process does not stop the others.
+give the same bits, since a race between threads shows as different bits. Groups of cases run in processes of their own:
+they compile side by side, and a kernel that breaks its process does not stop the others.
 
-A few tokens can make up nearly all of a gradient, the last ones where decay is strong or one key repeats. If their
-terms happen to cancel, the gradient is several times smaller than usual, and rounding the operands of products costs
-any chunk form more than these bounds. A tensor beyond its bound may therefore err by twice what plain torch does with
-operands rounded to the input type, plus two roundings. With step sizes above 1 it may not: there kernels keep more
-than one 16-bit term, and plain torch with one is of no use as a measure.
+A few tokens can make up nearly all of a gradient: the last ones with a strong decay or a repeated key. If their terms
+happen to cancel, the gradient is several times smaller than usual, and rounding the operands of products costs any
+chunk form more than these bounds. A tensor beyond its bound may therefore err by twice the error of plain torch with
+operands rounded to the input type, plus two roundings. This does not hold for step sizes above 1: there kernels keep
+more than one 16-bit term, so plain torch with one is no measure.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TOLERANCE}
 
 @dataclass(frozen=True)
 class Case:
-    """One call. `beta` None draws step sizes in (0, 1); `lengths` packs sequences into one row, in tokens.
+    """A case: one call. `beta` None draws step sizes in (0, 1); `lengths` packs sequences into a row, in tokens.
 
-    `erase` is the erase key: the key ("tied"), the key times a number in [0, 1] per channel ("gated"), a unit vector
-    anywhere ("free") or at right angles to the key ("orthogonal"), or the negative of the key ("opposite"). `step` is a
-    call of `delta_rule_step`, T = 1 with a state and without gradients.
+    `erase` is the erase key: the key ("tied"), the key times a number in [0, 1] per channel ("gated"), any unit vector
+    ("free") or one at right angles to the key ("orthogonal"), or the negative of the key ("opposite"). A `step` is a
+    call of `delta_rule_step`, with T = 1, a state and no gradients.
     """
 
     decay: str
@@ -77,12 +77,12 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the case gives `delta_rule` and `plain_torch` besides tensors."""
+        """The arguments of `delta_rule` and `plain_torch` besides tensors."""
         return {"erase_reads": self.erase_reads, "num_micro_steps": self.num_micro_steps}
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """Cases of one group need mostly the same kernels."""
+        """The key of the case's group, whose cases need mostly the same kernels."""
         return self.decay, self.K, self.V, self.dtype, self.erase != "tied", self.erase_reads, self.num_micro_steps
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The worst tensor of a case: its relative error against float64, or what went wrong instead."""
+    """The worst tensor of a case, with its relative error against float64, or the error that was raised."""
 
     case: str
     tensor: str
@@ -102,7 +102,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """False for NaN, too."""
+        """Whether the error is within its bound; False for NaN."""
         return self.message is None and self.error <= self.tolerance
 
     def __str__(self) -> str:
@@ -111,13 +111,13 @@ class Verdict:
 
 
 def cases() -> list[Case]:
-    """Every kind of decay, head size, dtype and way of launching that has its own kernels, on easy and hard inputs."""
+    """Cases of every decay, head size, dtype and launch that has kernels of its own, on easy and hard inputs."""
     found: list[Case] = []
     for decay in ("none", "scalar", "channel"):
         plain = Case(decay, 128, 128)
         found += [
             plain,
-            replace(plain, B=8, H=16, HV=16, T=130),  # as many programs as fill a GPU
+            replace(plain, B=8, H=16, HV=16, T=130),  # so many programs as fill a GPU
             replace(plain, B=1, T=4160),  # few heads, long: split sequences
             replace(plain, HV=4, initial_state=True),
             replace(plain, B=1, T=300, lengths=(70, 0, 1, 229), initial_state=True),
@@ -145,13 +145,13 @@ def cases() -> list[Case]:
 
 
 def _update_cases(decay: str) -> list[Case]:
-    """Erase keys of their own, reads before the decay, and micro-steps: each alone, and all together."""
+    """Cases of separate erase keys, reads before the decay, and micro-steps, each alone and all together."""
     gated, two = Case(decay, 128, 128, erase="gated", initial_state=True), Case(decay, 128, 128, num_micro_steps=2)
     together = replace(gated, erase_reads="undecayed" if decay == "scalar" else "decayed", num_micro_steps=3, T=70)
     step = replace(together, erase_reads="decayed" if decay == "none" else "undecayed", T=1, step=True)
     found = [
         gated,
-        replace(gated, B=8, H=16, HV=16, T=130),  # as many programs as fill a GPU
+        replace(gated, B=8, H=16, HV=16, T=130),  # so many programs as fill a GPU
         replace(gated, B=1, T=4160),  # few heads, long: split sequences
         replace(gated, erase="free", beta=0.3),
         replace(gated, erase="orthogonal", beta=0.3),
@@ -179,12 +179,12 @@ def _update_cases(decay: str) -> list[Case]:
 
 
 def run_selfcheck(*, backend: str, device: str, jobs: int, selected: list[Case] | None = None) -> Iterator[Verdict]:
-    """The verdicts on every case, group by group, as they are found.
+    """The verdicts on all cases, group by group.
 
     Args:
-        backend, device: what to check, and where.
+        backend, device: the backend to check, and the device.
         jobs: processes at a time; 0 runs everything in this process.
-        selected: other cases than `cases()`.
+        selected: cases in place of `cases()`.
     """
     groups: dict[tuple[Any, ...], list[Case]] = {}
     for case in cases() if selected is None else selected:
@@ -224,7 +224,7 @@ def check_case(case: Case, backend: str, device: str) -> dict[str, float]:
 
 
 def plain_bounds(case: Case, device: str) -> dict[str, float]:
-    """Bounds by what plain torch reaches with rounded operands; none is below the tolerance of the case."""
+    """Bounds from the errors of plain torch with rounded operands, at least the tolerance of the case."""
     inputs, cu_seqlens, *gradients = case_inputs(case, device)
     options = {"cu_seqlens": cu_seqlens, **case.options}
     errors = _errors(plain_torch(inputs, *gradients, **options), inputs, *gradients, **options)
@@ -297,7 +297,7 @@ def _erase_key(kind: str, k: Tensor, generator: torch.Generator) -> Tensor:
 def case_results(
     inputs: dict[str, Tensor | None], d_output: Tensor, d_state: Tensor, *, step: bool = False, **options: Any
 ) -> dict[str, Tensor]:
-    """Output, final state, and unless it is a `step` the gradient `d_<name>` of every input, of one call.
+    """Output, final state, and, except for a `step`, the gradient `d_<name>` of every input of one call.
 
     `options` are further arguments of `delta_rule` or `delta_rule_step`.
     """

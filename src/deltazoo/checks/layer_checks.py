@@ -1,6 +1,6 @@
 """Checks of a single layer, in float64, where two ways to compute one quantity differ by rounding alone.
 
-Each check takes the name of a rule and returns what is wrong with it in a sentence or two, or None.
+Each check takes the name of a rule and returns its fault in a sentence or two, or None.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def make(rule: str, dtype: torch.dtype = torch.float64, **options: Any) -> Delta
 
 @torch.no_grad()
 def perturbed(module: Any, size: float) -> Any:
-    """The module with noise added to its parameters, so that those initialised to zero have an effect too."""
+    """The module with noise added to its parameters, so that parameters initialised to zero also act."""
     for parameter in module.parameters():
         parameter.add_(size * torch.randn_like(parameter))
     return module
@@ -38,7 +38,7 @@ def tokens(num_tokens: int = TOKENS, rows: int = 2, dtype: torch.dtype = torch.f
 
 
 def difference(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> str | None:
-    """Where two `[B, T, ...]` tensors differ by more than rounding; None if nowhere."""
+    """The place and size of a difference between two tensors `[B, T, ...]` beyond rounding; None if there is none."""
     wrong = ~((found - expected).abs() <= tolerance * (1 + expected.abs().max()))  # NaN is wrong
     if not wrong.any():
         return None
@@ -48,7 +48,7 @@ def difference(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) ->
 
 
 def parameters_are_filled_and_act(rule: str) -> str | None:
-    """`initializers` fill every parameter, outputs and gradients are finite, and every parameter has a gradient."""
+    """A parameter that is not filled or has no gradient, or a result that is not finite; None without a fault."""
     layer = make_layer(rule, HIDDEN, HEADS, HEAD_DIM, num_v_heads=VALUE_HEADS)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -75,7 +75,7 @@ def parameters_are_filled_and_act(rule: str) -> str | None:
 
 @torch.no_grad()
 def same_twice(rule: str) -> str | None:
-    """The same layer on the same input, twice."""
+    """The difference between two calls of a layer on the same input; None if there is none."""
     layer, x = make(rule), tokens()
     found = difference(layer(x).nan_to_num(), layer(x).nan_to_num())
     return found and (
@@ -86,7 +86,7 @@ def same_twice(rule: str) -> str | None:
 
 @torch.no_grad()
 def sees_no_future(rule: str) -> str | None:
-    """Outputs of earlier tokens do not change with later tokens."""
+    """The change of earlier outputs with later tokens; None if there is none."""
     layer, x = make(rule), tokens()
     before = layer(x)
     for cut in (1, 33, 64, 69):
@@ -100,7 +100,7 @@ def sees_no_future(rule: str) -> str | None:
 
 
 def state_does_not_expand(rule: str) -> str | None:
-    """`0 <= beta e.k <= 2` and `log_decay <= 0`, for inputs of several sizes, in float32 and bfloat16."""
+    """A violation of `0 <= beta e.k <= 2` or `log_decay <= 0`, in float32 or bfloat16; None if there is none."""
     for options in ({}, {"allow_neg_eigval": True}):
         for dtype in (torch.float32, torch.bfloat16):
             try:
@@ -108,7 +108,7 @@ def state_does_not_expand(rule: str) -> str | None:
             except ValueError:
                 if not options:
                     raise
-                continue  # the rule takes no doubled step
+                continue  # the rule has no doubled step
             for scale in (0.01, 1.0, 10.0, 1000.0):
                 inputs = _rule_inputs(layer, scale * tokens(256, dtype=dtype))
                 if inputs is None:
@@ -138,7 +138,8 @@ def _expansion(inputs: RuleInputs) -> str | None:
     if inputs.beta is None:
         return None
     erase_key = inputs.k if inputs.erase_key is None else inputs.erase_key
-    product = (inputs.k.float() * erase_key.float()).sum(-1).repeat_interleave(VALUE_HEADS // HEADS, dim=2)
+    product = (inputs.k.float() * erase_key.float()).sum(-1)
+    product = product.repeat_interleave(inputs.beta.shape[2] // product.shape[2], dim=2)
     gain, name = inputs.beta * product, "|k|^2" if inputs.erase_key is None else "(e . k)"
     for value in (gain.min(), gain.max()):
         if not -1e-5 <= value <= 2 + 1e-5:
@@ -151,7 +152,7 @@ def _expansion(inputs: RuleInputs) -> str | None:
 
 
 def clipped_step_sizes(rule: str) -> str | None:
-    """How often the layer clips the step size to 2 / (e . k); None if never by more than a rounding error."""
+    """The share of tokens whose step size is clipped to 2 / (e . k); None if never by more than a rounding error."""
     ratios: list[Tensor] = []
 
     def record(beta: Tensor, bound: Tensor) -> Tensor:
@@ -173,7 +174,7 @@ def clipped_step_sizes(rule: str) -> str | None:
 
 
 def same_in_chunks_as_by_definition(rule: str) -> str | None:
-    """Compare outputs and gradients of the chunk form with those of the loop over tokens."""
+    """A difference of outputs or gradients between the chunk form and the loop over tokens; None if there is none."""
     chunked, looped = make(rule, backend="chunkwise"), make(rule, backend="reference")
     looped.load_state_dict(chunked.state_dict())
     results = []
@@ -193,7 +194,7 @@ def same_in_chunks_as_by_definition(rule: str) -> str | None:
 
 
 def same_gradients_as_finite_differences(rule: str) -> str | None:
-    """Compare the derivatives along random directions, of the input and every parameter, with finite differences."""
+    """A derivative along a random direction that differs from finite differences; None if there is none."""
     layer, x = make(rule), tokens(9).requires_grad_()
     weight = torch.randn(2, 9, HIDDEN, dtype=torch.float64)
     tensors = {"the input": x, **{repr(name): p for name, p in layer.named_parameters()}}
@@ -217,7 +218,7 @@ def same_gradients_as_finite_differences(rule: str) -> str | None:
 
 @torch.no_grad()
 def same_decoded(rule: str) -> str | None:
-    """Compare pieces of several sizes, with the state carried between them, with all tokens at once."""
+    """A difference between pieces, with the state carried between them, and all tokens at once; None without one."""
     layer, x = make(rule), tokens()
     whole = layer(x)
     for sizes in ([1] * TOKENS, [3, 66, 1], [64, 6]):
@@ -234,7 +235,7 @@ def same_decoded(rule: str) -> str | None:
 
 @torch.no_grad()
 def same_padded(rule: str) -> str | None:
-    """Compare rows with padding on the left, on the right and inside with the same rows alone."""
+    """A difference between rows padded on the left, on the right or inside and the rows alone; None without one."""
     x, layer = tokens(20, rows=3), make(rule)
     mask = torch.ones(3, 20, dtype=torch.bool)
     mask[0, :7] = mask[1, 15:] = mask[2, 5:9] = False
@@ -247,7 +248,7 @@ def same_padded(rule: str) -> str | None:
 
 @torch.no_grad()
 def same_packed(rule: str) -> str | None:
-    """Compare sequences packed into one row with the same sequences alone."""
+    """A difference between sequences packed into one row and the sequences alone; None if there is none."""
     x, layer = tokens(rows=1), make(rule)
     bounds = torch.tensor([0, 3, 4, 50, TOKENS])
     alone = torch.cat([layer(part) for part in x.split(bounds.diff().tolist(), dim=1)], dim=1)

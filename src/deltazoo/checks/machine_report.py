@@ -23,22 +23,22 @@ _TRAINING = "torch.autograd.grad(layer(x), [x, *layer.parameters()], torch.ones_
 
 
 class Speed(NamedTuple):
-    """Median milliseconds of a layer of 16 heads of 128, projections and norms included, in bfloat16."""
+    """Median milliseconds of a layer of 16 heads of 128 in bfloat16, with projections and norms."""
 
     rule: str
     rows: int
     tokens: int
     forward: float
     training: float
-    """Forward and backward pass."""
+    """Milliseconds of forward and backward pass."""
 
 
 def speeds(
     device: str, shapes: Iterable[tuple[int, int]] = SHAPES, hidden_size: int = 2048, seconds: float = 0.3
 ) -> list[Speed]:
-    """Times of a few rules; each is measured for about so many seconds."""
+    """The speeds of a few rules, each measured for about `seconds`."""
     if device.startswith("cuda"):
-        torch.cuda.set_device(torch.device(device).index or 0)  # the one that Timer waits for
+        torch.cuda.set_device(torch.device(device).index or 0)  # Timer waits for the current device
     found = []
     for rows, tokens in shapes:
         x = torch.randn(rows, tokens, hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -56,7 +56,7 @@ def speeds(
 
 
 def machine_report(backend: str, device: str, verdicts: Sequence[Verdict], measured: Sequence[Speed]) -> str:
-    """The page: what was checked and with which versions, every case that failed, and the speeds if there are any."""
+    """The page in Markdown: versions, number of cases, every case that failed, and the speeds if there are any."""
     wrong = [verdict for verdict in verdicts if not verdict.passed]
     facts = {"deltazoo": __version__, "Python": platform.python_version(), "torch": torch.__version__}
     facts |= {name: _version(name) for name in ("triton", "transformers")}

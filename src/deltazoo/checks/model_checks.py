@@ -29,7 +29,7 @@ def _ids() -> Tensor:
 
 @torch.no_grad()
 def same_generated(rule: str) -> str | None:
-    """Compare logits of tokens fed one by one through a cache with a pass over all, in a pure and a hybrid model."""
+    """A difference between logits of single tokens with a cache and of all at once, in a pure and a hybrid model."""
     for kind, keys in (("", _PURE), ("hybrid ", _HYBRID)):
         model, ids = _model(rule, **keys), _ids()
         if found := difference(_with_cache(model, ids), model(ids).logits):
@@ -48,7 +48,7 @@ def _with_cache(model: Any, ids: Tensor) -> Tensor:
 
 
 def same_after_reload(rule: str) -> str | None:
-    """Compare logits before and after `save_pretrained` and `from_pretrained`, for a pure and a hybrid model."""
+    """A difference between logits before saving and after loading, in a pure and a hybrid model; None without one."""
     return _through_a_checkpoint(_model(rule, **_PURE)) or _through_a_checkpoint(_model(rule, **_HYBRID))
 
 
@@ -66,7 +66,7 @@ def _through_a_checkpoint(model: Any) -> str | None:
 
 @torch.no_grad()
 def swaps(rule: str) -> str | None:
-    """`swap_attention` in a Llama: finite logits, equal with a cache and after reloading."""
+    """A fault of a Llama with swapped attention: logits not finite, or other ones with a cache or after loading."""
     config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **_SIZES)
     model: Any = LlamaForCausalLM(config)
     swap_attention(model, rule, [0])

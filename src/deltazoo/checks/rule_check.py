@@ -1,4 +1,4 @@
-"""Run the checks of a rule one after another, each with what it found."""
+"""The checks of a rule, one after another, each with its finding."""
 
 import traceback
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ CHECKS: dict[str, Callable[[str], str | None]] = {
     "reloaded = saved": model_checks.same_after_reload,
     "swapped into a Llama": model_checks.swaps,
 }
-"""The checks, in order: title -> function from a rule's name to what is wrong with it, None if nothing."""
+"""The checks in order, by title: functions from a rule's name to its fault, None if there is none."""
 
 
 class Finding(NamedTuple):
@@ -39,20 +39,20 @@ class Finding(NamedTuple):
 
     title: str
     problem: str | None
-    """What is wrong, in a sentence or two; None: the rule passes."""
+    """The fault, in a sentence or two; None: the rule passes."""
     remark: str | None = None
-    """What is worth knowing about a rule that passes."""
+    """A remark about a rule that passes."""
     error: Exception | None = None
-    """An exception that the check raised, where an earlier check has not raised it in the same place."""
+    """The exception that the check raised, unless an earlier check raised it in the same place."""
 
 
 def check_rule(rule: str) -> Iterator[Finding]:
-    """Check a registered rule; findings come as they are made.
+    """The findings about a registered rule, one by one.
 
-    A rule whose layers cannot be made gets no check; one whose results differ from call to call gets no further one.
+    There are none after a failure to make the rule's layer, or after results that differ from call to call.
 
     Args:
-        rule: its name.
+        rule: name of the rule.
 
     Raises:
         ValueError: no such rule.
@@ -78,7 +78,7 @@ def check_rule(rule: str) -> Iterator[Finding]:
 
 
 def _raised(title: str, rule: str, error: Exception, seen: set[Any]) -> Finding:
-    """What a check raised: where in the rule's file, and with what shapes; in a few words if it is in `seen`."""
+    """The finding about an exception: its place in the rule's file and the shapes there; shorter if it is in `seen`."""
     module = registering_module(rule) or "deltazoo.rules"
     calls = [
         (frame, line)

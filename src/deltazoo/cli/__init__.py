@@ -1,6 +1,6 @@
 """The ``deltazoo`` command: list, show, check, train, swap, distill, export, generate, serve, eval, diagnose, lm-eval.
 
-What imports torch stands inside the commands, after the checks of their arguments: help and a typo's message are quick.
+Imports of torch stand inside the commands, after the checks of arguments, so that help and error messages are quick.
 """
 
 import ipaddress
@@ -43,13 +43,13 @@ __all__ = ["app", "main"]
 
 _HEAD_DIM = "hidden_size / num_heads"
 _HEAD_DIM_OF_TYPES = {"delta_rule": _HEAD_DIM, "delta_net": _HEAD_DIM, "efla": _HEAD_DIM, "gla": f"{_HEAD_DIM} / 2"}
-"""Model types whose heads divide `hidden_size`. Files on the Hub of other types leave out a `head_dim` that is that of
-the paper, so there it is the default."""
+"""Model types whose heads divide `hidden_size`. Files of other types on the Hub leave out a `head_dim` that equals the
+paper's, so the paper's is the default there."""
 _BAD_INPUT = (ValueError, KeyError, OSError, NotImplementedError, ArithmeticError, ImportError)
 _DTYPES = ("float32", "bfloat16", "float16")
 _DRAWN_OTHERWISE = {"min_p": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
-"""Of a generation config: ways to draw tokens that only `model.generate` knows, and the value that changes nothing, as
-None does."""
+"""Options of a generation config by which only `model.generate` draws, and the value that changes nothing, as None
+does."""
 
 app = typer.Typer(
     name="deltazoo",
@@ -334,7 +334,7 @@ def generate(
 
 
 def _runs_in_our_loop(model: Any, *, draws: bool) -> bool:
-    """Whether `deltazoo.generate` serves a model, and draws its tokens as the model's generation config asks for."""
+    """Whether `deltazoo.generate` can run a model, and draws by the rules of the model's generation config."""
     from deltazoo.generation import Decoder
 
     config = model.generation_config

@@ -19,12 +19,12 @@ from deltazoo.training.loading import check_device
 
 
 def load_rule_file(path: str | Path) -> list[str]:
-    """Import a Python file that registers something, once per process.
+    """Names of the rules that a Python file registers, after importing it once per process.
 
     The module has the file's name, as after `import my_rule`. Models record that name.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Returns:
         The names of the rules that it registered.

@@ -30,7 +30,7 @@ from deltazoo.training.data import open_text
 from deltazoo.training.folder import LOSS_PICTURE, check_run, has_saved, held, whole_or_not_at_all
 from deltazoo.training.loading import find_config, resolve_checkpoint
 
-if TYPE_CHECKING:  # these import torch, which waits until the arguments are checked
+if TYPE_CHECKING:  # their modules import torch
     from deltazoo.training.distill import Distillation
     from deltazoo.training.evaluate import Ranking
 
@@ -165,7 +165,7 @@ def distill(
     check_run(config, resume)
     open_text(config.data)
     with held(folder):
-        pass  # it can be written, and nobody else trains there
+        pass  # the folder can be written, and nobody else trains there
 
     # These import torch, after the arguments are checked.
     import torch
@@ -191,7 +191,7 @@ def distill(
 
 
 def ranking_table(ranking: "Ranking") -> Table:
-    """The layers, the smallest rise in loss first."""
+    """A table of the layers, the smallest rise in loss first."""
     rows = [
         (str(layer), f"{ranking.losses[layer]:.4f}", f"{ranking.losses[layer] - ranking.loss:+.4f}")
         for layer in ranking.order
@@ -201,7 +201,7 @@ def ranking_table(ranking: "Ranking") -> Table:
 
 
 def _stages_table(config: Recipe) -> Table:
-    """The stages before they are run."""
+    """A table of the stages before they run."""
     rows = [
         (name, s.trains, f"{s.steps:,}", f"{s.steps * s.rows_of_a_step * s.row_length:,}", f"{s.learning_rate:g}")
         for name, s in config.stages.items()
@@ -211,7 +211,7 @@ def _stages_table(config: Recipe) -> Table:
 
 
 def _scores_table(result: "Distillation", config: Recipe) -> Table:
-    """Held-out bits per byte after each stage."""
+    """A table of held-out bits per byte after each stage."""
     names = {"original": "original", "transfer": "swapped, before training"}
     gap = result.scores["transfer"] - result.scores["original"]
     rows = []

@@ -35,8 +35,8 @@ from deltazoo.training.loading import find_config, is_for_gpus, rule_overrides
 if TYPE_CHECKING:  # imports torch, which waits until the arguments are checked
     from deltazoo.training.run import TrainingResult
 
-_FEW_PASSES = 3.0  # over the text, after which a model begins to learn it by heart
-_RISE = 0.01  # nats per token by which a held-out loss must rise to be worth a word
+_FEW_PASSES = 3.0  # passes over a text after which a model begins to memorise it
+_RISE = 0.01  # nats per token by which a held-out loss must rise to be mentioned
 
 
 def train(
@@ -100,7 +100,7 @@ def train(
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from stop
     is_main_process = PartialState().is_main_process
     if distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()  # its threads can abort the process at exit
+        distributed.destroy_process_group()  # threads of the group can abort the process at exit
     if is_main_process:
         _report(run, result, load)
 
@@ -117,12 +117,12 @@ def configuration(
         raise ValueError("name a configuration, or a text with --text; deltazoo train --help has examples")
     given = as_overrides({"--rule model.mixer": rule, "--text data.text": text, "--output output": output}, overrides)
     defaults = []
-    if text is not None:  # a data set's subset, split and streaming do not belong to another text
+    if text is not None:  # subset, split and streaming of a data set do not fit another text
         defaults += [f"data.{key}={json.dumps(getattr(DataConfig, key))}" for key in ("subset", "split", "streaming")]
     if name is not None and Path(name).is_dir():
         defaults += as_overrides({"--output output": name})
     elif name is None and text is not None:
-        defaults += as_overrides({"--output output": f"runs/{Path(os.path.abspath(text)).stem or 'text'}"})  # of . too
+        defaults += as_overrides({"--output output": f"runs/{Path(os.path.abspath(text)).stem or 'text'}"})  # also "."
     if name is None:
         open_text(DataConfig(text=str(text)))  # before torch is asked for a GPU
         import torch
@@ -135,7 +135,7 @@ def configuration(
 
 
 def _report(run: RunConfig, result: "TrainingResult", load: list[Path] | None) -> None:
-    """Print what a finished run came to, and how to go on."""
+    """Print the results of a finished run, and the commands to continue with."""
     from deltazoo.training.pictures import draw_loss_curve
 
     folder = Path(run.output)
@@ -169,14 +169,14 @@ def _report(run: RunConfig, result: "TrainingResult", load: list[Path] | None) -
 
 
 def _prompt(result: "TrainingResult") -> str:
-    """The beginning of a line of the held-out text, which a shell takes as it is once it is quoted."""
+    """The beginning of a line of the held-out text, which a shell takes unchanged when quoted."""
     lines = (line.strip() for text in result.corpus.validation for line in text.splitlines())
     line = next(filter(str.isprintable, filter(None, lines)), "The")
     return line if len(line) <= 24 else line[:24].rpartition(" ")[0] or line[:24]
 
 
 def _remark(result: "TrainingResult", folder: Path) -> str | None:
-    """A sentence about a model that has begun to learn its text by heart; None about any other."""
+    """A sentence about a model that has begun to memorise its text; None about any other."""
     losses = {entry["step"]: entry["eval_loss"] for entry in result.log_history if "eval_loss" in entry}
     best, last = min(losses, key=lambda step: losses[step]), max(losses)
     risen = losses[last] > losses[best] + _RISE

@@ -1,4 +1,4 @@
-"""Models, checkpoints and functions of other libraries: run on our operators, or read as ours."""
+"""Models and functions of other libraries on our operators, and checkpoints of other libraries as models of ours."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What the delta-rule layers of a model do on a batch: `deltazoo.diagnose`, its picture, and a callback for Trainer."""
+"""Figures of the delta-rule layers of a model on a batch: `deltazoo.diagnose`, its picture, a callback for Trainer."""
 
 from typing import TYPE_CHECKING
 

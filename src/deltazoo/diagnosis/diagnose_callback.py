@@ -1,4 +1,4 @@
-"""Diagnose a model while transformers' Trainer trains it."""
+"""A callback that diagnoses a model while transformers' Trainer trains it."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,13 @@ __all__ = ["DiagnoseCallback"]
 
 
 class DiagnoseCallback(TrainerCallback):
-    """Log a few figures of `diagnose` with Trainer's own, as `diagnose_gain_max` and so on (`Diagnosis.summary`).
+    """A callback that logs figures of `diagnose`, such as `diagnose_gain_max` (`Diagnosis.summary`).
 
         trainer.add_callback(deltazoo.DiagnoseCallback(trainer, batch, every=100))
 
     Args:
-        trainer: whose `log` writes the figures, so that they reach its history and every tracker.
-        batch: as for `diagnose`; always the same, so that the curves show the model and not the text.
+        trainer: the Trainer whose `log` writes the figures, so that they reach its history and every tracker.
+        batch: the argument of `diagnose`, always the same, so that the curves show the model and not the text.
         every: steps between two measurements; the first one is before training.
 
     Raises:
@@ -33,12 +33,12 @@ class DiagnoseCallback(TrainerCallback):
             raise ValueError(f"every must be at least 1 step, got {every}")
         self.trainer, self.batch, self.every = trainer, batch, every
         self.latest: Diagnosis | None = None
-        """The last measurement; its `warnings` say what looked wrong."""
+        """The last measurement, with its `warnings`."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measure the model as it starts; a run that goes on has measured it before."""
+        """Measure the model before training; a resumed run has measured it before."""
         if state.global_step == 0:
             self.measure(kwargs["model"], control)
 
@@ -51,6 +51,6 @@ class DiagnoseCallback(TrainerCallback):
         """Diagnose the model and log the summary."""
         assert model is not None
         self.latest = diagnose(model, self.batch)
-        due = control.should_log  # `log` takes the request for the loss of this step back
+        due = control.should_log  # `log` clears the request for the loss of this step
         self.trainer.log({f"diagnose_{name}": value for name, value in self.latest.summary().items()})
         control.should_log = due

@@ -1,4 +1,4 @@
-"""`deltazoo.diagnose`: what the delta-rule layers of a model do on a batch, per head, and what looks wrong."""
+"""`deltazoo.diagnose`: figures of the delta-rule layers of a model on a batch, per head, and warnings."""
 
 import inspect
 import math
@@ -19,26 +19,26 @@ from deltazoo.models.delta_layers import evaluation_mode
 __all__ = ["Diagnosis", "LayerDiagnosis", "diagnose"]
 
 _EXPANDS = 1.01
-"""An eigenvalue along the key beyond this expands the state by more than rounding explains."""
+"""Eigenvalue along the key beyond which the state expands by more than rounding explains."""
 _CHUNK_EXPANDS = 1.05
 _OFTEN = 0.01
 _MOSTLY = 0.9
 _GROWS = 2.5
 _FORGETS = 0.25
-"""Tokens. Fresh heads of the largest rate and step, 16 and 0.1, halve in 0.43."""
+"""Half-life in tokens below which a head forgets. New heads of the largest rate and step, 16 and 0.1, have 0.43."""
 
 
 @dataclass(frozen=True)
 class LayerDiagnosis:
-    """One delta-rule layer."""
+    """The figures of one delta-rule layer."""
 
     name: str
     """Path inside the model."""
     rule: str
     update: str
-    """What the operator does per token: decay, erase and steps, in words."""
+    """The operator's update per token in words: decay, erase and steps."""
     heads: tuple[Figures, ...]
-    """Of every value head."""
+    """The figures of every value head."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Diagnosis:
 
     layers: tuple[LayerDiagnosis, ...]
     num_tokens: int
-    """Without padding."""
+    """Number of tokens, without padding."""
     num_sequences: int
     not_finite: str | None = None
-    """Where NaN or infinity comes first among the outputs of all modules, in words; None: nowhere."""
+    """A clause about the module whose output holds NaN or infinity first; None: there is none."""
 
     @property
     def warnings(self) -> list[str]:
-        """What looks wrong, one sentence for each kind of trouble in a layer, about its worst head.
+        """A sentence for each kind of trouble in a layer, about its worst head.
 
         If the model, inside or outside these layers, computes NaN or infinity, the first sentence says where.
         """
@@ -62,7 +62,7 @@ class Diagnosis:
         return [*broken, *(sentence for layer in self.layers for sentence in _warnings(layer))]
 
     def records(self) -> list[dict[str, Any]]:
-        """One flat dict per head, with the same keys for all: rows of a table, JSON lines.
+        """A flat dict per head, all with the same keys, for tables or JSON lines.
 
         Figures that a rule or a gate does not have are None.
         """
@@ -74,14 +74,14 @@ class Diagnosis:
         ]
 
     def summary(self) -> dict[str, float]:
-        """A few figures over all heads, for curves: what Trainer logs."""
+        """A few figures over all heads, which Trainer logs as curves."""
         records = self.records()
         found = {f"{name.removesuffix('_max')}_max": _worst(records, name) for name in _SUMMARY}
         found["half_life_min"] = _worst(records, "half_life_median", smallest=True)
         return {name: value for name, value in found.items() if value is not None}
 
     def save_picture(self, path: str | Path) -> Path:
-        """Draw heat maps, layers by heads, and the states over the tokens into a PNG; needs matplotlib."""
+        """Path of a PNG with heat maps, layers by heads, and the states over the tokens; needs matplotlib."""
         from deltazoo.diagnosis.pictures import draw_records
 
         return draw_records(self.records(), Path(path))
@@ -115,7 +115,7 @@ _COLUMNS = {
     "step gate": ("step_gate_saturated", ".0%"),
     "output gate": ("output_gate_saturated", ".0%"),
 }
-"""Of the printed table: heading -> figure of the records, and its format."""
+"""Columns of the printed table: heading, figure of the records, and format."""
 _SMALLEST = ("eigenvalue_min", "half_life_median")
 """Figures whose smallest value is the worst."""
 _SUMMARY = (
@@ -125,20 +125,20 @@ _SUMMARY = (
 
 
 def diagnose(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> Diagnosis:
-    """Measure the delta-rule layers of a model in one forward pass over a batch.
+    """Figures of the delta-rule layers of a model, measured in one forward pass over a batch.
 
     Per value head: erase gain, eigenvalue along the key, half-lives of the decay, norm and growth of the state, the
     largest singular value of 64 transitions in a row, saturation of the gates (`Figures`). A few thousand tokens are
     enough, in sequences as long as in training: each layer's states and products of transitions are computed once
     more, in float32 at least, and take `[tokens / 64, heads, K, K]` floats each.
 
-    The pass runs in evaluation mode, without gradients and `torch.compile`; the model is left as it was. Layers of the
-    model run as always, with the kernels of their device.
+    The pass runs in evaluation mode, without gradients and `torch.compile`; the model is unchanged afterwards. Layers
+    of the model run as always, with the kernels of their device.
 
     Args:
         model: one of ours, a swapped one, an accelerated one of transformers, or a layer.
-        batch: what the model is called with: `input_ids` `[B, T]` (for a layer hidden states), or a mapping of its
-            arguments. Padding and packed sequences are kept apart. Labels are left out.
+        batch: the input of the model: `input_ids` `[B, T]` (for a layer hidden states), or a mapping of its arguments.
+            Padding and packed sequences are kept apart. Labels are left out.
 
     Raises:
         ValueError: no delta-rule layer, no token, or a cache with earlier tokens in the batch.
@@ -198,7 +198,7 @@ def _flat(head: Figures, gates: list[str]) -> dict[str, Any]:
 
 
 def _worst(records: list[dict[str, Any]], name: str, *, smallest: bool = False) -> float | None:
-    """The largest or smallest of a figure; NaN is the worst of all; None where no record has the figure."""
+    """The largest or smallest value of a figure, or NaN if there is one; None if no record has the figure."""
     known = [value for record in records if (value := figure_of(record, name)) is not None]
     return max(known, key=lambda value: math.inf if math.isnan(value) else -value if smallest else value, default=None)
 
@@ -216,7 +216,7 @@ def _warnings(layer: LayerDiagnosis) -> Iterator[str]:
 
 
 def _troubles(head: Figures) -> dict[int, tuple[float, str]]:
-    """How bad each kind of trouble in a head is, and the sentence about it; kinds are told in the order of the keys."""
+    """Size and sentence of each kind of trouble in a head; the keys give the order of the sentences."""
     found: dict[int, tuple[float, str]] = {}
     gain, factor, half_life = head.gain, head.eigenvalue, head.half_life
     expands = factor is not None and max(-factor.min, factor.max) > _EXPANDS
@@ -266,4 +266,4 @@ _STUCK = (
     ("step", "open", "the step size no longer depends on the input, and hardly any gradient reaches its gate"),
     ("output", "shut", "the head hardly contributes"),
 )
-"""Gate, end of its range, and what it means to stay there."""
+"""Gate, end of its range, and the effect of staying there."""

@@ -41,11 +41,11 @@ _MAPS: tuple[tuple[str, str, tuple[float, float] | None], ...] = (
     ("step gate saturated", "step_gate_saturated", (0.0, 1.0)),
     ("output gate saturated", "output_gate_saturated", (0.0, 1.0)),
 )
-"""Title, figure, and limits of the colours; None: those of the values, on a logarithmic scale."""
+"""Title, figure, and limits of the colours; None: the limits of the values, on a logarithmic scale."""
 
 
 def require_matplotlib() -> None:
-    """Raise ImportError with the line to install, unless matplotlib is there."""
+    """Raise ImportError with the line to install unless matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -80,9 +80,7 @@ def save_figure(figure: Any, path: Path, *, dpi: int = 110) -> Path:
 
 
 def draw_records(records: Sequence[Record], path: Path) -> Path:
-    """Draw `Diagnosis.records()` into a PNG, and return its path. Grey: the rule does not have this figure; orange:
-    beyond the scale.
-    """
+    """Path of a PNG with `Diagnosis.records()`. Grey: the rule does not have the figure; orange: beyond the scale."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import MaxNLocator
@@ -122,7 +120,7 @@ def _range(values: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _draw_states(axis: Any, records: Sequence[Record], layers: Sequence[str]) -> None:
-    """One line per layer: the largest of its heads."""
+    """Draw a line per layer: the norm of its largest head."""
     largest = 1.0
     for number, layer in enumerate(layers):
         norms = np.array([record["state_norms"] for record in records if record["layer"] == layer]).max(axis=0)
@@ -138,4 +136,4 @@ def _draw_states(axis: Any, records: Sequence[Record], layers: Sequence[str]) ->
         largest = max(largest, float(finite.max() / finite.min()) if finite.size else 1.0)
     axis.set(title="norm of the state, largest head", xlabel="tokens", yscale="log" if largest > 10 else "linear")
     if len(layers) <= len(PALETTE):
-        axis.legend(title="layer", frameon=False, fontsize="small", ncols=2)  # inside, or it moves the colour bar above
+        axis.legend(title="layer", frameon=False, fontsize="small", ncols=2)  # outside it would move the colour bar

@@ -1,4 +1,4 @@
-"""What the delta-rule layers of a model pass to the operator, and their gates, recorded during a forward pass."""
+"""Records of the inputs that delta-rule layers pass to the operator, and of their gates, during a forward pass."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -28,7 +28,7 @@ class Gate(NamedTuple):
     """`[B, T, heads, c]` in [0, 1], after the sigmoid: c gates per head and token, by key or value heads; with
     micro-steps the heads of the first step come first."""
     has_upper_bound: bool = True
-    """False for SiLU, `x * sigmoid(x)`, which is shut where the sigmoid is, and has no upper end."""
+    """Whether the gate has an upper end; not SiLU, `x * sigmoid(x)`, which is shut where the sigmoid is."""
 
 
 class RuleCall(NamedTuple):
@@ -37,14 +37,14 @@ class RuleCall(NamedTuple):
     spec: RuleSpec
     num_micro_steps: int
     inputs: RuleInputs
-    """As the layer passes them: tokens of padded rows moved to the front, micro-steps side by side in the heads."""
+    """The operator's inputs: real tokens of padded rows first, micro-steps side by side in the heads."""
     sequences: Sequences
     gates: dict[str, Gate]
-    """By what they gate: "step", "erase", "write", "decay", "output", as far as the rule has them."""
+    """The gates of "step", "erase", "write", "decay" and "output" that the rule has."""
 
 
 def delta_rule_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers by their path in the model: ours, those of swapped models, accelerated ones of transformers."""
+    """The delta-rule layers of a model by path: ours, swapped ones, and accelerated ones of transformers."""
     return {
         name or type(module).__name__: module
         for name, module in model.named_modules()
@@ -54,11 +54,11 @@ def delta_rule_layers(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def recorded_calls(layers: dict[str, Any], receive: Callable[[str, RuleCall], None]) -> Iterator[None]:
-    """Inside, every forward pass of one of the layers ends with `receive(name, call)`.
+    """A context in which every forward pass of one of the layers ends with `receive(name, call)`.
 
     Raises:
-        NotImplementedError: from the layer, if its rows are shared by several ranks.
-        ValueError: a layer whose `apply_rule` was replaced; from the layer, if it goes on from the state of earlier
+        NotImplementedError: from the layer, if several ranks share its rows.
+        ValueError: a layer whose `apply_rule` was replaced; from the layer, if it continues from the state of earlier
             tokens, or calls no operator.
     """
     with ExitStack() as hooks:
@@ -126,15 +126,15 @@ def _recorded(name: str, layer: Any, receive: Callable[[str, RuleCall], None]) -
 
 
 def _gate_maps(layer: DeltaRuleAttention) -> list[tuple[str, nn.Module, int]]:
-    """The linear maps to gates that no method of the layer gives out: name, map and number of heads."""
+    """Name, linear map and number of heads of the gates that no method of the layer returns."""
     if isinstance(layer, ChannelGates):
         return [("erase", layer.b_proj, layer.num_heads), ("write", layer.w_proj, layer.num_v_heads)]
-    projection = getattr(layer, "erase_b_proj", None)  # of a step that only erases (`eda`)
+    projection = getattr(layer, "erase_b_proj", None)  # the gate of a step that only erases (`eda`)
     return [] if projection is None else [("erase", projection, layer.num_v_heads)]
 
 
 def _observed(layer: Any, method: str, observer: Callable[..., None]) -> AbstractContextManager[Any]:
-    """A patch, inside which `observer(result, *arguments)` follows each call of the method of this one layer."""
+    """A context in which `observer(result, *arguments)` follows each call of a method of one layer."""
     function = getattr(layer, method)
 
     def observed(*arguments: Any, **options: Any) -> Any:

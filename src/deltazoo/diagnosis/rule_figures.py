@@ -1,4 +1,4 @@
-"""Figures of one layer's call of the operator, per value head: erase gain, decay, state, growth, gates."""
+"""Figures of a layer's call of the operator, per value head: erase gain, decay, state, growth, gates."""
 
 import math
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ from deltazoo.ops.dtypes import at_least_float32
 __all__ = ["CHUNK", "NEAR_EXPANSION", "Figures", "GateShares", "Quantiles", "figure_of", "measure"]
 
 CHUNK = 64
-"""Tokens of which the product of transitions is measured, and between two measurements of the state."""
+"""Number of tokens in a measured product of transitions, and between two measurements of the state."""
 NEAR_EXPANSION = -0.9
-"""An eigenvalue along the key below this counts as near expansion."""
+"""Eigenvalue along the key below which a token counts as near expansion."""
 _SATURATED = 0.01
-"""A gate is saturated within this distance of an end of its range."""
+"""Distance from an end of its range within which a gate is saturated."""
 _SQUARINGS = 14
 
 
 class Quantiles(NamedTuple):
-    """Of the values of one figure."""
+    """Quantiles of the values of one figure."""
 
     min: float
     p5: float
@@ -41,26 +41,26 @@ _LEVELS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 class GateShares(NamedTuple):
-    """How often gates of one kind are saturated: shares of tokens (and channels) within 1% of an end of the range."""
+    """Shares of tokens (and channels) whose gate of one kind is within 1% of an end of its range."""
 
     shut: float
-    """Near zero. A SiLU gate is shut where its sigmoid is."""
+    """Share near zero. A SiLU gate is shut where its sigmoid is."""
     open: float | None
-    """Near the upper bound; None for a gate without one (SiLU)."""
+    """Share near the upper bound; None for a gate without one (SiLU)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Figures of one value head over the tokens of a batch, padding left out."""
+    """Figures of one value head over the tokens of a batch, without padding."""
 
     gain: Quantiles | None = None
-    """Erase gain `beta * (e . k)`, the share of what is stored under its key that a token erases, over tokens and
+    """Erase gain `beta * (e . k)`, the share that a token erases of the value under its key, over tokens and
     micro-steps. None for rules that do not erase."""
     gain_above_one: float | None = None
-    """Share of tokens with a gain above 1, where the sign along the key changes."""
+    """Share of tokens with a gain above 1, which changes the sign along the key."""
     eigenvalue: Quantiles | None = None
-    """The factor by which a token multiplies what is stored along its key: `decay * (1 - gain)`, or `decay - gain` for
-    rules that read before the decay. Below -1 or above 1 the state expands."""
+    """Factor by which a token multiplies the state along its key: `decay * (1 - gain)`, or `decay - gain` for rules
+    that read before the decay. Below -1 or above 1 the state expands."""
     near_expansion: float | None = None
     """Share of tokens whose factor is below `NEAR_EXPANSION` = -0.9."""
     near_expansion_decay: float | None = None
@@ -74,12 +74,12 @@ class Figures:
     state_norms: tuple[float, ...]
     """Frobenius norm of the state after every 64 tokens, mean over sequences that are that long."""
     state_norm: float
-    """The same at the end of each sequence, mean over sequences."""
+    """Frobenius norm of the state at the end of each sequence, mean over sequences."""
     state_growth: float | None = None
-    """State norm at the end over that in the middle: 1 for a state that has settled, 2 for one that grows with every
+    """Norm of the state at the end over that in the middle: 1 for a constant norm, 2 for a norm that grows with every
     token. None if no sequence has more than 64 tokens."""
     gates: dict[str, GateShares]
-    """By name: "step", "erase", "write", "decay", "output", as far as the rule has them."""
+    """Shares of the gates "step", "erase", "write", "decay" and "output" that the rule has."""
     finite: bool
     """Whether the operator's inputs were all finite; if not, other figures may be NaN."""
 
@@ -94,9 +94,9 @@ def figure_of(record: Mapping[str, Any], name: str) -> float | None:
 
 
 def measure(call: RuleCall) -> tuple[list[Figures], int, int]:
-    """The figures of every value head, the number of tokens, and of sequences.
+    """The figures of every value head, the number of tokens, and the number of sequences.
 
-    Keys, gates and decays are those that the operator saw, rounding included; what is computed from them is float32
+    Keys, gates and decays are those that the operator saw, rounding included; figures computed from them are float32
     at least, whatever the model's dtype.
     """
     tokens = _one_row(call)
@@ -119,13 +119,13 @@ class _Row(NamedTuple):
     """All real tokens of a batch in one row."""
 
     inputs: RuleInputs
-    """`[1, M, ...]`, float32 at least; no log-decay is -inf because a document begins."""
+    """`[1, M, ...]`, float32 at least; log-decays of -inf at the beginning of documents are replaced."""
     starts: list[int]
-    """`[N + 1]`: where each sequence begins, and M."""
+    """`[N + 1]`: beginning of each sequence, then M."""
     decays: Tensor
     """`[M]` bool: the tokens whose log-decay is the rule's own."""
     real: Tensor
-    """`[B, T]` bool: which tokens of the batch these are."""
+    """`[B, T]` bool: the places of these tokens in the batch."""
 
 
 def _one_row(call: RuleCall) -> _Row:
@@ -169,12 +169,12 @@ def _gain_figures(tokens: _Row, call: RuleCall, heads: int) -> dict[str, list[An
     decay = torch.ones_like(gain)
     if inputs.log_decay is not None:
         along_key = inputs.log_decay[0].exp()
-        if along_key.ndim == 3:  # weighted as the channels take part in the product of key and erase key
+        if along_key.ndim == 3:  # weighted by the channels' parts of the product of key and erase key
             weight = product[:, 0].abs()
             along_key = (weight * along_key).sum(-1) / weight.sum(-1).clamp_min(torch.finfo(weight.dtype).tiny)
-        decay[:, 0] = along_key  # the state decays before the first micro-step alone
+        decay[:, 0] = along_key  # the state decays only before the first micro-step
     factor = decay * (1 - gain)
-    if call.spec.erase_reads == "undecayed":  # the first micro-step alone can read the state before the decay
+    if call.spec.erase_reads == "undecayed":  # only the first micro-step can read the state before the decay
         factor[:, 0] = decay[:, 0] - gain[:, 0]
     gain, factor, decay = (x.flatten(0, 1) for x in (gain, factor, decay))
     near = factor < NEAR_EXPANSION
@@ -191,7 +191,7 @@ def _gain_figures(tokens: _Row, call: RuleCall, heads: int) -> dict[str, list[An
 
 
 def _state_figures(tokens: _Row, call: RuleCall) -> dict[str, list[Any]]:
-    """Of transitions and states: both come out of the operator, called on chunks as sequences of their own."""
+    """Figures of transitions and states, which the operator computes for chunks as sequences of their own."""
     bounds, sequence_of, order = _chunks(tokens.starts)
     inputs = tokens.inputs
     device, heads = inputs.q.device, inputs.v.shape[2] // call.num_micro_steps
@@ -236,7 +236,7 @@ def _state_figures(tokens: _Row, call: RuleCall) -> dict[str, list[Any]]:
 
 
 def _chunks(starts: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Boundaries of chunks that end where a sequence does; the sequence of each, and its number in that sequence."""
+    """Boundaries of chunks that end where a sequence does, the sequence of each, and its number in the sequence."""
     bounds, sequence_of, order = [0], list[int](), list[int]()
     for sequence, (first, last) in enumerate(pairwise(starts)):
         ends = [*range(first + CHUNK, last, CHUNK), last]
@@ -250,7 +250,7 @@ def _spectral_norm(matrices: Tensor) -> Tensor:
     """The largest singular value of `[..., K, K]`, by squaring `A^T A`; too large by a factor of K^(1 / 32768) at most.
 
     The trace of a positive matrix's m-th power, to the power 1 / m, lies between its largest eigenvalue and
-    `K^(1 / m)` times that. Squaring needs matrix products alone, which are faster than singular values on GPUs.
+    `K^(1 / m)` times that. Squaring needs only matrix products, which are faster than singular values on GPUs.
     """
     scale = matrices.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(matrices.dtype).tiny)
     power = (matrices / scale).mT @ (matrices / scale)
@@ -279,7 +279,7 @@ def _gate_figures(tokens: _Row, call: RuleCall, heads: int) -> list[dict[str, Ga
 
 
 def _quantiles(x: Tensor) -> list[Quantiles]:
-    """Of `[M, heads]` for each head; NaN counts as largest."""
+    """Quantiles of x `[M, heads]` for each head; NaN counts as largest."""
     ordered = x.sort(dim=0).values
     index = [round(level * (len(x) - 1)) for level in _LEVELS]
     return [Quantiles(*row) for row in ordered[index].T.tolist()]

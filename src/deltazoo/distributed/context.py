@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.bias import causal_lower_right
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -26,32 +27,32 @@ __all__ = ["context_parallel", "local_batch", "piece_of_batch"]
 M = TypeVar("M", bound=nn.Module)
 
 _SHARED_ATTENTION = "deltazoo_shared"
-"""The name of `_attend_to_all_ranks` in a configuration of transformers."""
+"""Name of `_attend_to_all_ranks` in a configuration of transformers."""
 _QUERIES = 1024
-"""Queries at a time, so that masks stay small and no key after the last of them is read."""
+"""Number of queries at a time, so that masks stay small and no key after the last query is read."""
 _GRID = 64
-"""Pieces begin at multiples of this many tokens where the batch is long enough: a chunk of the operator."""
+"""Divisor of the beginnings of pieces, if the batch is long enough: the tokens of a chunk of the operator."""
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "shift_labels", "attention_mask")
 
 
 def context_parallel(model: M, ranks: DeviceMesh | ProcessGroup | ContextParallel | None) -> M:
-    """Let several ranks share every sequence that a layer or model is called with; changed in place.
+    """The layer or model, changed in place so that several ranks share every sequence of its calls.
 
-    Rank r is called with its piece of the tokens, those after rank r - 1's, and with whatever else the model takes:
+    Rank r gets its piece of the tokens, which follows the piece of rank r - 1, and the other arguments of the model:
     `cu_seqlens` are boundaries in the whole row, `position_ids` count the tokens of the whole row (by default they do),
-    and a row whose `position_ids` start again is packed. Hidden states and logits are those of the piece. Exact: what
-    the pieces need of each other travels as states (delta-rule layers), as the last tokens before the piece (short
-    convolutions) and as keys and values (softmax layers).
+    and a row whose `position_ids` start again is packed. Hidden states and logits are those of the piece. The results
+    are exact: ranks exchange states (delta-rule layers), the last tokens before a piece (short convolutions), and keys
+    and values (softmax layers).
 
-    `labels` are those of the piece; the last token of a piece predicts the first label of the next one. `shift_labels`
+    `labels` are those of the piece; the last token of a piece predicts the first label of the next. `shift_labels`
     (token t predicts label t) take their place if they are given. The loss of a rank is its summed loss over the mean
-    number of labels that a rank has. So the mean of the losses of all ranks is the loss of the whole rows, and the mean
-    of their gradients is its gradient, which is what DDP and FSDP take over data-parallel ranks too. With
-    `num_items_in_batch` the summed loss is divided by that.
+    number of labels per rank. So the mean of the losses of all ranks is the loss of the whole rows, and the mean of
+    their gradients is its gradient; DDP and FSDP take that mean, over data-parallel ranks too. With
+    `num_items_in_batch` the summed loss is divided by that number.
 
-    An empty `DynamicCache` that the model is given is filled on every rank with what the whole rows leave there. So the
-    ranks run a long prompt but for its last token together, and after `context_parallel(model, None)` each of them, or
-    one, generates from the cache. Not in accelerated models.
+    Every rank fills an empty `DynamicCache` with the states, keys and values of the whole rows. So the ranks can run
+    all but the last token of a long prompt together, and after `context_parallel(model, None)` each of them, or one,
+    generates from the cache. Accelerated models fill no cache.
 
     Args:
         model: a delta-rule layer or a model with some: our own, swapped or accelerated.
@@ -77,7 +78,7 @@ def context_parallel(model: M, ranks: DeviceMesh | ProcessGroup | ContextParalle
 
 
 def _share(model: Any, context: ContextParallel | None) -> None:
-    """Tell a model of transformers, which reads `deltazoo_context` where it describes a batch."""
+    """Set the context of a model of transformers, which reads `deltazoo_context` when it describes a batch."""
     model.deltazoo_context = context
     if context is not None and model.base_model is not model and _shift_labels not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_shift_labels, with_kwargs=True)
@@ -101,7 +102,7 @@ def _call_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 
 def _complete_cache(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook of a base model: gather the keys and values of softmax layers; the other layers have all."""
+    """Gather the keys and values of softmax layers into the cache; the forward hook of a base model."""
     context: ContextParallel | None = model.deltazoo_context
     cache = cache_in(_call_of(model, args, kwargs))
     if context is None or cache is None:
@@ -116,7 +117,7 @@ def _complete_cache(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 
 def _shift_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of a model with a loss: shift labels across pieces, and count those of all ranks."""
+    """The arguments with labels shifted across pieces and counted on all ranks; the pre-hook of a model with a loss."""
     context: ContextParallel | None = model.deltazoo_context
     if context is None:
         return None
@@ -142,7 +143,7 @@ def _shift_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _next_begins_document(
     context: ContextParallel, num_tokens: int, cu_seqlens: Tensor | None, position_ids: Tensor | None
 ) -> Tensor | None:
-    """`[B or 1, T]` bool: whether the next token begins a packed sequence, which is not predicted; None: unknown."""
+    """Mask `[B or 1, T]` bool: the next token begins a packed sequence and is not predicted; None: unknown."""
     if cu_seqlens is not None:
         lengths = agreed_lengths(context, num_tokens, "labels").known_lengths
         begin = sum(lengths[: context.rank])
@@ -160,9 +161,9 @@ def local_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     Labels are shifted before the cut, so that the last token of a piece predicts the first of the next.
 
     Args:
-        batch: `input_ids`, `position_ids`, `labels`, `shift_labels`, `attention_mask` `[B, T]`, whichever are there,
-            are cut; everything else, such as global `cu_seqlens`, stays as it is.
-        mesh: of one dimension, such as `mesh["cp"]`.
+        batch: `input_ids`, `position_ids`, `labels`, `shift_labels` and `attention_mask` `[B, T]`, those that it has,
+            are cut; everything else, such as global `cu_seqlens`, stays.
+        mesh: a mesh of one dimension, such as `mesh["cp"]`.
 
     Raises:
         ValueError: fewer tokens than ranks.
@@ -171,12 +172,12 @@ def local_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def piece_of_batch(batch: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """`local_batch` of a given rank.
+    """The result of `local_batch` on a given rank.
 
     Args:
-        batch: as there.
-        rank: the number of the piece.
-        ranks: the number of pieces.
+        batch: see `local_batch`.
+        rank: number of the piece.
+        ranks: number of pieces.
 
     Raises:
         ValueError: fewer tokens than ranks.
@@ -202,7 +203,7 @@ def _piece_bounds(tokens: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The mask follows from the description of the batch."""
+    """None, since the mask follows from the description of the batch."""
 
 
 def _attend_to_all_ranks(
@@ -216,16 +217,16 @@ def _attend_to_all_ranks(
     delta_batch: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of this rank's queries to the keys of all ranks, as transformers calls its implementations.
+    """Causal attention of this rank's queries to the keys of all ranks, an implementation for transformers.
 
     Args:
         module: the layer.
         query: `[B, H, T, d]`, of this rank's piece; key and value: `[B, G, T, d]`.
         attention_mask: None.
-        scaling: of the scores, `d ** -0.5` unless given.
-        dropout: of the weights.
+        scaling: factor of the scores, `d ** -0.5` unless given.
+        dropout: dropout of the weights.
         delta_batch: the description of the batch.
-        kwargs: others', without effect.
+        kwargs: arguments of other implementations, without effect.
 
     Returns:
         `[B, T, H, d]`, and None in place of the weights.
@@ -247,6 +248,10 @@ def _attend_to_all_ranks(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    if sequences.cu_seqlens is None and query.is_cuda and not torch.compiler.is_compiling():
+        causal = causal_lower_right(sequences.num_tokens, seen)  # which kernels know without a mask in memory
+        output = F.scaled_dot_product_attention(query, key, value, causal, dropout, scale=scaling)
+        return output.transpose(1, 2).contiguous(), None
     outputs = []
     for first in range(0, sequences.num_tokens, _QUERIES):
         queries = query[:, :, first : first + _QUERIES]
@@ -259,7 +264,7 @@ def _attend_to_all_ranks(
 
 
 def _visible(sequences: SharedSequences, begin: int, end: int, device: torch.device) -> Tensor:
-    """`[end - begin, end]` bool: which tokens those from `begin` attend to: of their sequence, up to themselves."""
+    """Mask `[end - begin, end]` bool of the tokens that each from `begin` attends to: of its sequence, up to itself."""
     tokens = torch.arange(end, device=device)
     queries = tokens[begin:, None]
     visible = queries >= tokens

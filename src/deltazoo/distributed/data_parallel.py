@@ -1,46 +1,55 @@
-"""FSDP2 for models whose parameters have two dtypes, and clipping of gradients that lie on several device meshes."""
+"""FSDP2 for models whose parameters have two dtypes."""
 
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.modeling_utils import PreTrainedModel
 
 from deltazoo._report import RunsDeltaRule
 from deltazoo.layers import DeltaRuleAttention
 
-__all__ = ["clip_grad_norm_", "fully_shard_model"]
+__all__ = ["fully_shard_model"]
+
+_ONE_GROUP = 2**29
+"""Parameters up to which blocks are one group: gathered in 16 bits, they and their gradients are 2 GiB."""
 
 
 def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
-    """Shard a model with `torch.distributed.fsdp.fully_shard`, block by block, with gate parameters in float32.
+    """The model, sharded by `torch.distributed.fsdp.fully_shard`, with gate parameters in float32.
+
+    Each block is a group, whose parameters are gathered when they are needed. Every group takes time of the host, for
+    which GPUs wait in small models: up to half a billion parameters, all but the first block are one group.
 
     FSDP2 gathers parameters in groups, each of one dtype, and casts a group as its `mp_policy` says. Here the
     parameters that layers keep in float32 (`A_log`, `dt_bias`) form one group of the whole model that is never cast.
-    Everything else in a block is one group. accelerate and Trainer put a whole block into one group always; they do not
-    shard a model that is sharded already.
+    accelerate and Trainer always put a whole block into one group; they do not shard a model that is sharded already.
+
+    The policy casts the arguments of a block, not those of the model: 16 bits do not hold the number of labels, by
+    which the loss is divided.
 
     In accelerated layers of transformers all parameters but those of linear maps stay float32.
 
     Args:
         model: one of ours, a swapped or an accelerated one; changed in place.
-        options: of `fully_shard`, such as `mesh`, `mp_policy` and `offload_policy`.
+        options: arguments of `fully_shard`, such as `mesh`, `mp_policy` and `offload_policy`.
 
     Returns:
         The model.
     """
-    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     policy = options.get("mp_policy")
     casts = policy is not None and (policy.param_dtype, policy.reduce_dtype) != (None, None)
+    of_model = {**options, **({"mp_policy": replace(policy, cast_forward_inputs=False)} if policy else {})}
+    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    if sum(parameter.numel() for parameter in model.parameters()) <= _ONE_GROUP:
+        blocks = blocks[:1]  # which casts what enters
     if casts or _num_dtypes(model) > 1:
-        _shard_with_gates(model, blocks, options)
+        _shard_with_gates(model, blocks, options, of_model)
     else:
-        for module in (*blocks, model):
-            fully_shard(module, **options)
+        for block in blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **of_model)
     return model
 
 
@@ -48,8 +57,10 @@ def _num_dtypes(model: nn.Module) -> int:
     return len({parameter.dtype for parameter in model.parameters()})
 
 
-def _shard_with_gates(model: PreTrainedModel, blocks: list[nn.Module], options: dict[str, Any]) -> None:
-    """Put what layers keep in float32 into groups that are not cast.
+def _shard_with_gates(
+    model: PreTrainedModel, blocks: list[nn.Module], options: dict[str, Any], of_model: dict[str, Any]
+) -> None:
+    """Shard a model with the parameters that layers keep in float32 in groups that are not cast.
 
     The gates of all layers are the group of the base model, since every group costs two collectives and much of the
     host's time in each step. FSDP2 does not look for parameters in modules that have a group already, so the outer
@@ -61,7 +72,7 @@ def _shard_with_gates(model: PreTrainedModel, blocks: list[nn.Module], options: 
         fully_shard(foreign, **gate_options)
 
     base, layers = model.base_model, _layers_with_gates(model)
-    _shard(model, _gates(model) | {parameter for block in blocks for parameter in block.parameters()}, options)
+    _shard(model, _gates(model) | {parameter for block in blocks for parameter in block.parameters()}, of_model)
     if base is not model and layers:
         _shard(base, set(model.parameters()) - _gates(model), gate_options)
     for block in blocks:
@@ -72,7 +83,7 @@ def _shard_with_gates(model: PreTrainedModel, blocks: list[nn.Module], options: 
 
 
 def _shard(module: nn.Module, leave: set[nn.Parameter], options: dict[str, Any]) -> None:
-    """`fully_shard` with these options, and with further parameters that are not of the group."""
+    """Call `fully_shard` with these options, and leave further parameters out of the group."""
     fully_shard(module, **{**options, "ignored_params": leave | (options.get("ignored_params") or set())})
 
 
@@ -82,30 +93,5 @@ def _layers_with_gates(model: nn.Module) -> list[DeltaRuleAttention]:
 
 
 def _gates(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that layers keep in float32; sharding replaces parameters, so ask again after it."""
+    """Parameters that layers keep in float32; sharding replaces parameters, so call this again after it."""
     return {parameter for layer in _layers_with_gates(model) for parameter in layer.kept_in_float32()}
-
-
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Clip as `torch.nn.utils.clip_grad_norm_`, also where some parameters are divided and others are whole.
-
-    Tensor parallelism leaves norms whole on every rank, as plain tensors, and torch's function takes no mixture.
-
-    Args:
-        parameters: all of the model's; plain ones have the same gradients on all ranks, which needs transformers 5.17
-            under tensor parallelism.
-        max_norm: gradients of a larger norm are scaled to this one.
-
-    Returns:
-        Norm of all gradients before, `[]`, the same on all ranks.
-    """
-    groups: dict[object, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    norms = [get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups.values()]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total = torch.stack(whole).norm() if whole else torch.tensor(0.0)
-    for group in groups.values():
-        clip_grads_with_norm_(group, max_norm, total)
-    return total

@@ -24,16 +24,16 @@ __all__ = ["ContextParallelTrainer", "ShardedTrainer"]
 
 
 class ContextParallelTrainer(Trainer):
-    """Trainer under context parallelism: neighbouring processes compute on pieces of the same batches.
+    """A Trainer under context parallelism: neighbouring processes compute on pieces of the same batches.
 
     `per_device_train_batch_size` is the batch of a group of processes, without padding. Batches, losses and gradients
-    are those of Trainer on as many processes as there are groups. Evaluate with `prediction_loss_only=True`: logits are
-    those of pieces.
+    equal those of Trainer on as many processes as there are groups. Evaluate with `prediction_loss_only=True`, since
+    logits are those of pieces.
 
     Args:
-        args: as of Trainer.
+        args: arguments of Trainer.
         context_parallel: number of processes in a group.
-        kwargs: as of Trainer.
+        kwargs: keyword arguments of Trainer.
 
     Raises:
         ValueError: the processes do not form groups of that size.
@@ -50,7 +50,7 @@ class ContextParallelTrainer(Trainer):
             self.accelerator.state.device_mesh = mesh  # accelerate's data loader gives a group the same rows
             assert self.model is not None
             share_rows(self.model, mesh["cp"])
-            # Cut here, Trainer counts the labels of pieces, in every version of transformers.
+            # The collator cuts, so that every version of transformers counts the labels of pieces.
             self.data_collator = partial(
                 _collate_piece, self.data_collator, mesh.get_local_rank("cp"), context_parallel
             )
@@ -61,15 +61,15 @@ def _collate_piece(collate: Callable[[Any], Mapping[str, Any]], rank: int, ranks
 
 
 class ShardedTrainer(ContextParallelTrainer):
-    """Trainer that divides parameters, gradients and optimizer among all processes, gates in float32 (FSDP2).
+    """A Trainer that divides parameters, gradients and optimizer among all processes, gates in float32 (FSDP2).
 
-    accelerate's own FSDP2 has one dtype for all parameters of a module, in which gates would be rounded. A checkpoint
-    of so many processes, or of one, goes on in any number of them.
+    accelerate's own FSDP2 has one dtype for all parameters of a module, which would round gates. A checkpoint of any
+    number of processes continues in any other number.
 
     Args:
-        args: as of Trainer.
-        fully_shard: whether to divide; in one process nothing is.
-        kwargs: as of `ContextParallelTrainer`.
+        args: arguments of Trainer.
+        fully_shard: whether to divide; one process divides nothing.
+        kwargs: keyword arguments of `ContextParallelTrainer`.
     """
 
     def __init__(self, *args: Any, fully_shard: bool = False, **kwargs: Any) -> None:
@@ -77,7 +77,7 @@ class ShardedTrainer(ContextParallelTrainer):
         self._shards = fully_shard and self.args.world_size > 1
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The sharded model, where accelerate would have a model of its own."""
+        """The sharded model, in place of accelerate's own wrapper."""
         if not self._shards:
             return super()._wrap_model(model, *args, **kwargs)
         if isinstance(model, _Sharded):
@@ -86,7 +86,7 @@ class ShardedTrainer(ContextParallelTrainer):
             param_dtype=torch.bfloat16 if self.args.bf16 else None, reduce_dtype=torch.float32
         )
         fully_shard_model(self.model, mp_policy=policy)  # type: ignore[arg-type]
-        self.optimizer = None  # the one that Trainer has made holds the whole parameters
+        self.optimizer = None  # Trainer's optimizer holds the whole parameters
         self.create_optimizer()
         return _Sharded(self.model)  # type: ignore[arg-type]
 
@@ -149,17 +149,17 @@ class ShardedTrainer(ContextParallelTrainer):
 
 
 class _Sharded(nn.Module):
-    """A model that FSDP2 has sharded. Trainer leaves alone what it does not recognise as its own model."""
+    """A model that FSDP2 has sharded, wrapped so that Trainer does not recognise it and leaves it alone."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.module = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's."""
+        """The output of the model."""
         return self.module(*args, **kwargs)
 
 
 def _shards_of(checkpoint: str) -> Path:
-    """The folder of a checkpoint with every process's share of the optimizer's state."""
+    """Folder in a checkpoint that holds every process's share of the optimizer's state."""
     return Path(checkpoint) / "optimizer"

@@ -1,8 +1,8 @@
-"""What the layers of a model need to know of a batch, from the arguments of the model's forward pass.
+"""The description of a batch for the layers of a model, made from the arguments of the model's forward pass.
 
 transformers users say where documents begin in five ways: an `attention_mask`, `cu_seqlens`, FlashAttention's
-`cu_seq_lens_q`, `seq_idx`, or `position_ids` that start again. All of them end in one description, made once per
-forward pass for own, swapped and accelerated models alike. Two that disagree are refused, since a layer that trusts
+`cu_seq_lens_q`, `seq_idx`, or `position_ids` that start again. All of them become one description, made once per
+forward pass for own, swapped and accelerated models alike. Two that disagree are refused, since a layer that follows
 the wrong one leaks state from one document into the next.
 """
 
@@ -48,24 +48,24 @@ __all__ = [
 ]
 
 PACKING_ARGUMENTS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-"""The arguments of `describe_batch`, and of a model's forward pass, that say nothing but where documents begin."""
+"""The arguments of `describe_batch`, and of a model's forward pass, that only say where documents begin."""
 
 LAYER_TYPES = ("linear_attention", "full_attention")
-"""The layer types of our models, which ready masks are named by."""
+"""The layer types of our models, by which ready masks are named."""
 
 _NO_CACHE = "packed documents cannot fill or continue a cache: run them without past_key_values"
 
 
 @dataclass(frozen=True)
 class BatchDescription:
-    """What the layers of a model need to know of a batch besides its tokens."""
+    """The description of a batch that the layers of a model need besides its tokens."""
 
     sequences: Sequences
-    """For the linear layers."""
+    """The description that linear layers take."""
     position_ids: Tensor
     """`[B or 1, T]` int64: position of each token in its sequence, for rotary embeddings."""
     attention_mask: Tensor | Mapping[str, Tensor | None] | None
-    """What softmax layers build their mask from: `[B, past + T]`, ready masks by layer type, or None."""
+    """The source of the mask of softmax layers: `[B, past + T]`, ready masks by layer type, or None."""
 
     @property
     def packed(self) -> bool:
@@ -89,7 +89,7 @@ class BatchDescription:
         return self.sequences.mask if isinstance(self.sequences, PaddedSequences) else None
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "BatchDescription":
-        """The same on another device; accelerate asks for it where a model's layers are on several."""
+        """The description on another device; accelerate asks for it if a model's layers are on several."""
 
         def moved(x: Any) -> Any:
             return x.to(device, non_blocking=non_blocking) if isinstance(x, Tensor) else x
@@ -113,23 +113,23 @@ def describe_batch(
     seq_idx: Tensor | None = None,
     fills_cache: bool = False,
 ) -> BatchDescription:
-    """One description of a batch from all that a caller of a model passed.
+    """The description of a batch from all arguments of a model's caller.
 
     Args:
         batch_size, num_tokens: B and T of the current tokens.
-        past_length: tokens already in the cache; a tensor where the cache counts on the device.
-        device: of the current tokens.
-        attention_mask: `[B, past + T]` with 1 = real token, or masks by layer type as `generate` prepares them.
+        past_length: number of tokens in the cache; a tensor if the cache counts on the device.
+        device: device of the current tokens.
+        attention_mask: `[B, past + T]` with 1 = real token, or the masks by layer type that `generate` prepares.
         position_ids: `[B, T]` or `[1, T]`; a value not above the one before it begins a new document.
         cu_seqlens: `[N + 1]` boundaries of packed documents, with B = 1.
-        cu_seq_lens_q, cu_seq_lens_k: the same under FlashAttention's names.
+        cu_seq_lens_q, cu_seq_lens_k: boundaries under FlashAttention's names.
         seq_idx: `[B, T]`, a number per document.
         fills_cache: whether the tokens go into a cache, which packed documents cannot.
 
     Raises:
         ValueError: no rows or no tokens; a description has the wrong shape, or two contradict each other; packed
-            documents and a cache. Compiled code, which reads no values, raises RuntimeError for the last where only
-            `position_ids` tell of packed documents.
+            documents and a cache. Compiled code reads no values: there packed documents that only `position_ids` show
+            raise RuntimeError with a cache.
     """
     shape = (batch_size, num_tokens)
     refuse_empty(shape)
@@ -138,7 +138,7 @@ def describe_batch(
     cu_seqlens = _one_cu_seqlens(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
     position_ids = checked_position_ids(position_ids, shape)
 
-    # Ready masks of a model without linear layers do not say where padding is; its positions may look like restarts.
+    # Ready masks of a model without linear layers do not show the padding, whose positions may look like restarts.
     padding_known = not isinstance(attention_mask, Mapping) or "linear_attention" in attention_mask
     telling = position_ids if padding_known else None
     explicit = document_starts(shape, {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx})
@@ -156,7 +156,7 @@ def describe_batch(
     else:
         packed = PackedSequences.from_cu_seqlens(cu_seqlens, num_tokens)
     if torch.is_grad_enabled() and graphs_run_on(device) and not torch.compiler.is_compiling():
-        packed = packed.padded()  # captured or not: the number of sequences decides about tiles
+        packed = packed.padded()  # also without capture: tiles depend on the number of sequences
     return BatchDescription(packed, packed.positions if position_ids is None else position_ids, None)
 
 
@@ -175,10 +175,10 @@ def describe_shared_batch(
     fills_cache: bool = False,
     wrong_cache: str | None = None,
 ) -> BatchDescription:
-    """The description of a piece of rows that several ranks share; arguments and errors as of `describe_batch`.
+    """The description of a piece of rows that several ranks share; see `describe_batch` for arguments and errors.
 
-    B and T are those of this rank's piece, and so are `position_ids`. Boundaries are those in the whole row. Errors are
-    raised on every rank; `wrong_cache` says why the cache cannot be filled.
+    B, T and `position_ids` are those of this rank's piece, boundaries those of the whole row. Errors are raised on
+    every rank; `wrong_cache` is the reason why the cache cannot be filled.
     """
 
     def check() -> None:
@@ -219,12 +219,12 @@ def refuse_empty(shape: tuple[int, int]) -> None:
 
 
 def document_starts(shape: tuple[int, int], given: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Where packed documents begin, `[B, T]` bool, by each of the arguments that say nothing else.
+    """Masks `[B, T]` bool of the first tokens of documents, one by each argument that only says where they begin.
 
     Args:
         shape: B and T.
-        given: by name, `seq_idx` `[B, T]`, a number per document, or boundaries `[N + 1]`, which need B = 1. None is
-            skipped.
+        given: arguments by name: `seq_idx` `[B, T]`, a number per document, or boundaries `[N + 1]`, which need B = 1.
+            None is skipped.
     """
     found = {}
     for name, argument in given.items():
@@ -255,7 +255,7 @@ def agreeing_starts(found: Mapping[str, Tensor], *, check: bool) -> Tensor:
 
 
 def positions_in_documents(starts: Tensor) -> Tensor:
-    """`[B, T]` int64, from 0 in every document, from where documents begin, `[B, T]` bool."""
+    """Positions `[B, T]` int64, from 0 in every document, computed from a mask `[B, T]` bool of first tokens."""
     tokens = torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)
     return tokens - torch.where(starts, tokens, 0).cummax(1).values
 
@@ -263,11 +263,11 @@ def positions_in_documents(starts: Tensor) -> Tensor:
 def whole_numbers(
     attention_mask: Tensor | Mapping[str, Tensor | None] | None, layer_types: Collection[str] = LAYER_TYPES
 ) -> Tensor | Mapping[str, Tensor | None] | None:
-    """The mask without fractions, or the ready masks with such a one for linear layers.
+    """The mask as whole numbers, or ready masks with such a mask for linear layers.
 
     Args:
-        attention_mask: as of `describe_batch`.
-        layer_types: that ready masks may be named by.
+        attention_mask: the argument of `describe_batch`.
+        layer_types: names that ready masks may have.
     """
     if not isinstance(attention_mask, Mapping):
         check_tensor("attention_mask", attention_mask)
@@ -282,7 +282,7 @@ def whole_numbers(
 
 
 def _without_fractions(attention_mask: Tensor | None) -> Tensor | None:
-    """The mask as whole numbers: PEFT's prompt tuning writes ones as floats. Additive masks mean the opposite."""
+    """The mask as whole numbers. PEFT's prompt tuning writes ones as floats; other floats may be additive masks."""
     if attention_mask is None or not attention_mask.is_floating_point() or attention_mask.ndim != 2:
         return attention_mask
     real = attention_mask == 1
@@ -299,12 +299,12 @@ def current_padding(
     shape: tuple[int, int],
     past_length: int | Tensor | None,
 ) -> Tensor | None:
-    """`[B, T]` bool of the current tokens, True = real, or None if all are known to be real.
+    """The mask `[B, T]` bool of the current tokens, True = real, or None if all are known to be real.
 
     Args:
-        attention_mask: that `whole_numbers` has made.
+        attention_mask: result of `whole_numbers`.
         shape: B and T of the current tokens.
-        past_length: tokens already in the cache; None if nobody has counted them.
+        past_length: number of tokens in the cache; None if it is unknown.
 
     Raises:
         ValueError: a mask of another shape, over pairs of tokens, or with other values than 0 and 1.
@@ -335,7 +335,7 @@ def current_padding(
 def _checked_tokens(attention_mask: Tensor, num_tokens: int | None = None) -> tuple[Tensor, bool]:
     """The last columns of a mask `[B, past + T]` as bool, and whether all of them are real.
 
-    Reading that costs one wait for the device per forward pass and saves every layer the work of padding.
+    Reading the mask waits for the device once per forward pass and saves every layer the work of padding.
     """
     current = attention_mask[:, -(num_tokens or attention_mask.shape[1]) :]
     if attention_mask.dtype == torch.bool or not attention_mask.numel():
@@ -346,7 +346,7 @@ def _checked_tokens(attention_mask: Tensor, num_tokens: int | None = None) -> tu
 
 
 def _one_cu_seqlens(*candidates: Tensor | None) -> Tensor | None:
-    """The one `cu_seqlens` that several arguments give."""
+    """The boundaries that several arguments agree on; None without any."""
     for candidate in candidates:
         check_tensor("cu_seqlens", candidate)
     given = [candidate for candidate in candidates if candidate is not None]
@@ -359,7 +359,7 @@ def _one_cu_seqlens(*candidates: Tensor | None) -> Tensor | None:
 
 
 def checked_position_ids(position_ids: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """Positions `[B, T]` or `[1, T]`, also of `[T]`; ValueError unless they are of B rows of T tokens."""
+    """Positions `[B, T]` or `[1, T]`, also from `[T]`; ValueError unless they fit B rows of T tokens."""
     check_tensor("position_ids", position_ids)
     if position_ids is None:
         return None
@@ -377,7 +377,7 @@ def _all_starts(
     explicit: Mapping[str, Tensor],
     fills_cache: bool,
 ) -> Tensor | None:
-    """Where packed documents begin, `[B, T]` bool, by the explicit arguments and positions; None unless packed."""
+    """Mask `[B, T]` bool of first tokens of documents, by explicit arguments and positions; None unless packed."""
     found = dict(explicit)
     if position_ids is not None and shape[1] > 1 and (not found or readable(position_ids)):
         restarts = _starts_from_positions(position_ids.expand(shape), mask)
@@ -394,16 +394,16 @@ def _all_starts(
 
 
 def _after_first(starts: Tensor) -> Tensor:
-    """`[B, T]` bool from `[B, T - 1]`: a document begins with every row's first token."""
+    """Mask `[B, T]` bool of first tokens from `[B, T - 1]`: the first token of a row begins a document."""
     return F.pad(starts, (1, 0), value=True)
 
 
 def _starts_from_positions(position_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """A document begins at a real token whose position is not above that of the real token before it."""
+    """Mask of first tokens: real tokens whose position is not above that of the real token before."""
     if mask is None:
         return _after_first(position_ids[:, 1:] <= position_ids[:, :-1])
     tokens = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-    last = torch.where(mask, tokens, -1).cummax(1).values[:, :-1]  # the real token before each; -1 if there is none
+    last = torch.where(mask, tokens, -1).cummax(1).values[:, :-1]  # the real token before each, or -1
     before = torch.where(last >= 0, position_ids.gather(1, last.clamp(min=0)), -1)
     return _after_first((position_ids[:, 1:] <= before) & mask[:, 1:])
 
@@ -421,7 +421,7 @@ def row_positions(
     past_length: int | Tensor,
     device: torch.device,
 ) -> Tensor:
-    """Count real tokens where a mask tells them apart, all tokens otherwise."""
+    """Positions that count real tokens if a mask tells them apart, otherwise all tokens."""
     if isinstance(attention_mask, Tensor):
         return (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -num_tokens:]
     return (torch.arange(num_tokens, device=device) + past_length)[None]

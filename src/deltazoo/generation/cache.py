@@ -1,11 +1,11 @@
-"""Our layers inside transformers' caches: states of delta-rule layers; and the name by which models take a cache.
+"""Layers of transformers' caches that hold states of delta-rule layers, and the name by which models take a cache.
 
 A model puts one `DeltaRuleCacheLayer` per linear layer into the plain `DynamicCache` or `StaticCache` that `generate`
 or the user made. transformers' own linear-attention cache layer does not suffice: it counts no tokens, so a cache of
 such layers alone has no length, and it loses the state of layers without a convolution.
 
-transformers passes a cache as `cache` since 5.24, before it as `past_key_values` and `cache_params`. No other file of
-the package knows which version uses which.
+transformers passes a cache as `cache` since 5.24, before as `past_key_values` and `cache_params`. This file alone of
+the package knows which version uses which name.
 """
 
 import inspect
@@ -48,22 +48,22 @@ __all__ = [
 ]
 
 CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
-"""The argument of models and of transformers' functions, and the field of their outputs."""
+"""Name of the cache among the arguments of models and of transformers' functions, and in their outputs."""
 _OLD_NAME = "past_key_values"
 _NO_LONGER_TAKEN = "5.40.0"
-"""The version of transformers that stops taking the old name."""
+"""The version of transformers that no longer takes the old name."""
 
 
 class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
-    """Convolution window, float32 state and token count of one delta-rule layer; the size is the same at any length.
+    """Convolution window, float32 state and token count of one delta-rule layer; its size does not grow.
 
-    The layer carries on from `state` alone. `reset` and then `store` replace it, to move a cache or to restore a saved
-    state.
+    The layer continues from `state` alone. To move a cache or to restore a saved state, `reset` and then `store`
+    replace it.
 
     Args:
-        static: write new states into the tensors of the first call, so that their addresses never change, and count
-            tokens on the device. Compiled code and CUDA graphs rely on both in a `StaticCache`.
-        mask_length: the number of keys that the cache's softmax layers make masks for, if it is fixed.
+        static: whether new states are written into the tensors of the first call, so that addresses never change, and
+            tokens are counted on the device. Compiled code and CUDA graphs rely on both in a `StaticCache`.
+        mask_length: the number of keys for which the cache's softmax layers make masks, if it is fixed.
     """
 
     is_sliding = False
@@ -86,14 +86,14 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """Rows of the state; AttributeError before the first token, as cache layers have it."""
+        """Rows of the state; AttributeError before the first token, as in other cache layers."""
         if self.recurrent_states[0] is None:
             raise AttributeError("batch_size")
         return self.recurrent_states[0].shape[0]
 
     @property
     def state(self) -> LayerState | None:
-        """Window and state from which the layer carries on; None before its first token."""
+        """Window and state from which the layer continues; None before its first token."""
         if not self.has_previous_state[0]:
             return None
         return LayerState(self.conv_states[0], self.recurrent_states[0], self.auxiliary_state)  # type: ignore[arg-type]
@@ -102,8 +102,8 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Keep the state after `num_new_tokens` more tokens.
 
         Args:
-            state: of the layer.
-            num_new_tokens: since the last call.
+            state: the layer's state.
+            num_new_tokens: tokens since the last call.
             others: layers of the same static cache. All see the same tokens, so the first that is filled counts for
                 all. The layer keeps no reference to them, since exporting a cache follows every reference.
         """
@@ -141,10 +141,10 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.num_tokens.add_(num_new_tokens)
 
     def fix_count(self, num_tokens: Tensor) -> None:
-        """Count no more: report this number from now on."""
+        """Stop counting, and report this number from now on."""
         self.num_tokens, self._counts = num_tokens, False
 
-    # Lengths and masks, as transformers asks for them.
+    # Lengths and masks, which transformers asks for.
 
     def get_seq_length(self) -> int | Tensor:  # type: ignore[override]
         """Tokens seen so far, padding included."""
@@ -158,7 +158,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """No maximum (-1): the state has no time axis."""
         return -1
 
-    # Rows: beam search and batch manipulation.
+    # Rows, for beam search and changes of the batch.
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes the former row `beam_idx[i]`."""
@@ -198,14 +198,14 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.num_tokens = 0
 
     def activate_past_recording(self) -> None:
-        """Refuse, as `crop` does."""
+        """Refuse to record tokens, see `crop`."""
         refuse_to_go_back()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: a recurrence with decay cannot be run backwards."""
+        """Refuse to remove tokens: a recurrence with decay cannot be run backwards."""
         refuse_to_go_back()
 
-    # The rest of transformers' interface, for code that writes linear-attention states itself.
+    # The rest of transformers' interface, which code calls that writes linear-attention states itself.
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the first `store` provides the tensors."""
@@ -215,7 +215,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         raise ValueError("this cache layer belongs to a delta-rule layer and holds no keys and values")
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Refuse: window and state are kept together by `store`."""
+        """Refuse a state without its window: `store` keeps both."""
         raise NotImplementedError("a delta-rule cache layer takes its states through store()")
 
     update_conv_state = update_recurrent_state
@@ -225,7 +225,7 @@ class CacheStates:
     """A transformers cache as the `past_key_values` that `deltazoo.layers` expect.
 
     Args:
-        cache: made ready by `prepare_cache`.
+        cache: a cache that `prepare_cache` has prepared.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -252,7 +252,7 @@ def _at_fixed_address(x: Any) -> Any:
 
 
 def refuse_to_go_back() -> NoReturn:
-    """Raise the RuntimeError of a cache that is asked to take tokens back."""
+    """Raise RuntimeError, since a cache of states cannot take tokens back."""
     raise RuntimeError(
         "the state of a delta-rule layer cannot take tokens back, so its cache neither records tokens nor crops them: "
         "take a deltazoo.generation.snapshot of the cache before those tokens, and restore it"
@@ -260,12 +260,12 @@ def refuse_to_go_back() -> NoReturn:
 
 
 def is_used(layer: Any) -> bool:
-    """Whether a cache layer of any kind holds something: keys and values, or states."""
+    """Whether a cache layer of any kind holds keys and values, or states."""
     return getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values())
 
 
 def why_not_shared(cache: Cache | None) -> str | None:
-    """Why rows that several ranks share cannot fill a cache; None if they can, or there is none."""
+    """The reason why rows that several ranks share cannot fill a cache; None if they can, or there is none."""
     if cache is None:
         return None
     if not isinstance(cache, DynamicCache):
@@ -279,7 +279,7 @@ def why_not_shared(cache: Cache | None) -> str | None:
 
 
 def layer_of_cache(cache: Cache, index: int) -> Any:
-    """Layer `index` of a cache; ValueError if it has fewer."""
+    """Layer number `index` of a cache; ValueError if the cache has fewer layers."""
     if index >= len(cache.layers):
         raise ValueError(
             f"the cache has {len(cache.layers)} layers and the model more: it belongs to another model, or was not "
@@ -289,7 +289,7 @@ def layer_of_cache(cache: Cache, index: int) -> Any:
 
 
 def not_of_a_linear_layer(layer: Any, index: int) -> ValueError:
-    """The error for a cache that holds something else than states where the model has linear layer `index`."""
+    """The error for a cache that holds no state at the place of the model's linear layer `index`."""
     return ValueError(
         f"layer {index} of the model is linear, but the cache holds a used {type(layer).__name__} there: it belongs to "
         "another model, or is a prefix of keys and values (prefix tuning), which only softmax layers can attend to"
@@ -297,7 +297,7 @@ def not_of_a_linear_layer(layer: Any, index: int) -> ValueError:
 
 
 def check_cache(cache: object, num_layers: int) -> None:
-    """Raise ValueError for anything but a cache of transformers that holds tokens in at most so many layers."""
+    """Raise ValueError for anything but a cache of transformers that holds tokens in at most `num_layers` layers."""
     if not isinstance(cache, Cache):
         raise ValueError(f"the cache must be a transformers Cache, got {type(cache).__name__}")
     if any(is_used(layer) for layer in cache.layers[num_layers:]):
@@ -311,7 +311,7 @@ def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
 
     Args:
         cache: a `DynamicCache` (with or without config) or a `StaticCache`.
-        layer_types: of the layers that run.
+        layer_types: types of the layers that run.
 
     Raises:
         ValueError: the cache has other layers than the model, and has been used.
@@ -336,7 +336,7 @@ def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
 
 
 def prepare_cache_layer(cache: Cache, index: int) -> None:
-    """Put a `DeltaRuleCacheLayer` into a fresh cache as layer `index`, in place; one that is there stays.
+    """Put a `DeltaRuleCacheLayer` into a fresh cache as layer `index`, in place; one that is already there stays.
 
     Raises:
         ValueError: the cache has no such layer, or holds keys and values there.
@@ -351,7 +351,7 @@ def prepare_cache_layer(cache: Cache, index: int) -> None:
         raise not_of_a_linear_layer(layer, index)
     if getattr(layer, "record_past", False):
         refuse_to_go_back()
-    # Full softmax layers make longer masks than sliding layers have windows.
+    # The masks of full softmax layers are longer than the windows of sliding layers.
     lengths = [other.max_cache_len for other in cache.layers if isinstance(other, StaticLayer)]
     cache.layers[index] = DeltaRuleCacheLayer(isinstance(cache, StaticCache), max(lengths, default=None))
 
@@ -359,8 +359,8 @@ def prepare_cache_layer(cache: Cache, index: int) -> None:
 def takes_cache(old_name: str = _OLD_NAME) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator for a method with the parameter `cache`, which gives it the name that transformers uses.
 
-    Where that is `cache`, the old name is taken too, with transformers' own warning; both at once are a ValueError.
-    Where it is the old one, `cache` is an argument that nobody knows.
+    If that name is `cache`, the old one is taken too, with transformers' own warning; both at once raise ValueError. If
+    it is the old name, `cache` is an unknown argument.
 
     Args:
         old_name: the parameter's name before transformers 5.24.
@@ -392,7 +392,7 @@ def cache_in(arguments: Mapping[str, Any]) -> Cache | None:
     """The cache among a model's keyword arguments, under either name that this version of transformers takes.
 
     Raises:
-        ValueError: there are two, of which transformers would use one.
+        ValueError: there are two caches, of which transformers would use one.
     """
     cache, old = arguments.get(CACHE), arguments.get(_OLD_NAME)
     if cache is not None and old is not None and old is not cache:

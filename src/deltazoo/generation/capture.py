@@ -1,8 +1,8 @@
-"""CUDA graphs, what the device is told while a function runs as one launch, and results that the host reads later.
+"""CUDA graphs, which launch the work of a whole function at once, and results that the host reads later.
 
 A step over one token is thousands of launches of microseconds each; a graph of them is one launch. A graph reads and
-writes fixed addresses, and repeats what the device was told while it was captured; nothing else that Python did happens
-again.
+writes fixed addresses, and repeats the work that the device was given during the capture. It repeats nothing else that
+Python did.
 """
 
 import gc
@@ -30,25 +30,25 @@ __all__ = [
 _WAITING = ("_local_scalar_dense", "nonzero", "lift_fresh", "equal", "masked_select", "_unique2", "unique_dim")
 """Operations that make the host wait for a device."""
 _INDEXING = ("index", "index_put", "index_put_")
-"""Operations that wait where an index is a mask, whose true entries must be counted."""
+"""Operations that make the host wait if an index is a mask, whose true entries must be counted."""
 _GROUPED = "_grouped_mm"
-"""Of experts, whose numbers of tokens the host of a GPU reads unless a kernel serves, which there is for bfloat16."""
+"""The product of experts. The host reads their numbers of tokens unless a kernel computes it, as in bfloat16."""
 _capturing = threading.RLock()
-"""Held during a capture: torch's allocator takes one at a time."""
+"""A lock held during a capture: torch's allocator takes one at a time."""
 
 
 def graphs_run_on(device: torch.device) -> bool:
-    """Whether `capture` makes a CUDA graph there."""
+    """Whether `capture` makes a CUDA graph on a device."""
     return device.type == "cuda"
 
 
 class NoWaiting(TorchDispatchMode):
-    """Within this context, operations that make the host wait for a device raise RuntimeError.
+    """A context in which operations that make the host wait for a device raise RuntimeError.
 
-    A capture that meets one fails, too, but leaves torch's allocator in an unfinished state.
+    A capture fails at such an operation, too, but leaves torch's allocator in an unfinished state.
 
     Args:
-        device: whose tensors to watch; tests watch the CPU's.
+        device: device whose tensors are watched; tests watch the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,15 +69,15 @@ class NoWaiting(TorchDispatchMode):
 def capture_graph(
     function: Callable[[], object], stream: torch.cuda.Stream, *, pool: Any = None
 ) -> torch.cuda.CUDAGraph:
-    """A graph of one call of a function, which has run before and so has its kernels compiled.
+    """A graph of one call of a function, which has run before, so that its kernels are compiled.
 
-    Other threads may use the device meanwhile. Afterwards, after an error too, the current stream is what it was, and
-    waits for `stream`.
+    Other threads may use the device meanwhile. Afterwards, also after an error, the current stream is the former one,
+    and waits for `stream`.
 
     Args:
-        function: its tensors stay where they are, and it never waits for the device.
-        stream: of the current device, on which the function is captured.
-        pool: memory that the graph shares with others, `torch.cuda.graph_pool_handle()`; default: its own.
+        function: a function whose tensors stay at their addresses, and which never waits for the device.
+        stream: stream of the current device on which the function is captured.
+        pool: memory that the graph shares with others, `torch.cuda.graph_pool_handle()`; its own unless given.
 
     Raises:
         RuntimeError: the function waits for the device, or memory runs out.
@@ -98,7 +98,7 @@ def capture_graph(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection within this context: freeing a CUDA graph would spoil a capture in this thread."""
+    """A context without garbage collection, which might free a CUDA graph and so spoil a capture in this thread."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -112,11 +112,11 @@ def capture(
     step: Callable[[], None],
     changed: Sequence[Tensor],
 ) -> Callable[[], object]:
-    """A function that does what `step` does: on a GPU one CUDA graph of it, elsewhere `step` itself.
+    """A function with the effect of `step`: on a GPU a CUDA graph of it, elsewhere `step` itself.
 
     Args:
-        step: reads and writes tensors that stay where they are, and never waits for the device.
-        changed: the tensors whose values the step changes and reads again. This call restores them.
+        step: a function over tensors that stay at their addresses, which never waits for the device.
+        changed: tensors whose values the step changes and reads again. This call restores them.
 
     Raises:
         RuntimeError: the step waits for the device, or memory runs out.
@@ -129,7 +129,7 @@ def capture(
         stream = torch.cuda.Stream()
         try:
             with beside_current(stream):
-                step()  # kernels are compiled
+                step()  # compiles the kernels
                 _copy_all(before, changed)
                 with NoWaiting(device):
                     step()
@@ -142,7 +142,7 @@ def capture(
 
 @contextmanager
 def beside_current(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Within this context a stream, if given, is the current one; it waits for the other, which then waits for it."""
+    """A context in which a stream, if given, is the current one; both streams wait for each other's work."""
     if stream is None:
         yield
         return
@@ -161,7 +161,7 @@ def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that torch can still give out on a GPU; elsewhere no limit is known."""
+    """Bytes that torch can still allocate on a GPU; infinity elsewhere."""
     if device.type != "cuda":
         return sys.maxsize
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -169,10 +169,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def read_later(x: Tensor) -> Callable[[], Tensor]:
-    """Start copying a tensor to the host; the result, when called, waits for that copy alone and returns it.
+    """A function that returns a copy of a tensor on the host, begun now; it waits for that copy alone.
 
     Args:
-        x: may be overwritten by operations that follow.
+        x: a tensor, which operations that follow may overwrite.
     """
     if x.device.type != "cuda":
         copied = x.detach().clone()
@@ -189,7 +189,7 @@ def read_later(x: Tensor) -> Callable[[], Tensor]:
 
 
 def wait_for(device: torch.device) -> Callable[[], None]:
-    """A function that waits for what the device has been given until now."""
+    """A function that waits for the work that the device has been given until now."""
     if device.type != "cuda":
         return lambda: None
     done = torch.cuda.Event()

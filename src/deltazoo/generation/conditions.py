@@ -1,7 +1,7 @@
-"""When a model can be decoded: by our own loops, by a captured step in `generate`, and at how many positions.
+"""Reasons, in words, why a model cannot be decoded by our own loops or by a captured step in `generate`.
 
-A graph repeats what the device was told while it was captured. Whatever else Python does happens once, at the capture:
-hooks, counts on the host, choices made from attributes. Where that would matter, the ordinary loop runs.
+A graph repeats the work that the device was given during the capture. Everything else that Python does happens once, at
+the capture: hooks, counts on the host, choices made from attributes. If that would matter, the ordinary loop runs.
 """
 
 from collections.abc import Mapping
@@ -66,16 +66,17 @@ _RULES: dict[str, Any] = {
     "suppress_tokens": [],
     "watermarking_config": None,
 }
-"""What in a generation config changes the likeliest tokens of `model.generate`, or where they end, and the value that
-changes nothing, as None does. How tokens are drawn is not in it: `Sampling` says that."""
+"""Options of a generation config that change the likeliest tokens of `model.generate`, or where they end, and the value
+that changes nothing, as None does. `Sampling` has the options by which tokens are drawn."""
 
 
 def check_model(model: Any) -> None:
-    """ValueError unless decoding loops can run a model: with our delta-rule layers, in evaluation mode, and without
-    rules for its logits that only `model.generate` computes.
+    """Raise ValueError unless decoding loops can run a model.
+
+    It needs our delta-rule layers and evaluation mode, and no rules for its logits that only `model.generate` computes.
     """
     layers = model.modules() if isinstance(model, nn.Module) and isinstance(model, GenerationMixin) else ()
-    # Our own models generate by `CapturedGeneration`, without delta-rule layers, too.
+    # Our own models generate by `CapturedGeneration`, also those without delta-rule layers.
     if not any(isinstance(x, DeltaRuleAttention | RunsDeltaRule) or hasattr(x, "describe_decoding") for x in layers):
         raise ValueError(
             "the loop is for causal language models with our delta-rule layers (deltazoo.swap_attention puts them in, "
@@ -94,7 +95,7 @@ def check_model(model: Any) -> None:
 
 
 def why_not_this_model(model: Any) -> str | None:
-    """Why the steps of a model should run one by one as the model is now; None if they may be captured."""
+    """The reason why the steps of a model in its present state should run one by one; None if they may be captured."""
     device = model.device
     if not graphs_run_on(device):
         return f"the model is on {device}, where there are no CUDA graphs"
@@ -129,7 +130,7 @@ def _unusual_module(model: nn.Module) -> str | None:
         if any(not _is_of("deltazoo.", hook) for hook in hooks):
             return f"{name or 'the model'} has a forward hook"
         replaced = vars(module).get("forward")
-        of_a_step = _is_of("deltazoo.generation.", replaced)  # for a while, in another thread
+        of_a_step = _is_of("deltazoo.generation.", replaced)  # for a time, in another thread
         if (replaced is not None and not of_a_step) or module._compiled_call_impl is not None:
             return f"the forward pass of {name or 'the model'} has been replaced"
     if "prepare_inputs_for_generation" in vars(model):
@@ -150,13 +151,13 @@ def _unusual_cache(model: nn.Module) -> str | None:
 
 
 def _is_of(package: str, hook: Any) -> bool:
-    """Whether a hook or forward pass is of this package. All that our hooks do for one token happens on the device."""
+    """Whether a hook or forward pass belongs to this package, whose hooks act for one token on the device alone."""
     function = getattr(hook, "func", hook)  # the function of a partial
     return getattr(function, "__module__", "").startswith(package)
 
 
 def why_not_these_arguments(kwargs: Mapping[str, Any]) -> str | None:
-    """Why a call of `generate` with these keyword arguments should run its steps one by one; None if it need not."""
+    """The reason why a call of `generate` with these arguments should run its steps one by one; None if it need not."""
     if kwargs.get("custom_generate") is not None:
         return "custom_generate brings a loop of its own"
     if kwargs.get("synced_gpus"):
@@ -167,14 +168,14 @@ def why_not_these_arguments(kwargs: Mapping[str, Any]) -> str | None:
 def why_not_this_call(
     config: GenerationConfig, cache: Cache | None, is_the_callers: bool, mode: GenerationMode, required: bool
 ) -> str | None:
-    """Why a call of `generate` should run its steps one by one, once its arguments are known; None if it need not.
+    """The reason why a call of `generate` with prepared arguments should run its steps one by one; None if it need not.
 
     Args:
-        config: of the call.
-        cache: that the call uses.
-        is_the_callers: the caller of `generate` handed the cache in.
+        config: generation config of the call.
+        cache: cache of the call.
+        is_the_callers: whether the caller of `generate` passed the cache.
         mode: way of decoding.
-        required: the user asked for captured steps; a cache of the user's is then allowed.
+        required: whether the user asked for captured steps; a cache of the user's is then allowed.
     """
     if mode not in _ONE_TOKEN_AT_A_TIME:
         return f"{mode.value} is no plain sampling or beam search"
@@ -215,13 +216,13 @@ def _why_not_this_cache(cache: Any) -> str | None:
 def max_positions(model: Any) -> int | None:
     """The `max_position_embeddings` of a model's configuration, None without one.
 
-    Rotary embeddings can be computed beyond it, learned positions end there.
+    Rotary embeddings can be computed beyond it; learned positions end there.
     """
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def learned_positions(model: Any) -> int | None:
-    """The number of learned positions, as GPT-2 has them; None for models without, which take longer rows."""
+    """The number of learned positions, such as GPT-2's; None for models without, which take longer rows."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _LEARNED_POSITIONS:
             return min(module.num_embeddings, max_positions(model) or module.num_embeddings)
@@ -229,7 +230,7 @@ def learned_positions(model: Any) -> int | None:
 
 
 def check_positions(model: Any, num_tokens: int, what: str) -> None:
-    """ValueError if a row of so many tokens exceeds a model's learned positions; the message begins with `what`."""
+    """Raise ValueError if a row of `num_tokens` exceeds a model's learned positions; the message begins with `what`."""
     limit = learned_positions(model)
     if limit is not None and num_tokens > limit:
         raise ValueError(f"{what} exceed the {limit} learned positions of {type(model).__name__}")

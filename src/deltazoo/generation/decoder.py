@@ -1,13 +1,13 @@
-"""A decoding loop over a static cache, whose step ends in its own next input.
+"""A decoding loop over a static cache, whose step writes its own next input.
 
     prompt -> [pieces through the chunk kernels] -> state -> step -> token -> step -> token ...
 
-All that a step reads and writes stays at its address: state, token, which rows are finished. So on a GPU the step,
-sampling included, is one CUDA graph. The host only starts the next replay while it yields the token before.
+Everything that a step reads and writes stays at its address: states, tokens, and which rows have ended. So on a GPU the
+step, sampling included, is one CUDA graph. The host only starts the next replay while it yields the token before.
 
-Step, draws and cache layers are those of the server's table (`deltazoo.generation.row_table`). The loop is another one:
-rows that begin together run their prompts in one pass, whose states stay where they are, and aligned at the last token
-they may have softmax layers with windows, which rows of their own lengths cannot.
+Step, draws and cache layers are those of the server's table (`deltazoo.generation.row_table`), but the loop is another:
+rows that begin together run their prompts in one pass, whose states stay in place. Rows aligned at their last token may
+have softmax layers with windows, which rows of different lengths cannot.
 """
 
 import inspect
@@ -34,20 +34,21 @@ __all__ = ["Decoder", "generate"]
 
 
 class Decoder:
-    """Continues prompts of one batch size with one model; keep it to reuse its captured step.
+    """A decoding loop of one model for one batch size; keep it to reuse its captured step.
 
     Args:
         model: a causal language model with delta-rule layers: ours, swapped or accelerated; in evaluation mode, on the
-            device where it stays. The captured step arranges its weights in memory (`generation.step_modules`); where
-            they move later, a new step is captured.
-        batch_size: rows.
-        max_length: tokens of prompt and continuation at most. Softmax layers reserve keys, values and masks for that
-            many; our models without such layers need no maximum.
-        sampling: how tokens are drawn; default: the likeliest each time.
+            device where it stays. The captured step arranges its weights in memory (`generation.step_modules`); if they
+            move later, a new step is captured.
+        batch_size: number of rows.
+        max_length: most tokens of prompt and continuation. Softmax layers reserve keys, values and masks for so many;
+            our models without such layers need no maximum.
+        sampling: settings of the draws; default: the likeliest token each time.
         eos_token_id: tokens that end a row; default: the model's own. An empty sequence: none.
-        pad_token_id: what follows an end while other rows go on; default: the model's own, else the first end.
-        prefill_chunk: tokens of the prompt per forward pass, 1 counts as 2; default: all at once. The state is handed
-            over, so the result is the same, and a long prompt needs the memory of one piece.
+        pad_token_id: token that follows an end while other rows continue; default: the model's own, else the first end.
+        prefill_chunk: tokens of the prompt per forward pass, at least 2 (1 counts as 2); default: all at once. The
+            state passes from piece to piece, so the result is the same, and a long prompt needs the memory of one
+            piece.
         seed: row i draws with `seed + i`, as choice i of the server does.
 
     Raises:
@@ -106,26 +107,27 @@ class Decoder:
     ) -> Iterator[Tensor]:
         """Yield the new tokens of all rows `[B]` int64 on the CPU, step by step, until every row has ended.
 
-        A decoder has one cache: the first token of a stream ends the one before.
+        A decoder has one cache: the first token of a stream ends the stream before.
 
         Args:
             input_ids: `[B, T]`, T at least 1.
             attention_mask: `[B, T]`, 1 = real, 0 = padding, on the left.
-            max_new_tokens: the most to add.
-            seed: in place of the decoder's. One seed draws the same tokens in every stream.
+            max_new_tokens: the most tokens to add.
+            seed: seed in place of the decoder's. One seed draws the same tokens in every stream.
 
         Raises:
             ValueError: a seed of more than 64 bits, or a prompt that does not fit the decoder.
             TypeError: `input_ids` that are no tensor.
-            RuntimeError: from the iterator; another stream of this decoder has begun.
-            FloatingPointError: from the iterator; the model computed NaN or infinite logits for a row that goes on.
+            RuntimeError: raised by the iterator; another stream of this decoder has begun.
+            FloatingPointError: raised by the iterator; the model computed NaN or infinite logits for a row that has not
+                ended.
         """
         self._check(input_ids, attention_mask, max_new_tokens)
         mask = None if attention_mask is None else attention_mask.long()
         return self._stream(input_ids, mask, max_new_tokens, self.seed if seed is None else self._checked(seed))
 
     def _checked(self, seed: int) -> int:
-        """The seed, if it and those after it for further rows have 64 bits; ValueError otherwise."""
+        """The seed; ValueError unless it and the seeds of further rows have 64 bits."""
         most = 2**63 - len(self.token)
         if not isinstance(seed, int) or not -(2**63) <= seed <= most:
             raise ValueError(f"seed must be a whole number from {-(2**63)} to {most}, got {seed!r}")
@@ -166,7 +168,7 @@ class Decoder:
     def _nan_error(
         self, token: Tensor, input_ids: Tensor, mask: Tensor | None, read: Sequence[int]
     ) -> FloatingPointError:
-        """The error for tokens `[B]` of which one is `NO_TOKEN`, after those that have been `read`, step by step."""
+        """The error for tokens `[B]` of which one is `NO_TOKEN`; `read` holds those of the steps before."""
         row = int(token.argmin())
         prompt = input_ids[row] if mask is None else input_ids[row][mask[row] != 0]
         ids = torch.tensor([*prompt.tolist(), *read[row :: len(token)]], device=input_ids.device)
@@ -205,7 +207,7 @@ class Decoder:
 
     @torch.no_grad()
     def _prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> None:
-        """Run the prompt from an empty state, and draw the first token."""
+        """Run the prompt from an empty state and draw the first token."""
         self.cache.reset()
         num_tokens = input_ids.shape[1]
         if self._makes_masks:
@@ -235,7 +237,7 @@ class Decoder:
     def _step(self) -> None:
         """Compute the next token from the current one."""
         mask, positions = (self.real, self.position) if self._makes_masks else (None, None)
-        with self.model._optimize_model_for_decode():  # on a GPU experts run in another implementation than for prompts
+        with self.model._optimize_model_for_decode():  # on a GPU steps compute experts by another implementation
             logits = next_logits(self.model, self.token, self.cache, mask, positions)
         self.position.add_(1)
         self._draw(logits)
@@ -265,26 +267,26 @@ def generate(
     streamer: BaseStreamer | None = None,
     **unknown: Any,
 ) -> Tensor:
-    """Continue prompts by the loop of `Decoder`; greedy tokens are those of `model.generate(do_sample=False)`.
+    """Prompts continued by the loop of `Decoder`; greedy tokens equal those of `model.generate(do_sample=False)`.
 
     Args:
         model: see `Decoder`.
         input_ids: `[B, T]` int64.
         attention_mask: `[B, T]`, 1 = real, 0 = padding, on the left.
-        max_new_tokens: the most to add.
+        max_new_tokens: the most tokens to add.
         temperature, top_k, top_p: see `Sampling`; temperature 0 takes the likeliest token.
         eos_token_id, pad_token_id, seed, prefill_chunk: see `Decoder`.
-        streamer: receives the prompt and then every token as soon as it is known, as in transformers.
+        streamer: object that receives the prompt and then every token at once, see transformers.
 
     Returns:
-        `[B, T + new]` int64: the prompts and what follows them.
+        `[B, T + new]` int64: the prompts and their continuations.
 
     Raises:
         ValueError: a model that the loop cannot run, rules in its generation config that the loop does not compute, a
             prompt that does not fit, or an option out of its range.
-        TypeError: `input_ids` that are no tensor, or an option that is not among these.
-        FloatingPointError: the model computed NaN or infinite logits for a row that has not ended; the message says
-            which, and in the output of which module NaN comes first, if a forward pass over the row's tokens shows it.
+        TypeError: `input_ids` that are no tensor, or an unknown option.
+        FloatingPointError: the model computed NaN or infinite logits for a row that has not ended; the message names
+            the row, and the module in whose output NaN comes first, if a forward pass over the row's tokens shows it.
     """
     for name in unknown:
         hint = did_you_mean(name, inspect.signature(generate).parameters, cutoff=0.75)
@@ -324,7 +326,7 @@ def _check_prompt(input_ids: Any) -> None:
 
 
 def _is_masked(cache_layer: Any) -> bool:
-    """Whether the model makes masks for a cache layer: for softmax layers, and for those that a swap has replaced."""
+    """Whether the model makes masks for a cache layer: a softmax layer, or one that a swap has replaced."""
     return isinstance(cache_layer, StaticLayer) or getattr(cache_layer, "mask_length", None) is not None
 
 

@@ -5,13 +5,14 @@
     more rows:  norm | q/k/v and gates | short convolutions | rule | output norm | o | residual, norm | gate/up |
                 SwiGLU | down | residual, norm of the next block
 
-Maps of low rank, as KDA's gates, take one launch more before the rule, and so do keys scaled by a moment (PGDN, PKDA).
+Maps of low rank, such as KDA's gates, take one launch more before the rule, and so do keys scaled by a moment (PGDN,
+PKDA).
 
-Blocks are our own, and those of transformers whose attention has been swapped, which turn queries and keys first.
+The blocks are our own, and those of transformers whose attention has been swapped, which turn queries and keys first.
 
-A block's own forward pass remains the definition. It runs wherever `why_not_fused` has an objection to the block, or
-`FusedBlock` to a call. Results differ from the block's own by rounding, of which there is less: gates, queries, keys
-and values stay in float32 between the launches.
+A block's own forward pass remains the definition. It runs wherever `why_not_fused` objects to the block, or
+`FusedBlock` to a call. Results of the fused step differ by rounding, of which there is less: gates, queries, keys and
+values stay in float32 between the launches.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ def fused_blocks(model: nn.Module, products: Sequence[JointProduct]) -> "list[Fu
     """The blocks of a model whose decoding step may run fused.
 
     Args:
-        model: whose blocks they are.
+        model: the model of the blocks.
         products: its merged maps, whose weights a fused block reads.
     """
     by_map = {id(product.linears[0]): product for product in products}
@@ -61,14 +62,14 @@ def fused_blocks(model: nn.Module, products: Sequence[JointProduct]) -> "list[Fu
 
 
 class _Parts(NamedTuple):
-    """The modules of a block: `x + layer(norm(x))`, then `x + mlp(norm(x))`."""
+    """The modules of a block that computes `x + layer(norm(x))`, then `x + mlp(norm(x))`."""
 
     norm: Any
     layer: Any
     mlp_norm: Any
     mlp: Any
     swapped: Any = None
-    """The attention of a block of transformers, in which the layer is."""
+    """The attention module of transformers that contains the layer."""
 
     @classmethod
     def of(cls, block: Any) -> "_Parts":
@@ -79,12 +80,12 @@ class _Parts(NamedTuple):
 
     @property
     def turns(self) -> bool:
-        """Whether queries and keys are turned by a rotary embedding."""
+        """Whether a rotary embedding turns queries and keys."""
         return self.swapped is not None and self.swapped.rope
 
 
 class _RowNorm(NamedTuple):
-    """Of an RMSNorm of a block, read anew for every step."""
+    """Weight and epsilon of an RMSNorm of a block, read anew for every step."""
 
     weight: Tensor
     """`[D]`."""
@@ -100,10 +101,11 @@ def _names_of_parts(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
-    """Why a block's decoding step cannot run fused; None if it can.
+    """The reason why a block's decoding step cannot run fused; None if it can.
 
     Args:
-        block: with the modules that its class names in `step_parts`, or one of transformers' with the same sums.
+        block: a block with the modules that its class names in `step_parts`, or a block of transformers with the same
+            sums.
         products: the merged products of the model, by the identity of their first map.
     """
     parts = norm, layer, mlp_norm, mlp, swapped = _Parts.of(block)
@@ -146,15 +148,15 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
 
 
 class FusedBlock:
-    """One block, and the step in its place. It reads the modules' weights when called.
+    """One block, and the fused step that replaces it. The step reads the modules' weights when called.
 
     Args:
-        block: to which `why_not_fused` has no objection.
-        products: as there.
+        block: a block to which `why_not_fused` has no objection.
+        products: the merged products of the model, by the identity of their first map.
 
     Attributes:
         following: the block after it, if that can run fused.
-        ready: an input and its norm, made together with the output of the block before.
+        ready: an input and its norm, computed together with the output of the block before.
     """
 
     def __init__(self, block: Any, products: dict[int, JointProduct]) -> None:
@@ -172,7 +174,7 @@ class FusedBlock:
 
     @property
     def replacement(self) -> Replacement:
-        """Of the block within a step, for calls that the fused step serves."""
+        """The replacement of the block's forward pass within a step, for calls that the fused step can compute."""
         return replacement(self.block, self._output_of_own if self._parts.swapped is None else self._output_of_library)
 
     def _output_of_own(self, hidden_states: Tensor, batch: Any, softmax: Any = None, **kwargs: Any) -> Tensor | None:
@@ -203,7 +205,7 @@ class FusedBlock:
         return output
 
     def _fits(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> bool:
-        """Whether a call is one token per row without gradients, with tensors that the kernels take."""
+        """Whether a call has one token per row, no gradients, and tensors that the kernels take."""
         if not is_decoding_step(x) or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
             return False
         if not takes_kernel(None, x) or x.dtype != self._into_layer.weight.dtype:
@@ -215,7 +217,7 @@ class FusedBlock:
         return all(tensor is None or tensor.is_contiguous() for tensor in (x, *state))
 
     def _step(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> Tensor:
-        """The block's output for `[R, 1, hidden_size]`; advances the state in place."""
+        """The block's output for x `[R, 1, hidden_size]`; the state advances in place."""
         for changed in state:
             if changed is not None and not changed.is_inference():  # autograd does not see what kernels write
                 torch.autograd.graph.increment_version(changed)
@@ -257,6 +259,6 @@ class FusedBlock:
 
 
 def _is_of_rows(angles: Tensor, rows: int, head_dim: int) -> bool:
-    """Whether cosines or sines are of one token per row, or of one for all rows, for channels of a head."""
+    """Whether cosines or sines have the shape of one token per row, or of one for all rows, and fit a head."""
     B, T, d = angles.shape
     return B in (1, rows) and T == 1 and d % 2 == 0 and d <= head_dim and angles.is_contiguous()

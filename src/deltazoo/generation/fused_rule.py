@@ -21,7 +21,7 @@ __all__ = ["FusedRule", "first_maps", "further_maps", "is_plain_linear", "why_no
 
 
 def why_not_this_rule(layer: DeltaRuleAttention) -> str | None:
-    """Why the kernels do not compute a layer's rule; None if they do."""
+    """The reason why the kernels do not compute a layer's rule; None if they do."""
     spec, form = layer.spec, layer.step_form
     if form is None or form.keys not in STEP_KEYS or (spec.decay == "none") != (form.decay is None):
         return f"the rule {spec.name!r} has a decay or keys of its own"
@@ -57,7 +57,7 @@ def is_plain_linear(x: Any) -> bool:
 
 
 def _low_rank(layer: Any) -> list[str]:
-    """Names of the maps of low rank to output gate, decay and a further key, as far as the layer has them."""
+    """Names of the maps of low rank to output gate, decay and a further key, those that the layer has."""
     spec, form = layer.spec, layer.step_form
     names = [
         "g_proj" if spec.output_gate == "low_rank" else None,
@@ -68,7 +68,7 @@ def _low_rank(layer: Any) -> list[str]:
 
 
 def first_maps(layer: DeltaRuleAttention) -> dict[str, nn.Module]:
-    """The linear maps that read a layer's input, by name; of maps of low rank the first halves."""
+    """The linear maps that read a layer's input, by name; for maps of low rank the first halves."""
     maps = {name: getattr(layer, name) for name in layer.input_projections if hasattr(layer, name)}
     return {name: x[0] if isinstance(x, nn.Sequential) else x for name, x in maps.items()}
 
@@ -89,9 +89,9 @@ class FusedRule:
     """The convolutions and the rule of a layer for one token per row, from the product of the layer's maps.
 
     Args:
-        layer: to which `why_not_this_rule` has no objection.
-        columns: where in the product the result of each map begins, by the map's name.
-        second_map: the second half of a map of low rank, by its name; looked up at every step.
+        layer: a layer to which `why_not_this_rule` has no objection.
+        columns: first column of each map's result in the product, by the map's name.
+        second_map: function that gives the second half of a map of low rank, by its name; called at every step.
     """
 
     def __init__(self, layer: Any, columns: Mapping[str, int], second_map: Callable[[str], nn.Module]) -> None:
@@ -99,12 +99,12 @@ class FusedRule:
         self._shape = self._rule_shape()
         self._low_rank = _low_rank(layer)
         self._fixed_decay: Tensor | None = None
-        if layer.step_form.decay == "fixed":  # made once, not for every token
+        if layer.step_form.decay == "fixed":  # computed once, not for every token
             x = layer.o_norm.weight.new_empty(1, 1, layer.hidden_size)
             self._fixed_decay = layer.log_decay(LayerInput(x, layer)).flatten()
 
     def convolution(self, state: LayerState) -> Any:
-        """The layer's short convolutions, whose windows advance."""
+        """The layer's short convolutions with their windows in `state`, in the form that the product kernel takes."""
         from deltazoo.ops.decoding.convolution import Convolution
 
         layer = self._layer
@@ -120,7 +120,7 @@ class FusedRule:
 
         Args:
             mixed: `[R, M]` float32, the product after its convolutions.
-            state: of the rows; or pages of states, with the same indices for all its tensors.
+            state: states of the rows; or pages of states, with the same indices for all its tensors.
             rotary: cosines and sines `[R or 1, 1, d]`, contiguous.
             state_indices: `[R]` integers, the page of each row.
         """
@@ -161,7 +161,7 @@ class FusedRule:
         return z, HeadNorm(squares, layer.head_v_dim, layer.o_norm.eps)
 
     def _column(self, name: str | None) -> int:
-        """Column of the product where the result of the layer's map begins; 0 if it is none of its maps."""
+        """First column of a map's result in the product; 0 for a name that is none of its maps."""
         return 0 if name is None else self._columns.get(name, 0)
 
     def _rule_shape(self) -> RuleShape:

@@ -2,9 +2,8 @@
 
     prompt -> [forward, into a DynamicCache] -> [moved to a StaticCache] -> step -> step -> ...   (one graph, replayed)
 
-During a call the model hands every forward pass to a `GenerateCall`. The prompt goes through the ordinary one. Each
-later token is a replay of the captured step, where the result does not depend on that
-(`deltazoo.generation.conditions`).
+During a call the model passes every forward pass to a `GenerateCall`. The prompt goes through the ordinary one. Each
+later token is a replay of the captured step, unless `deltazoo.generation.conditions` has a reason against it.
 """
 
 import sys
@@ -32,19 +31,19 @@ __all__ = ["GenerateCall", "KeptSteps", "StaticDecoding", "generate_call", "runn
 _LENGTH_MULTIPLE = 256
 """Static caches hold a multiple of this many tokens, so that calls of similar length share a step."""
 _CAPTURES = 2
-"""Captures per call at most: a prompt in pieces may end in a piece of one token, with other arguments than a step."""
+"""Most captures per call: a prompt in pieces may end in a single token, with other arguments than a step."""
 _KEPT_SHARE = 64
-"""A captured step is kept if its states, keys and values take no more than the device's memory over this."""
+"""Divisor of the device's memory: a captured step is kept if its states, keys and values take no more."""
 
 
 class KeptSteps:
-    """The captured step of a model's last call, and how that call went; copies of the model start with an empty one.
+    """The captured step of a model's last call, and how that call ran. A copy of the model starts without one.
 
     Attributes:
         last: how the last call ran its steps, in words.
-        kept: for the next call, None if there is none.
-        failed: why a step could not be captured, and the model's fingerprint then.
-        in_use: held while a call captures and replays; one at a time.
+        kept: the step for the next call, None if there is none.
+        failed: the reason why a step could not be captured, and the model's fingerprint at that time.
+        in_use: a lock that a call holds while it captures and replays.
     """
 
     def __init__(self) -> None:
@@ -67,7 +66,7 @@ class KeptSteps:
 
 
 def steps_of(model: Any) -> KeptSteps:
-    """What a model keeps between calls of its `generate`."""
+    """The steps that a model keeps between calls of its `generate`."""
     steps = vars(model).get("_captured_steps")
     return vars(model).setdefault("_captured_steps", KeptSteps()) if steps is None else steps
 
@@ -81,7 +80,7 @@ def running_call(model: Any) -> "GenerateCall | None":
 
 @contextmanager
 def generate_call(model: Any, wanted: bool | None, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Within this context a call of `generate` runs, which may capture its step; at the end its logits are checked.
+    """A context in which a call of `generate` runs, which may capture its step; at its end the last logits are checked.
 
     Raises:
         ValueError: `wanted` is True, and nothing can be captured.
@@ -93,7 +92,7 @@ def generate_call(model: Any, wanted: bool | None, kwargs: Mapping[str, Any]) ->
     if reason is None and not steps.in_use.acquire(blocking=False):
         reason = "another call of generate is running"
     call = GenerateCall(model, steps, may_capture=reason is None, required=bool(wanted))
-    # A call may begin others of the same model (processors of logits), which are not "the last call".
+    # A call may begin others of the same model (in logits processors), which do not count as the last call.
     if reason is not None and (wanted or not steps.running):
         call.decline(reason)
     steps.running.append(call)
@@ -108,16 +107,16 @@ def generate_call(model: Any, wanted: bool | None, kwargs: Mapping[str, Any]) ->
 
 
 class GenerateCall:
-    """One call of `generate`, through which this thread's forward passes of the model go.
+    """One call of `generate`, which computes this thread's forward passes of the model.
 
     Args:
-        model: that generates.
-        steps: what it keeps between calls.
-        may_capture: nothing that is known so far keeps the step from being captured.
-        required: a step that cannot be captured is an error.
+        model: the model that generates.
+        steps: the steps that it keeps between calls.
+        may_capture: whether nothing known so far keeps the step from being captured.
+        required: whether a step that cannot be captured is an error.
 
     Attributes:
-        checks_logits: the last logits are kept, and must not hold NaN.
+        checks_logits: whether the last logits are kept, and must not hold NaN.
         last_logits: `[B, 1, vocabulary]`.
     """
 
@@ -134,7 +133,7 @@ class GenerateCall:
         self._captures_left = _CAPTURES
 
     def decline(self, reason: str) -> None:
-        """Record why the call runs the ordinary loop; ValueError if it must not."""
+        """Record the reason why the call runs the ordinary loop; ValueError if a captured step is required."""
         if self._required:
             raise ValueError(f"capture_step=True cannot act: {reason}")
         self._steps.last = f"the ordinary loop: {reason}"
@@ -142,16 +141,16 @@ class GenerateCall:
     def begin(
         self, config: GenerationConfig, cache: Any, is_the_callers: bool, mode: GenerationMode, max_length: int
     ) -> None:
-        """Capture steps from here on, unless something that is known now is against it.
+        """Capture steps from now on, unless the prepared arguments give a reason against it.
 
         Args:
             config, is_the_callers, mode: see `why_not_this_call`.
-            cache: that `generate` fills with the prompt; a static one, the user's own, is used as it is.
-            max_length: tokens that will be in it at most.
+            cache: cache that `generate` fills with the prompt; a static one of the user's is used itself.
+            max_length: most tokens that it will hold.
         """
         if not self._may_capture:
             return
-        self._may_capture = False  # decided once
+        self._may_capture = False  # the decision is made once
         reason, failed = why_not_this_call(config, cache, is_the_callers, mode, self._required), self._steps.failed
         if reason is None and failed is not None and failed[0] == Fingerprint(self._model):
             reason = failed[1]
@@ -174,7 +173,7 @@ class GenerateCall:
             self._steps.kept = decoding
 
     def check_last_logits(self) -> None:
-        """FloatingPointError if the last logits hold NaN: a check of every step's would cost as much as other parts."""
+        """Raise FloatingPointError if the last logits hold NaN; a check in every step would take too much time."""
         if not self.checks_logits or self.last_logits is None:
             return
         rows = self.last_logits.isnan().flatten(1).any(1).tolist()
@@ -185,7 +184,7 @@ class GenerateCall:
             )
 
     def forward(self, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
-        """A forward pass: the ordinary one, given as `forward`, or of one token by a captured step."""
+        """The result of a forward pass: of the ordinary one, `forward`, or for one token of a captured step."""
         cache = cache_in(kwargs)
         if cache is None or torch.is_grad_enabled():
             return forward(**kwargs)
@@ -207,7 +206,7 @@ class GenerateCall:
         return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})  # type: ignore[arg-type]
 
     def _prompt(self, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
-        """The ordinary forward pass; then its cache is moved to a static one, over which steps are captured."""
+        """The result of the ordinary forward pass, whose cache then moves to a static one for captured steps."""
         outputs = forward(**kwargs)
         source, self._source = self._source, None
         assert source is not None
@@ -221,14 +220,14 @@ class GenerateCall:
         return outputs
 
     def _static_decoding(self, filled: Cache, rows: int) -> "StaticDecoding":
-        """With an empty cache: that of an earlier call, with its captured step, if they fit; otherwise a new one.
+        """A static cache, emptied, and its step: those of an earlier call if they fit, otherwise new ones.
 
         Args:
             filled: the cache whose contents will be moved to the static one.
-            rows: of the batch.
+            rows: number of rows of the batch.
 
         Raises:
-            ValueError: the model can have no such cache, or there is too little memory for it.
+            ValueError: the model can have no static cache, or there is too little memory for it.
         """
         model, max_length = self._model, self._max_length
         kept, self._steps.kept = self._steps.kept, None
@@ -245,7 +244,7 @@ class GenerateCall:
         return StaticDecoding(fixed_cache(model, max_length), rows)
 
     def _capture(self, decoding: "StaticDecoding", forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a step with these arguments could be captured; that it could not is remembered."""
+        """Whether a step with these arguments could be captured; a failure is remembered."""
         if not self._captures_left:
             return False
         self._captures_left -= 1
@@ -263,14 +262,14 @@ class GenerateCall:
 
 
 class StaticDecoding:
-    """A static cache and, once it is captured, a model's step over it for one set of arguments of the forward pass.
+    """A static cache and a model's captured step over it, for one set of arguments of the forward pass.
 
     Args:
-        cache: as `deltazoo.generation.static_cache.fixed_cache` makes it.
-        rows: of the batch; None: the cache is the user's, and no other call gets it.
+        cache: a cache made by `deltazoo.generation.static_cache.fixed_cache`.
+        rows: number of rows of the batch; None: the cache is the user's, and no other call gets it.
 
     Attributes:
-        step: None before `capture`.
+        step: the captured step; None before `capture`.
     """
 
     def __init__(self, cache: StaticCache, rows: int | None) -> None:
@@ -286,12 +285,12 @@ class StaticDecoding:
         return self.rows == rows and fits and self.step is not None and self.step.is_valid_for(model)
 
     def capture(self, model: Any, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        """Capture what `forward` does with one token and these arguments, whose tensors' values may change.
+        """Capture `forward` for one token and these arguments; the values of their tensors may change later.
 
         Raises:
-            RuntimeError: the step waits for the device, or memory runs out; there is no captured step then.
+            RuntimeError: the step waits for the device, or memory runs out; then there is no captured step.
         """
-        replaced, self.step = self.step, None  # kept until the end of the call: it owns the merged weights
+        replaced, self.step = self.step, None  # alive until the end of this call, since it owns the merged weights
         given = _by_name(arguments)
         self._inputs = {name: x.clone() for name, x in given.items() if isinstance(x, Tensor)}
         fixed = {name: self._inputs.get(name, x) for name, x in arguments.items()}
@@ -303,7 +302,7 @@ class StaticDecoding:
         del replaced
 
     def replay(self, arguments: Mapping[str, Any]) -> Tensor | None:
-        """The logits after one more token, until the next replay; None if no step with such arguments is captured."""
+        """The logits after one more token, valid until the next replay; None if no captured step fits the arguments."""
         given = _by_name(arguments)
         if self.step is None or self._kinds != _kinds(given):
             return None
@@ -320,13 +319,13 @@ def _mask(name: str) -> str:
 
 
 def _by_name(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a forward pass, those of a dict of masks one by one."""
+    """The arguments of a forward pass, with the masks of a dict as single arguments."""
     masks = arguments.get("attention_mask")
     return {**arguments, **{_mask(name): x for name, x in masks.items()}} if isinstance(masks, Mapping) else arguments
 
 
 def _kinds(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What must not change from one step to the next: kinds of tensors, and all other arguments but the cache."""
+    """Properties that must not change from step to step: kinds of tensors, and all other arguments but the cache."""
     return {
         name: (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x
         for name, x in given.items()

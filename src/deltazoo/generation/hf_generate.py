@@ -1,7 +1,7 @@
 """`model.generate` of models with delta-rule layers.
 
-transformers' loop stays in charge: it prepares each step's inputs and chooses tokens from its logits. The forward
-passes of a call go through a `GenerateCall`, which may serve them by a captured step.
+transformers' loop prepares the inputs of each step and chooses tokens from its logits. The forward passes of a call go
+through a `GenerateCall`, which may compute them by a captured step.
 """
 
 from typing import Any
@@ -21,37 +21,37 @@ __all__ = ["CapturedGeneration", "without_single_tokens"]
 
 
 class CapturedGeneration:
-    """Mixin for a class with `prepare_cache`; name it before any `nn.Module` and before `GenerationMixin`."""
+    """A mixin for a class with `prepare_cache`, to be named before any `nn.Module` and before `GenerationMixin`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass; within `generate` one token's may be a replay of the captured step."""
+        """The result of the forward pass; within `generate` a replay of the captured step may compute it."""
         call = None if args or torch.compiler.is_compiling() else running_call(self)
         if call is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return call.forward(super().__call__, kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: continuous batching shares pages of keys and values among requests, and a state has no pages."""
+        """Refuse continuous batching: requests share pages of keys and values there, and a state has no pages."""
         raise NotImplementedError(
             f"{type(self).__name__} has delta-rule layers, whose state transformers' continuous batching "
             '(generate_batch, cache_implementation="paged") cannot hold: pass generate a padded batch'
         )
 
     def generate(self, *args: Any, capture_step: bool | None = None, **kwargs: Any) -> Any:
-        """As in transformers, and:
+        """The output of transformers' `generate`, with captured steps where possible.
 
         Args:
-            args, kwargs: as in transformers.
-            capture_step: run the steps over fixed addresses, on a GPU from one CUDA graph; tokens are the same. None:
-                on a GPU, where nothing prevents it (`deltazoo.report(model)` says what does). True: always, or
-                raise; hooks then run only while the step is captured, and a returned cache is a static one. False:
-                never.
+            args, kwargs: the arguments of transformers.
+            capture_step: whether steps run over fixed addresses, on a GPU from one CUDA graph; tokens are the same.
+                None: on a GPU, unless there is a reason against it, which `deltazoo.report(model)` shows. True: always,
+                or ValueError; hooks then run only while the step is captured, and a returned cache is a static one.
+                False: never.
 
         Raises:
-            ValueError: with `capture_step=True`, where a step cannot be captured; a cache that holds the whole prompt;
+            ValueError: with `capture_step=True`, a step that cannot be captured; a cache that holds the whole prompt;
                 no rows or no tokens.
-            FloatingPointError: at the end, if the last logits hold NaN, as they do once a state has become NaN; never
-                with `remove_invalid_values=True`.
+            FloatingPointError: at the end, if the last logits hold NaN, which they do once a state has become NaN;
+                never with `remove_invalid_values=True`.
         """
         prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if kwargs.get("inputs_embeds") is None:
@@ -62,15 +62,15 @@ class CapturedGeneration:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _get_static_cache_init_shape(self) -> None:
-        """Have layers of static caches take their shapes from the first keys, as linear layers have none."""
+        """None, so that layers of static caches take their shapes from the first keys; linear layers have no keys."""
 
     def create_masks_for_generate(self, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
-        """As in transformers, but linear layers are told of the padding in every piece of a prompt.
+        """The masks of transformers, with the padding in every piece of a prompt for linear layers.
 
-        transformers 5.14 tells them of none once the cache holds a state.
+        transformers 5.14 gives linear layers no mask once the cache holds a state.
 
         Raises:
-            ValueError: the mask says something else than which tokens are real, which linear layers cannot follow.
+            ValueError: a mask that is not about padding, which linear layers cannot follow.
         """
         several_tokens = inputs_embeds.shape[1] > 1  # a single one is never padding, see `without_single_tokens`
         if several_tokens:
@@ -92,7 +92,7 @@ class CapturedGeneration:
         """Prepare the cache; transformers calls this once all arguments of `generate` are known.
 
         Raises:
-            ValueError: the model is the assistant of another, which would take tokens back from the cache.
+            ValueError: the model is the assistant of another model, which would take tokens back from the cache.
         """
         if generation_config.is_assistant:
             raise ValueError(
@@ -102,7 +102,7 @@ class CapturedGeneration:
         is_the_callers = cache_in(model_kwargs) is not None
         generation_config.prefill_chunk_size = without_single_tokens(generation_config.prefill_chunk_size)
         call = running_call(self)
-        if call is not None and generation_config.remove_invalid_values:  # NaN is expected, and handled
+        if call is not None and generation_config.remove_invalid_values:  # transformers replaces NaN
             call.checks_logits = False
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -114,10 +114,10 @@ class CapturedGeneration:
             call.begin(generation_config, cache, is_the_callers, generation_mode, max_cache_length)
 
     def _update_model_kwargs_for_generation(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, whose loops call this after each forward pass; keeps the last logits for a check."""
+        """The arguments of the next step. transformers calls this after each forward pass; it keeps the last logits."""
         call, logits = running_call(self), outputs.get("logits")
         if call is not None and call.checks_logits and logits is not None:
-            # A view would keep those of a whole prompt in memory.
+            # A view would keep the logits of a whole prompt in memory.
             call.last_logits = logits if logits.shape[1] == 1 else logits[:, -1:].clone()
         return super()._update_model_kwargs_for_generation(outputs, *args, **kwargs)  # type: ignore[misc]
 
@@ -133,7 +133,7 @@ class CapturedGeneration:
         return super().train(mode)  # type: ignore[misc]
 
     def describe_decoding(self) -> str:
-        """How `generate` runs its steps, and how the last call ran them, for `deltazoo.report`."""
+        """A line for `deltazoo.report`: how `generate` runs its steps, and how the last call ran them."""
         reason = why_not_this_model(self)
         now = "captures its step in a CUDA graph" if reason is None else f"runs the ordinary loop: {reason}"
         last = steps_of(self).last
@@ -141,9 +141,9 @@ class CapturedGeneration:
 
 
 def _check_tokens_to_run(prompt: Any, mask: Any, cache: Any) -> None:
-    """ValueError if a cache holds the whole prompt: transformers would run it once more after its own tokens.
+    """Raise ValueError if a cache holds the whole prompt, since transformers would run the prompt once more after it.
 
-    A prompt may also be the new tokens alone. Its mask is then one of all tokens, and so is longer.
+    A prompt may also consist of the new tokens alone. Its mask is then a mask of all tokens, and so is longer.
     """
     used = any(is_used(layer) for layer in getattr(cache, "layers", ()))
     if not (used and isinstance(prompt, Tensor) and prompt.ndim == 2):
@@ -160,8 +160,8 @@ def _check_tokens_to_run(prompt: Any, mask: Any, cache: Any) -> None:
 
 
 def without_single_tokens(prefill_chunk: int | None) -> int | None:
-    """Tokens of a prompt per forward pass, at least 2: a single token is taken for a decoding step, never for padding.
+    """Tokens of a prompt per forward pass, at least 2, since a single token counts as a decoding step without padding.
 
-    A prompt of an odd length may still end in a single token, which is real, as padding is on the left.
+    A prompt of an odd length may still end in a single token, which is real, since padding is on the left.
     """
     return 2 if prefill_chunk == 1 else prefill_chunk

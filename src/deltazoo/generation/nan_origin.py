@@ -1,4 +1,4 @@
-"""Where a model first computes NaN: looked for after a result has shown it, never on the way to one."""
+"""A search for the module that first computes NaN, made only after a result has shown NaN."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,9 +13,9 @@ __all__ = ["origin_of_nan", "watch_for_nan"]
 
 @contextmanager
 def watch_for_nan(model: nn.Module) -> Iterator[list[str]]:
-    """Within this context the list gets a clause about the first module whose output holds NaN or infinity.
+    """A context whose list gets a clause about the first module whose output holds NaN or infinity.
 
-    It waits for the device after each module. -inf alone is no fault: it hides tokens.
+    It waits for the device after each module. -inf alone is no fault, since it hides tokens.
     """
     found: list[str] = []
 
@@ -33,9 +33,9 @@ def watch_for_nan(model: nn.Module) -> Iterator[list[str]]:
 
 @torch.no_grad()
 def origin_of_nan(model: Any, input_ids: Tensor) -> str:
-    """What to add to the sentence that a model computed NaN: "; NaN comes first in the output of ..." or nothing.
+    """A clause for the message that a model computed NaN: "; NaN comes first in the output of ...", or nothing.
 
-    One forward pass over the tokens is run; where it computes no NaN, or fails, the place stays unknown.
+    It runs one forward pass over the tokens; if that computes no NaN, or fails, there is no clause.
 
     Args:
         model: a causal language model.

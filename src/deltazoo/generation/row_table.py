@@ -1,11 +1,11 @@
-"""Rows that begin and end on their own: the batch of a server, and the prompts on their way there.
+"""Rows that begin and end on their own: the batch of a server, and the rows in which prompts run before.
 
     prompt -> PromptRows, piece by piece -> its state -> a row of RowTable -> step -> token -> step -> token ...
 
-Shapes do not depend on what the rows are. A step computes the first rows of the table, as many as the smallest of a few
-widths that holds the running ones. On a GPU the rows of a pass over pieces of prompts are one batch of one of a few
-sizes, with pieces padded on the right. At one width and one size, what a row computes does not depend on the others,
-bit for bit; each width and size is one CUDA graph.
+Shapes do not depend on the rows. A step computes the first rows of the table, as many as the smallest of a few widths
+that holds the running ones. On a GPU the rows of a pass over pieces of prompts are one batch of one of a few sizes,
+with pieces padded on the right. At one width and one size, the results of a row do not depend on the others, bit for
+bit; each width and size is one CUDA graph.
 """
 
 import logging
@@ -43,13 +43,13 @@ class RowTable:
     """Rows that continue by one token per step, each with its own past and its own sampling.
 
     Args:
-        model: as for `Decoder`, without sliding windows in softmax layers. It must not change.
+        model: see `Decoder`, without sliding windows in softmax layers. It must not change.
         widths: numbers of rows that a step can have; the largest is the size of the table.
-        max_length: tokens of a row at most, for which softmax layers reserve keys and values. Models that read no
+        max_length: most tokens of a row, for which softmax layers reserve keys and values. Models that read no
             positions need none.
 
     Attributes:
-        widths: in ascending order.
+        widths: the widths in ascending order.
         empty: the states of a row before its first token.
 
     Raises:
@@ -70,7 +70,7 @@ class RowTable:
         self._columns = torch.arange(lengths[0], device=device) if lengths else None
         try:
             with torch.no_grad():
-                self._forward(cache, rows)  # makes the tensors of the cache
+                self._forward(cache, rows)  # creates the tensors of the cache
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"{rows} rows, with keys and values of {max_length or 0} tokens each, do not fit into the device's "
@@ -94,11 +94,11 @@ class RowTable:
         """Begin a row.
 
         Args:
-            row: whose former contents are lost.
-            state: of one row, after the tokens before `token`; None: there are none.
-            token: the last one that is known; the next step continues from it.
-            position: of that token in the row.
-            sampling, seed: how the row's tokens are drawn.
+            row: number of the row, whose former contents are lost.
+            state: state of one row after the tokens before `token`; None: there are none.
+            token: the last known token, from which the next step continues.
+            position: position of that token in the row.
+            sampling, seed: settings and seed of the row's draws.
         """
         self._states.put(row, state)
         self.token[row].fill_(token)
@@ -107,7 +107,7 @@ class RowTable:
 
     @torch.no_grad()
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy some rows over others, which are not among them."""
+        """Copy rows over other rows, of which none is a source."""
         self._states.move(sources, targets)
         for x in (self.token, self.position):
             for source, target in zip(sources, targets, strict=True):
@@ -127,12 +127,12 @@ class RowTable:
 
     @torch.no_grad()
     def read_log_probabilities(self, width: int, rows: Sequence[int], count: int) -> Callable[[], tuple[Tensor, ...]]:
-        """Of the last step's tokens, before temperature and filters.
+        """Log-probabilities of the last step's tokens, before temperature and filters.
 
         Args:
-            width: of the step.
-            rows: M of them.
-            count: how many of the likeliest tokens to read.
+            width: width of the step.
+            rows: numbers of M rows.
+            count: number of the likeliest tokens to read.
 
         Returns:
             A function that waits for log-probabilities `[M]` of the chosen tokens, `[M, count]` of the likeliest ones
@@ -172,14 +172,14 @@ class RowTable:
 
 
 class PromptRows:
-    """A few rows in which prompts run piece by piece; the states after each piece can be taken out.
+    """A few rows in which prompts run piece by piece; `take` copies the state of a row.
 
     Args:
-        table: whose rows the states become.
+        table: the table whose rows get the states.
         sizes: numbers of rows that a pass can have.
         piece: most tokens of a row in one pass.
-        padded: the rows of a pass are one batch, with `piece` tokens each, of which some are padding; on a GPU it is a
-            CUDA graph for each size. Otherwise the rows run one by one, without padding.
+        padded: whether the rows of a pass are one batch, with `piece` tokens each, of which some are padding; on a GPU
+            that is a CUDA graph for each size. Otherwise the rows run one by one, without padding.
     """
 
     def __init__(self, table: RowTable, sizes: Sequence[int], piece: int, *, padded: bool) -> None:
@@ -191,7 +191,7 @@ class PromptRows:
         self._tokens = torch.zeros(rows, piece, dtype=torch.long, device=device)
         self._starts = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        # Padding writes keys and values, too, behind those of the row.
+        # Padding writes keys and values, too, after those of the row.
         columns = None if table.max_length is None else table.max_length + piece
         self._cache = fixed_cache(model, columns, self._starts)
         restore(self._cache, table.empty.fork(rows))
@@ -202,23 +202,23 @@ class PromptRows:
         inputs = prepared_inputs(model, token, self._cache, token.expand(rows, len(self._columns)), token)
         masks = inputs.get("attention_mask")
         self._mask_types = [*masks] if isinstance(masks, Mapping) else None
-        """The layer types by which the model takes masks; None: it takes one for all layers."""
+        """The layer types by which the model takes masks; None: it takes one mask for all layers."""
         self._passes: dict[int, CapturedStep] = {}
 
     def best_count(self, waiting: int) -> int:
-        """How many of some waiting rows to run in the next pass: as many as fill one, if they fill any."""
+        """Number of waiting rows to run in the next pass: so many as fill a pass, if they fill any."""
         return max((size for size in self.sizes if size <= waiting), default=waiting)
 
     def size_for(self, count: int) -> int:
-        """Of a pass over `count` rows, which are to be among its first."""
+        """Size of a pass over `count` rows."""
         return next(size for size in self.sizes if size >= count)
 
     @torch.no_grad()
     def capture(self) -> None:
         """Prepare the passes of all sizes; they are prepared at their first use otherwise.
 
-        If a pass of a model with softmax layers waits for the device, there are none from now on: rows run one by one
-        without padding, and the log says so.
+        If a pass of a model with softmax layers waits for the device, rows run one by one without padding from then on,
+        and the log says so.
         """
         try:
             for size in reversed(self.sizes) if self.padded else ():
@@ -245,10 +245,10 @@ class PromptRows:
         """Advance some rows; the contents of the others are lost.
 
         Args:
-            pieces: by row: how many tokens the row has had, and at most `piece` further ones.
+            pieces: by row, the number of tokens that it has had, and at most `piece` further tokens.
 
         Returns:
-            A function that waits until the device has done it.
+            A function that waits until the device has finished.
         """
         size, device = self.size_for(max(pieces) + 1), self.model.device
         given = [pieces.get(row, (0, ())) for row in range(size)]
@@ -275,7 +275,7 @@ class PromptRows:
             self._passes[size] = CapturedStep(self.model, partial(self._forward, slice(size), cache), cache)
 
     def _forward(self, rows: slice, cache: StaticCache, length: int | None = None) -> Tensor:
-        """The model over the pieces of some rows, padded unless all have `length` tokens."""
+        """The model's output for the pieces of some rows, padded unless all have `length` tokens."""
         starts, num_tokens = self._starts[rows], length or self.piece
         positions = starts + torch.arange(num_tokens, device=starts.device)
         sequences = (
@@ -290,13 +290,13 @@ class PromptRows:
         return self.model.base_model(tokens, use_cache=True, **{CACHE: cache}, **arguments).last_hidden_state
 
     def _mask(self, positions: Tensor) -> Tensor | dict[str, Tensor | None]:
-        """Ready masks of softmax layers, as those that transformers makes wait for the device.
+        """Ready masks of softmax layers, since transformers waits for the device to make its own.
 
         Args:
-            positions: `[N, T]`, of queries that see all columns up to their own.
+            positions: `[N, T]`, positions of queries, which see all columns up to their own.
 
         Returns:
-            `[N, 1, T, columns]`, alone or for each layer type.
+            A mask `[N, 1, T, columns]`, alone or for each layer type.
         """
         mask = self._columns <= positions[:, None, :, None]
         if self.model.config._attn_implementation == "eager":
@@ -308,16 +308,16 @@ class PromptRows:
 
 
 def _on_device(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Whole numbers on a device, without waiting for what it does."""
+    """Whole numbers on a device, without waiting for its work."""
     on_host = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
 
 
 @contextmanager
 def _experts_apart(model: Any) -> Iterator[None]:
-    """Within this context every token is multiplied by its experts' matrices alone.
+    """A context in which every token is multiplied by its experts' matrices alone.
 
-    One product for all tokens of an expert would make what a row computes depend on the others.
+    One product for all tokens of an expert would make the results of a row depend on the others.
     """
     before = model.config._experts_implementation
     if before == "batched_mm" or not model._can_set_experts_implementation():

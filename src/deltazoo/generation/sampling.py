@@ -1,7 +1,7 @@
-"""How the next token is drawn: the one place of `deltazoo.generate` and of the server.
+"""The draw of the next token, for `deltazoo.generate` and for the server.
 
 The random number of a token is a hash of its row's seed, of the position in the row and of the token's number in the
-vocabulary. So a row draws the same tokens whatever the other rows do, alone or in a batch, in any loop, and no
+vocabulary. So a row draws the same tokens whatever the other rows hold, alone or in a batch, in any loop, and no
 generator has a state to keep. No value is read back from the device, so a CUDA graph can hold a draw.
 """
 
@@ -18,23 +18,23 @@ from deltazoo.ops.fused import takes_kernel
 __all__ = ["NO_TOKEN", "Sampler", "Sampling", "Way", "uniform_numbers"]
 
 NO_TOKEN = -1
-"""In the place of a token, where the model computed NaN or infinity. So the fault travels with the tokens, and nothing
-waits for the device to find it."""
+"""Number in place of a token for which the model computed NaN or infinity. The fault travels with the tokens, so
+nothing waits for the device to find it."""
 
 _LOWEST, _HIGHEST = torch.finfo(torch.float32).tiny, 1e30
-"""Of temperatures above 0; their reciprocals are finite, and beyond them nothing changes."""
+"""Bounds of temperatures above 0; their reciprocals are finite, and values beyond give the same draws."""
 _ALL = torch.iinfo(torch.long).max
 _32_BITS = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings by which a row's tokens are drawn. The filters act in the order of the fields, as in transformers.
+    """The settings of a row's draws. The filters act in the order of the fields, as in transformers.
 
     Attributes:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: keep this many of the likeliest tokens; None keeps all.
-        top_p: keep the fewest tokens, likeliest first, whose probabilities add up to this; None keeps all.
+        temperature: divisor of the logits; 0 takes the likeliest token.
+        top_k: number of the likeliest tokens to keep; None keeps all.
+        top_p: least sum of the probabilities of the tokens to keep, likeliest first; None keeps all.
 
     Raises:
         ValueError: a value out of its range, or filters with temperature 0, where they have no effect.
@@ -61,7 +61,7 @@ class Sampling:
 
 
 class Way(IntEnum):
-    """The part of the sampling that a batch needs. A row's tokens are the same by every way that serves it."""
+    """The part of the sampling that a batch needs. Every way that serves a row draws the same tokens."""
 
     GREEDY = 0
     """The likeliest token in every row."""
@@ -72,7 +72,7 @@ class Way(IntEnum):
 
     @classmethod
     def of(cls, sampling: Sampling) -> "Way":
-        """The least that serves a row."""
+        """The least way that serves a row."""
         if sampling.temperature == 0:
             return cls.GREEDY
         return cls.DRAWN if sampling.top_k is None and sampling.top_p is None else cls.FILTERED
@@ -82,13 +82,13 @@ class Sampler:
     """Settings, seed and end of every row of a batch, in tensors that stay at their addresses, and the draws by them.
 
     Args:
-        rows: of the batch. They are greedy until `put`.
-        device: of the logits.
+        rows: number of rows of the batch. They are greedy until `put`.
+        device: device of the logits.
         ends: tokens that end a row; rows that have ended get `pad`.
-        pad: that token.
+        pad: token after the end.
 
     Attributes:
-        finished: `[rows, 1]` bool, which rows have ended.
+        finished: `[rows, 1]` bool, True for rows that have ended.
     """
 
     def __init__(self, rows: int, device: torch.device, ends: Sequence[int] = (), pad: int = 0) -> None:
@@ -101,7 +101,7 @@ class Sampler:
         self.pad = pad
 
     def put(self, rows: int | slice, sampling: Sampling, seed: int) -> None:
-        """Set how the tokens of a row, or of several, are drawn; the seed has 64 bits."""
+        """Set settings and seed, of 64 bits, of a row or of several."""
         temperature = sampling.temperature
         self.temperature[rows].fill_(min(max(temperature, _LOWEST), _HIGHEST) if temperature else 0)
         self.top_k[rows].fill_(_ALL if sampling.top_k is None else min(sampling.top_k, _ALL))
@@ -109,7 +109,7 @@ class Sampler:
         self.seed[rows].fill_(seed)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Give some rows what others have."""
+        """Copy settings, seed and end of some rows to others."""
         for x in (self.temperature, self.top_k, self.top_p, self.seed):
             for source, target in zip(sources, targets, strict=True):
                 x[target].copy_(x[source])
@@ -119,8 +119,8 @@ class Sampler:
 
         Args:
             logits: `[N, vocabulary]`.
-            position: `[N, 1]` int64, of the tokens to draw in their rows.
-            way: at least that of each row.
+            position: `[N, 1]` int64, positions of the tokens to draw in their rows.
+            way: a way that serves all rows.
             token: `[N, 1]` int64, written; `NO_TOKEN` in rows whose logits hold NaN or +inf, or are all -inf.
         """
         finished = self.finished[: len(logits)]
@@ -153,13 +153,13 @@ class Sampler:
         return torch.where(temperature == 0, logits.float(), scores)
 
     def _dropped(self, logits: Tensor) -> Tensor:
-        """Which tokens `[N, vocabulary]` each row's filters rule out."""
+        """Mask `[N, vocabulary]` of the tokens that each row's filters exclude."""
         rows, vocabulary = logits.shape
         top_k, top_p = self.top_k[:rows].clamp(max=vocabulary), self.top_p[:rows]
         ordered, indices = logits.sort(descending=True, stable=True)
         beyond = ordered < ordered.gather(-1, top_k - 1)
         warm = _over_temperature(ordered, ordered[:, :1], self.temperature[:rows])
-        # In whole numbers, since a GPU adds up one long row in an order that is not always the same.
+        # Whole numbers, since a GPU adds up one long row in an order that may change.
         mass = (warm.masked_fill(beyond, -torch.inf).softmax(-1) * 2**40).long()
         mass_before = mass.cumsum(-1) - mass
         most = (top_p.double() * 2**40).clamp(min=1)  # a top_p that float32 rounds to 0 keeps the likeliest token
@@ -168,7 +168,7 @@ class Sampler:
 
 
 def _over_temperature(logits: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
-    """Logits over their row's temperature, 1 in greedy rows; without the largest, so that no two are infinite."""
+    """Logits over their row's temperature, 1 in greedy rows; less the largest, so that no two are infinite."""
     return (logits.float() - largest.float()) / temperature.masked_fill(temperature == 0, 1)
 
 
@@ -178,10 +178,10 @@ def uniform_numbers(seed: Tensor, position: Tensor, count: int) -> Tensor:
     Args:
         seed: `[N, 1]` int64.
         position: `[N, 1]` int64, at least 0.
-        count: of indices.
+        count: number of indices.
 
     Returns:
-        `[N, count]` float32, of 32 random bits each: small ones, which decide a draw, are as fine as float32 can be.
+        `[N, count]` float32, of 32 random bits each; small numbers, which decide a draw, have float32's full precision.
     """
     key = _mixed((seed & _32_BITS) ^ 0x9E3779B9)
     key = _mixed(key ^ ((seed >> 32) & _32_BITS))
@@ -192,7 +192,7 @@ def uniform_numbers(seed: Tensor, position: Tensor, count: int) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """A bijection of 32-bit numbers, held in int64, in which every bit depends on every other.
+    """The image of 32-bit numbers, held in int64, under a bijection in which every bit depends on every other.
 
     Two rounds of multiplication and shifts, with constants of low bias that were found by search
     (https://github.com/skeeto/hash-prospector). Both are below 2^31, so that no product overflows.

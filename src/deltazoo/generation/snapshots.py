@@ -1,4 +1,4 @@
-"""A snapshot: what all layers of a cache hold after some tokens, as a value that can be kept in a file."""
+"""A snapshot: the contents of all layers of a cache after some tokens, as a value that can be saved in a file."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +23,8 @@ from deltazoo.spec import choice_name
 __all__ = ["PER_TOKEN", "Snapshot", "Tensors", "row_numbers"]
 
 Tensors = Mapping[str, Tensor]
-"""Of one layer by name, rows of the batch first; empty before its first token. "conv", "recurrent" and "auxiliary" as
-in `LayerState`; "keys" and "values" `[N, H, L, D]`, the last L tokens."""
+"""Tensors of one layer by name, rows of the batch first; empty before its first token. "conv", "recurrent" and
+"auxiliary" are those of `LayerState`; "keys" and "values" `[N, H, L, D]` are those of the last L tokens."""
 PER_TOKEN = ("keys", "values")
 
 _FORMAT = "deltazoo states"
@@ -40,40 +40,40 @@ class Snapshot:
     """The states of all layers of a cache after some tokens. Nothing changes them: methods make new snapshots."""
 
     kinds: tuple[str, ...]
-    """Of each layer: "delta_rule", "linear" or "softmax", see `deltazoo.generation.states.KINDS`."""
+    """Kind of each layer: "delta_rule", "linear" or "softmax", see `deltazoo.generation.states.KINDS`."""
     layers: tuple[Tensors, ...]
-    """Tensors of each layer by name, rows first; none for a layer that holds nothing."""
+    """Tensors of each layer by name, rows first; empty for a layer that holds nothing."""
     num_tokens: int
-    """Tokens that the states are of, padding included."""
+    """Number of tokens that the states have seen, padding included."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batch; 0 before the first token."""
+        """Number of rows of the batch; 0 before the first token."""
         return next((len(x) for tensors in self.layers for x in tensors.values()), 0)
 
     @property
     def nbytes(self) -> int:
-        """Memory of all tensors."""
+        """Bytes of all tensors."""
         return sum(x.nbytes for tensors in self.layers for x in tensors.values())
 
     @property
     def device(self) -> torch.device | None:
-        """Of the first tensor; None before the first token."""
+        """Device of the first tensor; None before the first token."""
         return next((x.device for tensors in self.layers for x in tensors.values()), None)
 
     def select(self, rows: Sequence[int] | Tensor) -> "Snapshot":
-        """The given rows, in that order, with repetitions if there are any; ValueError if there is no such row."""
+        """A snapshot of the given rows, in that order, which may repeat; ValueError if there is no such row."""
         index_on = cached(row_numbers(rows, self.num_rows).to)
         return self.with_tensors(lambda x: x.index_select(0, index_on(x.device)))
 
     def fork(self, n: int) -> "Snapshot":
-        """Every row n times, copies side by side, as beams and parallel samples have them."""
+        """A snapshot of every row n times, copies side by side, for beams and parallel samples."""
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}")
         return self.select(torch.arange(self.num_rows).repeat_interleave(n))
 
     def padded(self, num_tokens: int) -> "Snapshot":
-        """With zeros before the keys and values of softmax layers, so that they are of `num_tokens` tokens.
+        """A snapshot with zeros before the keys and values of softmax layers, so that they hold `num_tokens` tokens.
 
         Masks must hide the new tokens, as they hide padding on the left. Linear layers stay as they are.
 
@@ -91,11 +91,11 @@ class Snapshot:
         return replace(self, layers=layers, num_tokens=num_tokens)
 
     def to(self, device: torch.device | str) -> "Snapshot":
-        """The same on another device, for instance "cpu" for states that are not needed now."""
+        """The snapshot on another device, for instance "cpu" for states that are not needed now."""
         return self.with_tensors(lambda x: x.to(device))
 
     def with_tensors(self, function: Callable[[Tensor], Tensor]) -> "Snapshot":
-        """The same with what a function makes of each tensor."""
+        """A snapshot with the results of a function of each tensor."""
         layers = tuple({name: function(x) for name, x in tensors.items()} for tensors in self.layers)
         return replace(self, layers=layers)
 
@@ -103,8 +103,8 @@ class Snapshot:
         """Write a safetensors file that `load` accepts for this model alone. All weights are read, to identify it.
 
         Args:
-            path: of the file.
-            model: whose states these are.
+            path: path of the file.
+            model: the model of the states.
 
         Raises:
             ValueError: the model's weights are not in memory.
@@ -119,12 +119,12 @@ class Snapshot:
 
     @classmethod
     def load(cls, path: str | PathLike[str], model: PreTrainedModel, device: torch.device | str = "cpu") -> "Snapshot":
-        """Read what `save` has written. All weights of the model are read, to compare it.
+        """The snapshot of a file that `save` has written. All weights of the model are read, to compare it.
 
         Args:
-            path: of the file.
-            model: that will continue from the states.
-            device: of the tensors.
+            path: path of the file.
+            model: the model that will continue from the states.
+            device: device of the tensors.
 
         Raises:
             ValueError: another kind of file, a part of one, another version of the format, or states of a model with
@@ -155,7 +155,7 @@ def _check_header(header: dict[str, str], model: PreTrainedModel, path: object) 
 
 
 def row_numbers(rows: Sequence[int] | Tensor, count: int) -> Tensor:
-    """Rows as int64 `[M]` on the CPU; ValueError unless all are among `count`."""
+    """Rows as int64 `[M]` on the CPU; ValueError unless all are below `count`."""
     given = torch.as_tensor(rows, device="cpu")
     if given.numel() and (given.dtype == torch.bool or given.is_floating_point()):  # an empty list is one of floats
         raise ValueError(
@@ -169,10 +169,10 @@ def row_numbers(rows: Sequence[int] | Tensor, count: int) -> Tensor:
 
 
 def _identity(model: PreTrainedModel) -> dict[str, str]:
-    """Digests of what a state depends on: configuration, rules and weights, as they are now.
+    """Digests of configuration, rules and weights, on which a state depends, at present.
 
     All numbers of all weights count, buffers in the state dict included. They are rounded to bfloat16, so that a
-    float32 model and its bfloat16 copy are the same.
+    float32 model and its bfloat16 copy have equal digests.
     """
     config: Any = model.config
     keys = {key: value for key, value in config.to_diff_dict().items() if key.lstrip("_") not in _NOT_OF_THE_MODEL}
@@ -185,7 +185,7 @@ def _identity(model: PreTrainedModel) -> dict[str, str]:
     away = next((name for name, x in weights.items() if x.is_meta), None)
     if away is not None:
         raise ValueError(f"{away} is not in memory, so the model cannot be told from others: load all weights")
-    different = {id(x): x for x in weights.values()}  # tied weights have several names
+    different = {id(x): x for x in weights.values()}  # one entry per tensor, since tied weights have several names
     with ThreadPoolExecutor() as pool:  # hashing large buffers runs without Python's lock
         digests = dict(zip(different, pool.map(_weight_digest, different.values()), strict=True))
     described = {name: [list(x.shape), digests[id(x)]] for name, x in weights.items()}

@@ -4,20 +4,20 @@ A delta-rule layer's state has one size at any number of tokens, so a whole conv
 without running it again. `snapshot` copies everything a cache holds, `restore` puts it into that or another cache:
 
     saved = snapshot(cache)                      # all rows; an immutable copy
-    restore(cache, saved)                        # as it was, bit for bit
+    restore(cache, saved)                        # the former contents, bit for bit
 
     row = snapshot(batch, rows=[3])              # row 3 of a batch, as a batch of one
     restore(batch, row, rows=[5])                # row 5 becomes a copy of it; other rows are not touched
     restore(DynamicCache(config=config), saved.fork(4))  # four copies of each row, for samples or beams
 
-A cache is a `DynamicCache`, or a `StaticCache`, whose tensors stay at their addresses, so that captured steps go on;
-contents move between the two. It may be of our models, swapped or accelerated ones.
+A cache is a `DynamicCache`, or a `StaticCache`, whose tensors stay at their addresses, so that captured steps remain
+valid; contents move between the two. It may belong to our models, swapped or accelerated ones.
 
-Rows of different length. Linear layers do not care. Softmax layers of hybrids have one count of tokens for the whole
-batch, and rows end at the same place, as with padding on the left: `restore(..., rows=...)` takes rows of at most as
+Rows may differ in length. Linear layers allow any lengths. Softmax layers of hybrids have one count of tokens for the
+whole batch, and rows end at the same place, with padding on the left: `restore(..., rows=...)` takes rows of at most as
 many tokens as the batch, and leaves zeros before them, which the caller's attention mask must hide.
-`snapshot(..., rows=[i], num_tokens=n)` takes the last n tokens of a row, without the padding before it.
-`Snapshot.padded` makes room in a batch for a longer row. Positions, masks and tokens are the caller's.
+`snapshot(..., rows=[i], num_tokens=n)` copies the last n tokens of a row, without the padding before them.
+`Snapshot.padded` makes room in a batch for a longer row. The caller keeps positions, masks and tokens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,28 +49,28 @@ KINDS: Mapping[type[Any], str] = {
     StaticLayer: "softmax",
     RowKeyValues: "softmax",
 }
-"""Of cache layers by their exact class, as a subclass may hold more: our own; transformers' layer with a convolution
-window and a recurrent state, which accelerated models keep; keys and values, growing or static."""
+"""Kinds of cache layers by their exact class, since a subclass may hold more: ours; transformers' layer with a
+convolution window and a recurrent state, which accelerated models keep; keys and values, growing or static."""
 
 
 def snapshot(cache: Cache, rows: Sequence[int] | Tensor | None = None, *, num_tokens: int | None = None) -> Snapshot:
-    """An immutable copy of all that a cache holds, on its device.
+    """An immutable copy of the contents of a cache, on its device.
 
     Args:
-        cache: of any model with delta-rule layers, used or not.
-        rows: of the batch, in this order; None: all.
-        num_tokens: how many tokens these rows have, where the batch counts more because of padding on the left; softmax
-            layers give the keys and values of that many last ones. None: as many as the cache has seen.
+        cache: cache of any model with delta-rule layers, used or not.
+        rows: numbers of rows of the batch, in this order; None: all.
+        num_tokens: number of tokens of these rows, if the batch counts more because of padding on the left; softmax
+            layers give the keys and values of the last ones. None: as many as the cache has seen.
 
     Raises:
-        ValueError: a layer of an unknown kind, no such row, more tokens than the cache has.
+        ValueError: a layer of an unknown kind, a row that does not exist, more tokens than the cache has.
     """
     whole = _contents(cache, num_tokens)
     return whole.with_tensors(torch.clone) if rows is None else whole.select(rows)
 
 
 def _contents(cache: Cache, num_tokens: int | None = None) -> Snapshot:
-    """The tensors of a cache themselves, those of softmax layers of the last `num_tokens`; see `snapshot`."""
+    """A snapshot with the tensors of a cache themselves, without copies; see `snapshot`."""
     counts = [_tokens_of(layer) for layer in cache.layers if _kind_of(layer) != "linear"]
     seen = max(counts, default=0)
     if num_tokens is None:
@@ -87,15 +87,15 @@ def _contents(cache: Cache, num_tokens: int | None = None) -> Snapshot:
 
 
 def restore(cache: Cache, saved: Snapshot, rows: Sequence[int] | Tensor | None = None) -> None:
-    """Put states into a cache, in place. What the cache held, or what those rows held, is gone.
+    """Put states into a cache, in place, instead of its contents or the contents of some rows.
 
-    The cache gets copies on its own device (a fresh one on that of the snapshot), in tensors at the same addresses if
-    it is a `StaticCache`. Nothing is changed if an error is raised.
+    The cache gets copies on its own device (an empty one on that of the snapshot), in tensors at the same addresses if
+    it is a `StaticCache`. An error leaves the cache unchanged.
 
     Args:
-        cache: of the same model: the one the states came from, or another, used or fresh.
-        saved: from `snapshot` or `Snapshot.load`.
-        rows: of the cache that the snapshot's rows become, in this order; None: the snapshot becomes the whole batch.
+        cache: a cache of the same model, used or empty.
+        saved: result of `snapshot` or `Snapshot.load`.
+        rows: rows of the cache that get the snapshot's rows, in this order; None: the snapshot becomes the whole batch.
 
     Raises:
         ValueError: other layers, shapes or dtypes than the cache has; rows that do not fit. A static cache keeps its
@@ -117,7 +117,7 @@ def restore(cache: Cache, saved: Snapshot, rows: Sequence[int] | Tensor | None =
 
 
 def _like(new: Tensors, held: Tensors, rows: Tensor | None) -> Tensors:
-    """New contents of a layer on the device of what it holds; with `rows`, what it holds with these rows replaced."""
+    """New contents of a layer on its device; with `rows`, its present contents with these rows replaced."""
     if not held:
         return new
     new = {name: x.to(next(iter(held.values())).device) for name, x in new.items()}
@@ -129,7 +129,7 @@ def _like(new: Tensors, held: Tensors, rows: Tensor | None) -> Tensors:
 
 
 def _make_ready(cache: Cache, saved: Snapshot) -> None:
-    """Give a fresh cache the layers that the snapshot is of; ValueError if it has others."""
+    """Give an empty cache the layers of the snapshot; ValueError if it has others."""
     if cache.layer_class_to_replicate is not None:
         cache.layers.extend(cache.layer_class_to_replicate() for _ in range(len(saved.layers) - len(cache.layers)))
     if len(cache.layers) != len(saved.layers):
@@ -143,7 +143,7 @@ def _make_ready(cache: Cache, saved: Snapshot) -> None:
 
 
 def _why_not_fill(layer: Any, kind: str, tensors: Tensors, num_tokens: int, *, rows_only: bool) -> str | None:
-    """Why tensors cannot be the contents of a layer, or with `rows_only` some of its rows; None if they can."""
+    """The reason why tensors cannot be the contents of a layer, or with `rows_only` some rows; None if they can."""
     if _kind_of(layer) != kind:
         return f"a {kind} layer's contents do not fit a {type(layer).__name__}"
     held = _tensors_of(layer)
@@ -174,14 +174,14 @@ def _fill(layer: Any, tensors: Tensors, num_tokens: int, others: Iterable[Any]) 
     """Copy tensors to an empty layer; a static layer keeps its addresses.
 
     Args:
-        layer: of the kind of the tensors, after its `reset`.
+        layer: a layer of the kind of the tensors, after its `reset`.
         tensors: the new contents, on the layer's device if it holds something.
-        num_tokens: that they are the state of.
+        num_tokens: number of tokens of the new contents.
         others: all layers of the cache.
     """
     kind = _kind_of(layer)
     if kind == "softmax" and not isinstance(layer, StaticLayer):
-        layer.keys = layer.values = None  # older versions of transformers leave zeros behind at a reset
+        layer.keys = layer.values = None  # older versions of transformers leave zeros at a reset
         layer.is_initialized = False
     if not tensors:
         return
@@ -191,11 +191,11 @@ def _fill(layer: Any, tensors: Tensors, num_tokens: int, others: Iterable[Any]) 
     elif kind == "linear":
         conv, recurrent = tensors["conv"], tensors["recurrent"]
         if layer.is_recurrent_states_initialized[0] and layer.recurrent_states[0].shape != recurrent.shape:
-            layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = False  # another batch
+            layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = False  # new batch
         layer.update_conv_state(conv.clone(), conv_kernel_size=conv.shape[-1])
         layer.update_recurrent_state(recurrent)
     else:
-        # A window holds the last keys alone; they get the positions that they have among all keys.
+        # A window holds the last keys alone; they get their positions among all keys.
         before = num_tokens - tensors["keys"].shape[2]
         if isinstance(layer, StaticLayer):
             if not layer.is_initialized:
@@ -211,23 +211,23 @@ def move_cache(source: Cache, target: Cache) -> None:
     source.layers, layers = [], source.layers
     layers.reverse()
     for new in target.layers:
-        old = layers.pop()  # its memory is free before the next layer is moved
+        old = layers.pop()  # frees its memory before the next layer moves
         _fill(new, _tensors_of(old), _tokens_of(old), target.layers)
 
 
 def fork(cache: Cache, n: int) -> None:
-    """Make every row n rows, copies side by side, in place; a static cache cannot, restore a fork in another."""
+    """Repeat every row n times, copies side by side, in place; a static cache cannot: restore a fork into another."""
     restore(cache, snapshot(cache).fork(n))
 
 
 def detach(cache: Cache) -> Cache:
-    """The cache, through which no gradient flows to the tokens so far any more.
+    """The cache, detached: no gradient flows through it to the tokens so far.
 
-    For truncated backpropagation through time: a pass over further tokens starts from the same states, and its
+    Truncated backpropagation through time needs it: a pass over further tokens starts from the same states, and its
     `backward()` stops there. The cache is changed in place, and nothing is copied.
 
     Args:
-        cache: of any model with delta-rule layers, used or not.
+        cache: cache of any model with delta-rule layers, used or not.
 
     Raises:
         ValueError: a layer of an unknown kind.
@@ -251,7 +251,7 @@ def _kind_of(layer: Any) -> str:
 
 
 def _tensors_of(layer: Any) -> dict[str, Tensor]:
-    """The tensors of a layer, no copies."""
+    """The tensors of a layer, not copied."""
     kind = _kind_of(layer)
     if kind == "delta_rule":
         state = {} if layer.state is None else layer.state._asdict()
@@ -266,7 +266,7 @@ def _tensors_of(layer: Any) -> dict[str, Tensor]:
 
 
 def _tokens_of(layer: Any) -> int:
-    """Tokens that a layer has seen; 0 for "linear" layers, which do not count. Waits for the device if it is static."""
+    """Number of tokens that a layer has seen; 0 for "linear" layers, which do not count. A static layer waits."""
     return 0 if _kind_of(layer) == "linear" else int(layer.get_seq_length())
 
 
@@ -274,8 +274,8 @@ class RowStates:
     """Single rows of a static cache as snapshots, with one launch per dtype for the states of all layers.
 
     Args:
-        cache: filled, so that its tensors stay where they are. Its softmax layers, if any, are `RowKeyValues`: the keys
-            of a row begin at column 0.
+        cache: a filled cache, whose tensors stay at their addresses. Its softmax layers, if any, are `RowKeyValues`:
+            the keys of a row begin at column 0.
 
     Attributes:
         recurrent: whether all layers are delta-rule layers, so that a row takes the same memory at any length.
@@ -291,7 +291,7 @@ class RowStates:
                 groups.setdefault((x.dtype, x.device, name in PER_TOKEN), []).append((number, name))
         self._groups = [*groups.values()]
         rows = min(len(x) for tensors in held for x in tensors.values())
-        # Made once: one view takes as long as a launch, and there are two for each layer.
+        # Views are made once, since a view takes as long as a launch, and each layer has two.
         self._views = [
             [[held[number][name][row : row + 1] for number, name in group] for row in range(rows)]
             for group in self._groups
@@ -309,7 +309,7 @@ class RowStates:
         return Snapshot(self._kinds, layers, num_tokens)
 
     def put(self, row: int, state: Snapshot | None) -> None:
-        """Replace a row by one that `take` gave, for this cache or another of the model; None: by an empty one."""
+        """Replace a row by one that `take` returned, from this cache or another of the model; None: by an empty one."""
         for group, rows in zip(self._groups, self._views, strict=True):
             if state is None or group[0][1] in PER_TOKEN:  # keys after the row's end are hidden, and must not be NaN
                 torch._foreach_zero_(rows[row])
@@ -318,7 +318,7 @@ class RowStates:
                 torch._foreach_copy_(_first_tokens(group, rows[row], state.num_tokens), new)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Replace rows by others; none is both a source and a target."""
+        """Replace rows by others; no row is both a source and a target."""
         if sources:
             for rows in self._views:
                 torch._foreach_copy_(
@@ -327,5 +327,5 @@ class RowStates:
 
 
 def _first_tokens(group: Sequence[tuple[int, str]], views: list[Tensor], count: int) -> list[Tensor]:
-    """Views of tensors of one kind, of keys and values without what comes after so many tokens."""
+    """Views of tensors of one kind; keys and values end after `count` tokens."""
     return [x[:, :, :count] for x in views] if group[0][1] in PER_TOKEN else views

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 IMPLEMENTATIONS = ("sdpa", "eager")
-"""Of softmax attention; others read masks that grow, or that are no tensors."""
+"""Implementations of softmax attention in a step; others read masks that grow, or that are no tensors."""
 
 
 def fixed_cache(model: Any, max_length: int | None, position: Tensor | None = None) -> StaticCache:
@@ -39,7 +39,7 @@ def fixed_cache(model: Any, max_length: int | None, position: Tensor | None = No
 
     Args:
         model: a causal language model of transformers.
-        max_length: tokens that softmax layers can hold; None: the model has none.
+        max_length: number of tokens that softmax layers can hold; None: the model has none.
         position: `[N, 1]` int64, gives rows their own lengths, see `RowKeyValues`; None: rows end at the same place.
 
     Raises:
@@ -48,7 +48,8 @@ def fixed_cache(model: Any, max_length: int | None, position: Tensor | None = No
     """
     cache = StaticCache(config=model.config, max_cache_len=max_length or 1)
     for index, layer in enumerate(cache.layers):
-        # Windows are counted on the host, which a replay does not do. With all keys kept, masks select the window.
+        # The host counts the tokens of windows, which a replay does not repeat. With all keys kept, masks select the
+        # window.
         if type(layer) is StaticSlidingWindowLayer:
             if position is not None:
                 raise ValueError("rows of their own lengths need softmax layers without sliding windows")
@@ -65,7 +66,7 @@ def fixed_cache(model: Any, max_length: int | None, position: Tensor | None = No
 
 
 def _let_rows_apart(cache: StaticCache, model: Any, max_length: int | None, position: Tensor) -> None:
-    """Put `RowKeyValues` into a cache; ValueError if its softmax layers cannot be those."""
+    """Put `RowKeyValues` into a cache; ValueError if its softmax layers cannot be replaced."""
     for index, layer in enumerate(cache.layers):
         if type(layer) is StaticLayer:
             if max_length is None:
@@ -82,7 +83,7 @@ def _let_rows_apart(cache: StaticCache, model: Any, max_length: int | None, posi
 
 
 def why_not_fixed(cache: Cache) -> str | None:
-    """Why a captured step cannot work on all layers of a static cache; None if it can."""
+    """The reason why a captured step cannot work on all layers of a static cache; None if it can."""
     for layer in cache.layers:
         if type(layer) not in (StaticLayer, LinearAttentionLayer, DeltaRuleCacheLayer):
             return f"a captured step cannot work on a cache with a {describe_layer(layer)}; the ordinary generate can"
@@ -90,7 +91,7 @@ def why_not_fixed(cache: Cache) -> str | None:
 
 
 def describe_layer(layer: Any) -> str:
-    """The class of a cache layer on which no captured step can work, and why if we know."""
+    """The class of a cache layer on which no captured step can work, and the reason if it is known."""
     name = type(layer).__name__
     if isinstance(layer, DynamicIndexedLayer | StaticIndexedLayer):
         # Qwen4-Exp: visible tokens by `nonzero`, row by row. GLM-5-Next: as many pools as have a visible token.
@@ -99,7 +100,7 @@ def describe_layer(layer: Any) -> str:
 
 
 def bytes_when_fixed(cache: Cache, max_length: int) -> int:
-    """Memory of the keys and values of a filled dynamic cache if it held `max_length` tokens."""
+    """Bytes of the keys and values of a filled dynamic cache if it held `max_length` tokens."""
     softmax: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     tensors: list[Tensor] = [x for layer in softmax for x in (layer.keys, layer.values)]
     return sum(x.nbytes // x.shape[2] * max_length for x in tensors)
@@ -108,14 +109,14 @@ def bytes_when_fixed(cache: Cache, max_length: int) -> int:
 class RowKeyValues(StaticLayer):
     """A static layer that writes each row's new keys at that row's own position.
 
-    The key of position p is in column p, whatever the other rows are. Columns at and after a row's end hold anything:
+    The key of position p is in column p in every row. Columns at and after a row's end hold arbitrary numbers:
     the caller's mask must hide them. transformers makes masks for queries behind the last column, so that causality
     hides nothing more.
 
     Args:
-        max_cache_len: columns.
-        position: `[N, 1]` int64, of the next token of each row; it stays at its address. All new tokens must be below
-            `max_cache_len`.
+        max_cache_len: number of columns.
+        position: `[N, 1]` int64, position of the next token of each row; it stays at its address. All new tokens must
+            be below `max_cache_len`.
     """
 
     def __init__(self, max_cache_len: int, position: Tensor) -> None:
@@ -123,7 +124,7 @@ class RowKeyValues(StaticLayer):
         self.position = position
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the tokens of each row, as many of all, and return all columns."""
+        """All columns, after writing the new tokens, as many in every row."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -136,7 +137,7 @@ class RowKeyValues(StaticLayer):
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """All columns."""
+        """Number of all columns."""
         return self.max_cache_len
 
 
@@ -150,7 +151,7 @@ def some_rows(cache: StaticCache, rows: slice) -> StaticCache:
             if isinstance(value, dict):
                 setattr(part, name, dict(value))
         for owner, name, x in _tensors_of(part):
-            if x.ndim:  # the others are counts
+            if x.ndim:  # counts have no dimension
                 owner[name] = x[rows]
         narrow.layers.append(part)
     return narrow
@@ -160,7 +161,7 @@ class FixedTensors:
     """The tensors of a filled static cache, at the addresses that a captured step uses.
 
     Args:
-        cache: of `fixed_cache`, after its first tokens.
+        cache: a result of `fixed_cache`, after its first tokens.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -168,12 +169,12 @@ class FixedTensors:
 
     @property
     def changed(self) -> list[Tensor]:
-        """What a step changes and reads again. Its keys and values are left out: repeated, it writes the same ones."""
+        """The tensors that a step changes and reads again; not keys and values, which a repeated step writes again."""
         return [tensor for _, name, tensor in self._owned if name not in ("keys", "values")]
 
     @property
     def nbytes(self) -> int:
-        """Memory of all of them."""
+        """Bytes of all of them."""
         return sum(tensor.nbytes for _, _, tensor in self._owned)
 
     def put_back(self) -> None:

@@ -1,12 +1,12 @@
 """A decoding step of a model: its own forward pass, in which some modules compute otherwise, as one CUDA graph.
 
-Blocks run fused where they can (`fused_blocks`), other linear maps of one input merged, and norms and MLPs of
-transformers in our kernels (`step_modules`). The step works on a static cache (`static_cache`) and on input tensors
-that stay where they are. A `Fingerprint` tells whether a step that was captured earlier (`capture`) still does what the
-model would do.
+Blocks run fused where they can (`fused_blocks`); other linear maps of one input are merged, and our kernels compute
+norms and MLPs of transformers (`step_modules`). The step works on a static cache (`static_cache`) and on input tensors
+at fixed addresses. A `Fingerprint` tells whether a step that was captured earlier (`capture`) still computes what the
+model would.
 
-Threads share a model's modules. So one of them at a time makes or runs a step of a model, and calls from others get the
-modules' own forward passes meanwhile.
+Threads share a model's modules. So one thread at a time makes or runs a step of a model, and calls from others
+meanwhile run the modules' own forward passes.
 """
 
 import threading
@@ -30,7 +30,7 @@ from deltazoo.generation.step_modules import library_modules, merged_products, r
 __all__ = ["CapturedStep", "Fingerprint", "next_logits", "prepared_inputs"]
 
 _UNCOMPARED = {*vars(nn.Module()), "forward", "_captured_steps"} - {"training"}
-"""Attributes that every module may have. What of them matters to a captured step is compared separately, or keeps steps
+"""Attributes that every module may have. Those that matter to a captured step are compared separately, or keep steps
 from being captured (`deltazoo.generation.conditions`)."""
 _locks: weakref.WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = weakref.WeakKeyDictionary()
 _making_locks = threading.Lock()
@@ -39,15 +39,15 @@ _making_locks = threading.Lock()
 def prepared_inputs(
     model: Any, tokens: Tensor, cache: Cache, mask: Tensor | None, positions: Tensor | None, **options: Any
 ) -> dict[str, Any]:
-    """Arguments of a forward pass that gives the last token's logits, as `model.generate` prepares them.
+    """Arguments of a forward pass that gives the last token's logits, prepared as `model.generate` does.
 
     Args:
-        model: whose forward pass it is.
+        model: the model of the forward pass.
         tokens: `[B, T]`.
-        cache: that they continue.
+        cache: the cache that they continue.
         mask: the argument `attention_mask`.
         positions: `[B, T]`, the argument `position_ids`.
-        options: further ones of `prepare_inputs_for_generation`.
+        options: further arguments of `prepare_inputs_for_generation`.
     """
     if model._supports_logits_to_keep():
         options["logits_to_keep"] = 1
@@ -66,16 +66,16 @@ def next_logits(
     """Logits `[N, vocabulary]` after one further token of each row.
 
     Args:
-        model: whose step it is.
-        tokens: `[N, 1]` int64. `NO_TOKEN` counts as token 0: a step behind it has begun before the host reads it.
-        cache: of these rows.
+        model: the model of the step.
+        tokens: `[N, 1]` int64. `NO_TOKEN` counts as token 0: the step after it may begin before the host reads it.
+        cache: the cache of these rows.
         visible: `[N, columns]`, 1 for columns of softmax layers that the token of a row may attend to; None: as many as
             the cache has counted.
-        positions: `[N, 1]` int64, of the tokens in their rows; None: as the model counts them.
+        positions: `[N, 1]` int64, positions of the tokens in their rows; None: the model counts them.
     """
     inputs = prepared_inputs(model, tokens.clamp(min=0), cache, visible, positions)
     mask = inputs.get("attention_mask")
-    if isinstance(mask, dict) and "linear_attention" in mask:  # of older versions; this token is real
+    if isinstance(mask, dict) and "linear_attention" in mask:  # older versions make this mask; this token is real
         inputs["attention_mask"] = mask | {"linear_attention": None}
     return model(**inputs).logits[:, -1]
 
@@ -86,14 +86,14 @@ class CapturedStep:
     On a GPU it is a CUDA graph, without a reference to the model; elsewhere it is the function itself.
 
     Args:
-        model: whose layers the step runs; in evaluation mode.
-        step: runs the model over tensors that stay where they are, and never waits for the device.
-        cache: the static cache that the step works on, after its first tokens.
+        model: the model whose layers the step runs; in evaluation mode.
+        step: a function that runs the model over tensors at fixed addresses, and never waits for the device.
+        cache: the static cache on which the step works, after its first tokens.
         changed: the other tensors whose values the step changes and reads again.
 
     Attributes:
-        cache_tensors: those of the cache, at their addresses.
-        output: what the step returned; the next replay overwrites its tensors.
+        cache_tensors: the tensors of the cache, at their addresses.
+        output: the result of the step; the next replay overwrites its tensors.
 
     Raises:
         RuntimeError: the step waits for the device, or memory runs out.
@@ -109,10 +109,10 @@ class CapturedStep:
         self.output: Any = None
         self.cache_tensors = FixedTensors(cache)
         changed = [*self.cache_tensors.changed, *changed]
-        self._device_index = changed[0].get_device()  # -1 for the CPU, which `torch.cuda.device` leaves alone
+        self._device_index = changed[0].get_device()  # -1 for the CPU, which `torch.cuda.device` ignores
         alone = _alone_with(model)
         with alone:
-            self._products = products = merged_products(model)  # kept, as a graph reads the merged weights
+            self._products = products = merged_products(model)  # kept alive, since a graph reads the merged weights
             replacements = [x for product in products for x in product.replacements]
             replacements += [block.replacement for block in fused_blocks(model, products)]
             replacements += library_modules(model)
@@ -125,32 +125,32 @@ class CapturedStep:
             self._fingerprint = Fingerprint(model)
 
     def is_valid_for(self, model: Any) -> bool:
-        """Whether a replay still does what the model would do now."""
+        """Whether a replay still computes what the model would compute now."""
         return self._fingerprint == Fingerprint(model)
 
     def replay(self) -> None:
-        """Do the step once more."""
-        with torch.cuda.device(self._device_index):  # a graph is replayed on the current device
+        """Run the step once more."""
+        with torch.cuda.device(self._device_index):  # a graph replays on the current device
             self._replay()
 
 
 def _alone_with(model: nn.Module) -> AbstractContextManager[Any]:
-    """A lock, one per model: held while its modules' forward passes are replaced, or are read to make a step."""
+    """A lock of the model, held while forward passes of its modules are replaced, or read to make a step."""
     with _making_locks:
         return _locks.setdefault(model, threading.RLock())
 
 
 class Fingerprint:
-    """What a captured step relies on: a model's modules, their settings and hooks, and the addresses of weights.
+    """The properties on which a captured step relies: modules of a model, their settings and hooks, weight addresses.
 
-    `==` compares. Weights changed in place (training, `load_state_dict`, merged adapters) leave the fingerprint as it
-    is: a graph reads them anew.
+    `==` compares. Changes of weights in place (training, `load_state_dict`, merged adapters) do not change the
+    fingerprint, since a graph reads the weights anew.
     """
 
     def __init__(self, model: Any) -> None:
         modules = list(model.modules())
         self._modules = [weakref.ref(module) for module in modules]
-        # On a GPU experts run in another implementation than for prompts.
+        # On a GPU steps compute experts by another implementation than prompts.
         with _alone_with(model), model._optimize_model_for_decode():
             self._rest = (
                 [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (*model.parameters(), *model.buffers())],

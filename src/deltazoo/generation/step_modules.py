@@ -1,4 +1,4 @@
-"""Modules that compute otherwise within a decoding step: linear maps of one input as one product, and library modules.
+"""Other forms of modules within a decoding step: linear maps of one input as one product, and library modules.
 
 A step multiplies one row, or a few, by every weight, so the number of products matters as much as their size.
 `merged_products` stores the weights of maps with the same input (queries, keys, values and gates of a layer, gate and
@@ -7,17 +7,18 @@ up of an MLP) one below the other in memory. Within a step the first map multipl
     q_proj(x) -> x [Wq; Wk; Wv; Wb]^T -> q | k | v | b,      k_proj(x) -> k,      v_proj(x) -> v,      b_proj(x) -> b
 
 Inputs of many tokens take one product per map, whose results are contiguous, as most kernels want them. Modules,
-parameters and state-dict keys stay what they are. Only the addresses of weights change: no weight exists twice, and an
-update in place acts on both forms. For torch each parameter has a storage of its own, which begins where another ends.
-Views of one storage would not do, since code that saves models takes them for duplicates.
+parameters and state-dict keys do not change. Only the addresses of weights do: no weight exists twice, and an update in
+place acts on both forms. For torch each parameter has a storage of its own, which begins where another ends. Views of
+one storage would not do, since code that saves models takes them for duplicates.
 
-`library_modules` has norms and MLPs of transformers in our kernels; they are around the layers of swapped and
-accelerated models. One RMSNorm takes six or seven launches, with our kernel one. transformers has classes of its own
-for every family, nearly all with the same few forward passes, so a module is known by the code of its forward pass.
-Results differ from the module's own by rounding, of which there is less: transformers rounds the norm before its
+`library_modules` finds norms and MLPs of transformers around the layers of swapped and accelerated models, which our
+kernels compute: an RMSNorm takes six or seven launches there, one with our kernel. transformers has classes of its own
+for every family, nearly all with the same few forward passes, so a module is recognised by the code of its forward
+pass. Results differ from the module's own by rounding, of which there is less: transformers rounds the norm before its
 weight, and SiLU before the product.
 
-Threads share a model's modules. `replaced` acts on calls of its own thread; others get the modules' own forward passes.
+Threads share a model's modules. `replaced` acts on calls of its own thread; other threads run the modules' own forward
+passes.
 """
 
 import inspect
@@ -55,12 +56,12 @@ __all__ = [
 Replacement = tuple[nn.Module, Callable[..., Tensor]]
 """A module, and its forward pass within a step."""
 _MOST_TOKENS = 1024
-"""Tokens of an input that is multiplied by all weights at once."""
+"""Most tokens of an input that is multiplied by all weights at once."""
 _of_thread = threading.local()
 
 
 def replacement(module: nn.Module, compute: Callable[..., Tensor | None]) -> Replacement:
-    """The replacement of a module by a function of its arguments; where that gives None, its own forward pass runs."""
+    """The replacement of a module by a function of its arguments; if that returns None, its own forward pass runs."""
     return module, partial(_output, module, compute)
 
 
@@ -72,10 +73,10 @@ def _output(module: Any, compute: Callable[..., Tensor | None], *args: Any, **kw
 
 @contextmanager
 def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
-    """Replace forward passes within this context, for calls of this thread; one that somebody else replaced stays.
+    """A context in which forward passes are replaced for calls of this thread, except those replaced already.
 
     Args:
-        replacements: made once for a step.
+        replacements: the replacements, made once for a step.
     """
     outer = getattr(_of_thread, "replaces", False)
     modules = [(vars(module), forward) for module, forward in replacements]
@@ -92,23 +93,23 @@ def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
 def merged_products(model: nn.Module) -> "list[JointProduct]":
     """The products of a model's linear maps that may run merged.
 
-    These run one by one as before: anything but a plain `nn.Linear` (quantised, adapted, divided among devices,
+    These maps still run one by one: anything but a plain `nn.Linear` (quantised, adapted, divided among devices,
     parametrised, with hooks), weights that share memory with other tensors, and maps whose dtype differs from their
     neighbours', such as gate projections kept in float32 in a half-precision model. Results of a merged product differ
     from those of its parts by rounding alone.
 
     Args:
-        model: whose parameters move in memory; meanwhile this takes memory for one layer's maps.
+        model: the model whose parameters move in memory, which takes memory for one layer's maps meanwhile.
     """
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     products = []
     for layer in model.modules():
-        # Of the class: modules of other libraries have submodules of this name.
+        # The class is asked, since modules of other libraries have submodules of this name.
         names = getattr(type(layer), "input_projections", None) or _joint_maps(type(layer))
         groups: dict[object, list[nn.Linear]] = {}
         for name in names:
             linear: Any = getattr(layer, name, None)
-            linear = linear[0] if isinstance(linear, nn.Sequential) else linear  # of the two halves of a low-rank map
+            linear = linear[0] if isinstance(linear, nn.Sequential) else linear  # the first half of a low-rank map
             if type(linear) is not nn.Linear or not is_unhooked(linear):
                 continue
             if all(uses[id(p)] == 1 and _owns_memory(p) for p in linear.parameters()):
@@ -121,9 +122,9 @@ class JointProduct:
     """Several linear maps as one product. The first map computes it, and each returns its piece.
 
     Attributes:
-        linears, sizes: the maps, and how many outputs each has.
+        linears, sizes: the maps, and the number of outputs of each.
         weight: `[sum of sizes, inputs]`.
-        bias: zero for maps without one; None if none of them has one.
+        bias: bias of the product, zero for maps without one; None if no map has one.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -137,7 +138,7 @@ class JointProduct:
 
     @property
     def replacements(self) -> list[Replacement]:
-        """Of the maps within a step."""
+        """The replacements of the maps within a step."""
         return [replacement(linear, partial(self._piece, index)) for index, linear in enumerate(self.linears)]
 
     def is_in_place(self) -> bool:
@@ -152,7 +153,7 @@ class JointProduct:
         source, pieces = self._ready
         if source is not x:
             return None
-        # Returned once: a second call may come with other values in the same tensor.
+        # A piece is returned once: a second call may come with other values in the same tensor.
         piece, pieces[index] = pieces[index], None
         if all(left is None for left in pieces):
             self._ready = (None, [])
@@ -160,8 +161,8 @@ class JointProduct:
 
     def _multiply(self, x: Tensor) -> Sequence[Tensor]:
         if x.shape[0] > 1 and self.bias is None and len(set(self.sizes)) == 1:
-            # In one product of several rows the pieces would not be contiguous, and kernels that need that would copy
-            # them. Maps of one size make a batch of products, whose results are contiguous.
+            # In one product of several rows the pieces would not be contiguous, and kernels would copy them. Maps of
+            # one size make a batch of products, whose results are contiguous.
             weights = self.weight.unflatten(0, (len(self.sizes), -1))
             rows = x.flatten(0, -2).expand(len(self.sizes), -1, -1)
             return torch.bmm(rows, weights.mT).unflatten(1, x.shape[:-1]).unbind()
@@ -181,12 +182,12 @@ def is_unhooked(linear: nn.Linear) -> bool:
 
 
 def _owns_memory(x: Tensor) -> bool:
-    """Whether its storage holds nothing else (as an optimiser's flat buffer does) and no other process shares it."""
+    """Whether x alone fills its storage, unlike parts of an optimiser's flat buffer, and no process shares it."""
     return x.untyped_storage().nbytes() == x.nbytes and (x.is_cuda or not x.is_shared())
 
 
 _products: WeakValueDictionary[tuple[int, ...], JointProduct] = WeakValueDictionary()
-"""By the identities of their maps. Captured steps rely on the addresses of weights, so a product in use is shared."""
+"""Products in use by the identities of their maps. Captured steps rely on addresses of weights, so they share these."""
 
 
 def _joint_product(linears: Sequence[nn.Linear]) -> JointProduct:
@@ -200,11 +201,11 @@ def _joint_product(linears: Sequence[nn.Linear]) -> JointProduct:
 
 def _in_one_block(parameters: Sequence[Tensor]) -> Tensor:
     """Stack tensors along their first axis, and make the parameters among them parts of the result."""
-    # Tensors made in inference mode could never be trained again.
+    # Tensors made in inference mode could not be trained later.
     with torch.inference_mode(False), torch.no_grad():
         block = torch.cat([p.detach() for p in parameters])
         for parameter, part in zip(parameters, block.split([len(p) for p in parameters]), strict=True):
-            # For torch a storage of its own. It is the same memory, which it keeps alive.
+            # For torch the parameter gets a storage of its own, which is the same memory and keeps it alive.
             if isinstance(parameter, nn.Parameter):
                 parameter.data = from_dlpack(to_dlpack(part))
     return block
@@ -226,17 +227,17 @@ def _joint_maps(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 def is_swiglu(module: nn.Module) -> bool:
-    """Whether it is an MLP of transformers that computes what `deltazoo.layers.mlp.SwiGLU` does, biases aside."""
+    """Whether a module is an MLP of transformers that computes `deltazoo.layers.mlp.SwiGLU`, biases aside."""
     return _kernel_of(type(module)) is _mlp and type(module.act_fn) in _SILU
 
 
 def is_row_norm(module: nn.Module) -> bool:
-    """Whether it is an RMSNorm of transformers with a plain weight."""
+    """Whether a module is an RMSNorm of transformers with a plain weight."""
     return _kernel_of(type(module)) is _norm
 
 
 def block_parts(kind: type[nn.Module]) -> tuple[str, ...]:
-    """As `deltazoo.models.block.DeltaRuleBlock.step_parts` of a block of transformers; empty if it is another sum."""
+    """The `step_parts` (`deltazoo.models.block.DeltaRuleBlock`) of a transformers block; empty if its sums differ."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     is_known = kind.__module__.startswith("transformers.models.") and _code(kind) == _code(LlamaDecoderLayer)
@@ -245,7 +246,7 @@ def block_parts(kind: type[nn.Module]) -> tuple[str, ...]:
 
 _SILU = (nn.SiLU, SiLUActivation)
 _Kernel = Callable[[Any, Tensor], Tensor | None]
-"""Computes the output of a module of transformers; None: it does not take the module's options or the input."""
+"""A function of a module of transformers and its input that gives the output; None: it does not take them."""
 
 
 def _norm(module: Any, x: Tensor) -> Tensor | None:
@@ -254,7 +255,7 @@ def _norm(module: Any, x: Tensor) -> Tensor | None:
 
 
 def _norm_around_one(module: Any, x: Tensor) -> Tensor | None:
-    """With a weight that is kept as its difference from one."""
+    """The output of a norm whose weight is stored as its difference from one."""
     fits = x.shape[-1] <= MOST_COLUMNS
     return fused.rms_norm(x, 1 + module.weight.float(), module.eps, fused=True) if fits else None
 
@@ -269,7 +270,7 @@ def _mlp(module: Any, x: Tensor) -> Tensor | None:
 
 @cache
 def _kernels() -> dict[tuple[Any, ...], _Kernel]:
-    """By the code of the forward passes that they stand for."""
+    """The kernels by the code of the forward passes that they replace."""
     from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -284,7 +285,7 @@ def _kernel_of(kind: type[nn.Module]) -> _Kernel | None:
 
 
 def _code(kind: type[nn.Module]) -> tuple[Any, ...]:
-    """What decides what a forward pass computes: instructions, constants and names, also of what norms call."""
+    """The code of a forward pass: instructions, constants and names, also of the methods that norms call."""
     functions = (getattr(kind, name, None) for name in ("forward", "_norm"))
     codes = (getattr(inspect.unwrap(function), "__code__", None) for function in functions if function is not None)
     return tuple((x.co_code, x.co_consts, x.co_names) for x in codes if x is not None)

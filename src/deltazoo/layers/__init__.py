@@ -16,7 +16,7 @@ from deltazoo.layers.named_layers import (
 )
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize
 from deltazoo.layers.parameters import parameter_groups, parameters_without_decay
-from deltazoo.layers.rule import RuleInputs, bounded_step, run_rule
+from deltazoo.layers.rule import RuleInputs, bounded_step, run_rule, run_scan
 from deltazoo.layers.sequences import (
     WHOLE_ROWS,
     PackedSequences,
@@ -61,6 +61,7 @@ __all__ = [
     "parameter_groups",
     "parameters_without_decay",
     "run_rule",
+    "run_scan",
 ]
 
 __getattr__ = lazy_names(__name__, {})  # refuses former names

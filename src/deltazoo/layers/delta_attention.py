@@ -38,8 +38,8 @@ def layer_class(rule: str | RuleSpec) -> "type[DeltaRuleAttention]":
     """The class that computes a rule: the one registered with its name, or `DeltaRuleAttention`.
 
     Raises:
-        ValueError: no rule of that name; a spec need not be registered.
-        TypeError: neither name nor spec.
+        ValueError: a name that no rule has; a spec need not be registered.
+        TypeError: an argument that is neither a name nor a spec.
     """
     spec = get_rule(rule) if isinstance(rule, str) else rule
     if not isinstance(spec, RuleSpec):
@@ -50,9 +50,9 @@ def layer_class(rule: str | RuleSpec) -> "type[DeltaRuleAttention]":
 def make_layer(
     rule: str | RuleSpec, hidden_size: int, num_heads: int, head_dim: int | None = None, **options: Any
 ) -> "DeltaRuleAttention":
-    """A layer of any rule, of the class registered with it.
+    """A layer of the class registered with a rule.
 
-    Arguments and errors as for `DeltaRuleAttention`; `options` are its keyword arguments.
+    Arguments and errors are those of `DeltaRuleAttention`; `options` are its keyword arguments.
     """
     return layer_class(rule)(rule, hidden_size, num_heads, head_dim, **options)
 
@@ -64,21 +64,21 @@ class DeltaRuleAttention(Float32Parameters):
     quantised replacements act on them; only plain ones are computed together in training (`linear_maps`).
 
     A rule that a spec alone cannot express is a subclass, registered with `register_rule`. It may override
-    `step_gate`, `log_decay`, `rule_inputs` or `with_auxiliary_state`, and may have further parameters. It makes them in
-    `make_parameters`, fills them by `initializers`, and describes them in `float32_parameters`, `input_projections` and
+    `step_gate`, `log_decay`, `rule_inputs` or `with_auxiliary_state`. Parameters of its own are made in
+    `make_parameters`, filled by `initializers`, and described in `float32_parameters`, `input_projections` and
     `tensor_parallel`. docs/new_rules.md has an example.
 
     Args:
-        rule: name of a registered rule, or a `RuleSpec` (`dataclasses.replace` changes one choice of one).
+        rule: name of a registered rule, or a `RuleSpec`, such as a registered one changed by `dataclasses.replace`.
         hidden_size: width of the input and output.
         num_heads: query and key heads.
         head_dim: channels per query and key head; `hidden_size / num_heads` unless given.
-        options: further ones, by keyword: the fields of `LayerOptions`.
+        options: the other fields of `LayerOptions`, by keyword.
 
     Raises:
         TypeError: an unknown option; the message names the nearest.
-        ValueError: options of the wrong type or that are not finite, sizes that do not fit together, options the
-            rule cannot act on, an unknown rule, or one whose registered layer is another class.
+        ValueError: options of the wrong type or that are not finite, sizes that do not fit together, options that do
+            nothing in this rule, an unknown rule, or one whose registered layer is another class.
     """
 
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
@@ -91,19 +91,21 @@ class DeltaRuleAttention(Float32Parameters):
         "a_proj",
         "b_proj",
     )
-    """Linear maps that read the layer's input, by `LayerInput.project`. Training may compute them as one function,
-    decoding as one product; short ones last, for alignment."""
+    """Names of the linear maps that read the layer's input, by `LayerInput.project`. Training may compute them as one
+    function, decoding as one product; the narrow ones stand last, for alignment."""
     tensor_parallel: ClassVar[Mapping[str, Literal["heads", "whole", "low_rank"]]] = {}
-    """For tensor parallelism: parameters and linear maps that a subclass adds, by name. "heads": its rows belong to
-    heads, in their order. "whole": all heads share it. "low_rank": two maps made by `low_rank`, whose output belongs to
-    heads."""
+    """How tensor parallelism, which vLLM has, divides the parameters and linear maps that a subclass adds, by name.
+    "heads": the rows belong to the heads, in order. "whole": all heads share it. "low_rank": two maps made by
+    `low_rank`, whose output belongs to the heads."""
+    key_expansion: ClassVar[int] = 1
+    """Key channels of the operator per channel of a key head; a rule that has several decays each by itself."""
     projects_micro_steps: ClassVar[bool] = True
-    """Whether `k_proj`, `v_proj` and `b_proj` project to every micro-step. False for a subclass that makes the steps of
-    its spec itself, or takes no more than one: its `num_micro_steps` cannot be changed."""
+    """Whether `k_proj`, `v_proj` and `b_proj` project to every micro-step. It is False for a subclass that makes the
+    steps of its spec itself, or takes no more than one: its `num_micro_steps` cannot be changed."""
     stands_for: ClassVar[type["DeltaRuleAttention"]]
     """The class of which this one is another name, or which it extends for swapped models; else the class itself."""
     context: ContextParallel | None = None
-    """The ranks that share the rows which the layer is called with by itself (`deltazoo.context_parallel`)."""
+    """The ranks that share the rows of a layer called without a model (`deltazoo.context_parallel`)."""
     A_log: nn.Parameter
     dt_bias: nn.Parameter
 
@@ -145,7 +147,7 @@ class DeltaRuleAttention(Float32Parameters):
         self.layer_idx = given.layer_idx
         self.num_layers = given.num_layers
         self.head_share = (0, 1)
-        """Which of how many equal shares of the model's heads this layer has: tensor parallelism divides them."""
+        """The layer's share of the model's heads under tensor parallelism: its number, and the number of shares."""
         self.backend = given.backend
         self.fused_kernels = given.fused_kernels
         check_sizes(self)
@@ -171,14 +173,14 @@ class DeltaRuleAttention(Float32Parameters):
         self.init_parameters()
 
     def __init_subclass__(cls, *, stands_for: "type[DeltaRuleAttention] | None" = None, **options: Any) -> None:
-        """Refuse a class with another `apply_rule`, methods written for `hidden_states` in place of `LayerInput`, and
-        promises that stand in the class.
+        """Refuse a class that overrides `apply_rule`, or is written as an earlier version wanted it.
 
         Args:
             stands_for: the class whose rule it computes in the same way, under another name or with other parameters.
 
         Raises:
-            TypeError: it has one of these.
+            TypeError: the class overrides `apply_rule`, has a method that takes `hidden_states` in place of a
+                `LayerInput`, or has a promise that `register_rule` takes.
         """
         super().__init_subclass__(**options)
         cls.stands_for = stands_for or cls
@@ -221,10 +223,10 @@ class DeltaRuleAttention(Float32Parameters):
             hidden_states: `[B, T, hidden_size]`.
             attention_mask: `[B, T]` bool or integer for these tokens, 1 = real; padding may be anywhere. Padded
                 positions do not change the results of others and give zeros.
-            past_key_values: where the layer reads and writes its state (`StateStore`); any number of tokens may follow
-                any number of earlier ones.
+            past_key_values: the `StateStore` in which the layer reads and writes its state; any number of tokens may
+                follow any number of earlier ones.
             cu_seqlens: `[N + 1]` boundaries of sequences packed along T, with B = 1.
-            sequences: the description that `describe_sequences` makes of the mask or the boundaries, in place of them;
+            sequences: the description that `describe_sequences` makes of the mask or the boundaries, in place of both;
                 the layers of a model share one.
             rotary: cosines and sines `[B or 1, T, d]` that turn the first d channels of queries and keys, before they
                 are normalised; None: positions act through the recurrence alone, as in the papers.
@@ -281,7 +283,7 @@ class DeltaRuleAttention(Float32Parameters):
         return _per_head(q, K), _per_head(k, K), _per_head(v, V)
 
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        # Convolutions that end in the L2 norm have done it already.
+        # Convolutions with `unit_heads` have normalised their output already.
         normalize_q = self.spec.normalize_q and not (self.conv_size and self.q_conv1d.unit_heads)
         normalize_k = self.spec.normalize_k and not (self.conv_size and self.k_conv1d.unit_heads)
         if normalize_q and normalize_k:
@@ -292,8 +294,8 @@ class DeltaRuleAttention(Float32Parameters):
     def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """The operator's inputs for the current tokens. A subclass may override it.
 
-        A token's results must come from that token alone: what depends on others would differ between training,
-        decoding, padded and packed batches. `deltazoo check` finds such rules.
+        The inputs of a token must depend on that token alone. Otherwise training, decoding, padded and packed batches
+        would give different results; `deltazoo check` finds such rules.
 
         Args:
             x: the layer's input, and its linear maps: `x.hidden_states`, `x.project(name)`.
@@ -312,21 +314,21 @@ class DeltaRuleAttention(Float32Parameters):
     def with_auxiliary_state(
         self, x: LayerInput, inputs: RuleInputs, past: StateAccess, sequences: Sequences
     ) -> tuple[RuleInputs, Tensor | None]:
-        """The operator's inputs, changed by a further state of the rule's own, and that state after these tokens.
+        """The operator's inputs, changed by a further state that the rule has, and that state after these tokens.
 
-        Most rules have none. A subclass that has one reads `past.auxiliary`, None before the first token, and carries
-        it on with `run_rule`, which knows where sequences begin.
+        Most rules have none. A subclass with one reads `past.auxiliary`, None before the first token, and carries it on
+        with `run_rule`, which knows where sequences begin.
 
         Args:
             x: the layer's input.
-            inputs: of `rule_inputs`, with padding masked.
+            inputs: the result of `rule_inputs`, with padding masked.
             past: the states before these tokens.
-            sequences: of the batch.
+            sequences: the sequences of the batch.
         """
         return inputs, None
 
     def step_gate(self, x: LayerInput) -> Tensor:
-        """The gate b that the spec's step size turns into the effective one: a sigmoid. A subclass may override it.
+        """The gate b in (0, 1) from which the spec's step size is computed. A subclass may override it.
 
         Args:
             x: the layer's input.
@@ -353,11 +355,11 @@ class DeltaRuleAttention(Float32Parameters):
         return decay.log_decay(self.decay_gate, a, self.A_log, self.dt_bias, fused=self.fused_kernels)
 
     def project(self, name: str, *_: Any) -> Tensor:
-        """TypeError with the new line, for methods that were written when layers, not their input, had it."""
+        """Raise TypeError with the new line, for a method written when the layer had `project`, not its input."""
         raise TypeError(f"{type(self).__name__}.project({name!r}, x) is x.project({name!r}) now, with x a LayerInput")
 
     def apply_rule(self, inputs: RuleInputs, past: StateAccess, sequences: Sequences) -> DeltaRuleOutput:
-        """Call the operator: `[B, T, HV, V]`, and the state after the last token."""
+        """The operator's output `[B, T, HV, V]`, and the state after the last token."""
         return run_rule(
             inputs,
             past.recurrent,
@@ -389,11 +391,11 @@ class DeltaRuleAttention(Float32Parameters):
         return self.hidden_size // self.num_heads
 
     def _unit_heads(self, normalize: bool) -> int:
-        """Channels per head that the convolution normalises, 0 if it does not. A rotation afterwards keeps the norm."""
+        """Channels per head that the convolution normalises, 0 if it does not. A rotation after it keeps the norm."""
         return self.head_k_dim if normalize else 0
 
     def short_convolution(self, channels: int, *, unit_heads: int = 0) -> ShortConvolution:
-        """A convolution with the layer's options; `unit_heads` as of `ShortConvolution`."""
+        """A convolution with the layer's options; `unit_heads` is that of `ShortConvolution`."""
         return ShortConvolution(
             channels,
             self.conv_size,
@@ -436,8 +438,9 @@ class DeltaRuleAttention(Float32Parameters):
         self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, self.spec.gate_activation, fused=self.fused_kernels)
 
     def low_rank(self, channels: int, *, bias: bool, rank: int | None = None) -> nn.Sequential:
-        """Two linear maps of a rank, `head_v_dim` unless given; the released KDA models have a bias in the output gate
-        only.
+        """Two linear maps with `rank` channels between them, `head_v_dim` unless given.
+
+        `bias` is that of the second map; the released KDA models have one in the output gate only.
         """
         rank = self.head_v_dim if rank is None else rank
         return nn.Sequential(
@@ -446,15 +449,15 @@ class DeltaRuleAttention(Float32Parameters):
         )
 
     def make_parameters(self) -> None:
-        """Make the parameters and modules that a subclass adds. Sizes and options are set when this is called.
+        """Make the parameters and modules that a subclass adds, after sizes and options are set.
 
-        `initializers` says how they start.
+        `initializers` fills them.
         """
 
     def initializers(self, initializer_range: float | None = None) -> dict[str, Initializer]:
-        """How each of the layer's parameters starts: name -> function that fills the tensor in place.
+        """Functions that fill the layer's parameters in place, by parameter name.
 
-        A subclass adds its own. Others start as weights (normal) or, if the name ends in `.bias`, as zero.
+        A subclass adds its own. A parameter without one is zero if its name ends in `.bias`, otherwise normal.
 
         Args:
             initializer_range: standard deviation of the linear weights; the layer's own unless given.
@@ -477,9 +480,9 @@ class DeltaRuleAttention(Float32Parameters):
         return {name: initializer(name) for name, _ in self.named_parameters()}
 
     def neutral_initializers(self) -> dict[str, Initializer]:
-        """How added parameters start in a layer that replaces softmax attention, where `initializers` is no good start.
+        """Functions that fill added parameters of a layer that replaces softmax attention, by parameter name.
 
-        There a rule begins as the rule it extends, or close to it. A subclass may name parameters of its own.
+        They take the place of those in `initializers`, so that a rule begins as the rule it extends, or close to it.
         """
         return {}
 
@@ -493,7 +496,7 @@ class DeltaRuleAttention(Float32Parameters):
     @property
     def num_state_elements(self) -> int:
         """Numbers that the states of one sequence hold, float32; a subclass with a further state adds its own."""
-        return self.num_v_heads * self.head_k_dim * self.head_v_dim
+        return self.num_v_heads * self.key_expansion * self.head_k_dim * self.head_v_dim
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one sequence's states; the inputs of the short convolutions are kept in `dtype`."""
@@ -508,7 +511,7 @@ class DeltaRuleAttention(Float32Parameters):
 
     @property
     def promises(self) -> Promises:
-        """What is promised of the layer: all, if this class computes the rule as its spec says."""
+        """The promises that hold for the layer: all of them, if this class computes the rule as its spec says."""
         if not self.is_registered_class:
             return Promises()
         if self.stands_for is DeltaRuleAttention:
@@ -517,7 +520,7 @@ class DeltaRuleAttention(Float32Parameters):
 
     @property
     def step_form(self) -> StepForm | None:
-        """Decay and keys in the words of the kernel of a decoding step; None: it does not know them."""
+        """Decay and keys of the layer in the terms of the decoding kernel; None: the kernel does not know them."""
         form = self.promises.step_form
         if form is None or form.decay is not None or self.spec.decay == "none":
             return form

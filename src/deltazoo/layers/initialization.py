@@ -1,4 +1,4 @@
-"""How parameters start, as in the papers. Each function fills one tensor in place; all work on the meta device."""
+"""Initial values of parameters, as in the papers. Each function fills one tensor in place, also on the meta device."""
 
 import math
 from collections.abc import Callable
@@ -21,19 +21,19 @@ __all__ = [
 Initializer = Callable[[Tensor], object]
 
 DECAY_TIMES = (8.0, 4096.0)
-"""In a layer that replaces softmax attention: tokens after which the fastest and the slowest decay have lost all but
-1/e of what they held."""
+"""Tokens after which the fastest and the slowest decay of a layer that replaces softmax attention have lost all but 1/e
+of what they held."""
 
 
 def normal(std: float) -> Initializer:
-    """Linear weights: normal with that standard deviation (`initializer_range`)."""
+    """An initializer of linear weights: normal with standard deviation `std`."""
     return partial(nn.init.normal_, std=std)
 
 
 def short_conv_(weight: Tensor, std: float | None = None) -> None:
-    """Taps `[channels, 1, taps]`: normal with that standard deviation; None: uniform within 1 / sqrt(taps).
+    """Fill taps `[channels, 1, taps]`: normal with standard deviation `std`; None: uniform within 1 / sqrt(taps).
 
-    The second is nn.Conv1d's, and what every rule starts with: docs/rules.md#how-the-short-convolutions-start.
+    The uniform start is that of nn.Conv1d and of every rule: docs/layers.md#how-the-short-convolutions-start.
     """
     bound = weight.shape[-1] ** -0.5
     if std is None:
@@ -43,7 +43,10 @@ def short_conv_(weight: Tensor, std: float | None = None) -> None:
 
 
 def decay_rate_(A_log: Tensor, rate_range: tuple[float, float]) -> None:
-    """`exp(A_log)` uniform on (low, high]: (0, 16] in arXiv:2412.06464, (1, 16] in arXiv:2405.21060 and 2510.26692."""
+    """Fill `A_log` so that its exponential is uniform on (low, high].
+
+    The range is (0, 16] in arXiv:2412.06464, (1, 16] in arXiv:2405.21060 and 2510.26692.
+    """
     low, high = rate_range
     # rand is in [0, 1), so the rate never is `low` itself: log(0) would switch the head's decay off for good.
     with torch.no_grad():
@@ -51,7 +54,7 @@ def decay_rate_(A_log: Tensor, rate_range: tuple[float, float]) -> None:
 
 
 def log_uniform_step_(dt_bias: Tensor, dt_range: tuple[float, float]) -> None:
-    """`softplus(dt_bias)` log-uniform on the range, through the inverse of softplus (arXiv:2405.21060)."""
+    """Fill `dt_bias` so that its softplus is log-uniform on the range (arXiv:2405.21060)."""
     low, high = map(math.log, dt_range)
     with torch.no_grad():
         dt = torch.exp(low + (high - low) * torch.rand_like(dt_bias))
@@ -65,9 +68,9 @@ def spaced_decay_rates(number: int) -> Tensor:
 
 
 def nearly_zero_rows_(weight: Tensor) -> None:
-    """Rows of length 1e-4 in random directions, the same at every call: a linear map that shall have no effect yet.
+    """Fill rows with vectors of length 1e-4 in random directions, the same at every call.
 
-    Not zeros: DoRA divides by the length of a row.
+    A linear map with such rows has almost no effect. They are not zero because DoRA divides by the length of a row.
     """
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0), device="cpu")
     with torch.no_grad():

@@ -12,14 +12,14 @@ __all__ = ["LayerInput"]
 
 
 class LayerInput:
-    """The hidden states of one call of a layer, with the results of its linear maps until they are asked for.
+    """The hidden states of one call of a layer, and the results of its linear maps that nobody has read yet.
 
     Where gradients are recorded, the first request computes all plain maps as one function (`linear_maps`).
 
     Args:
         hidden_states: `[B, T, hidden_size]`, a tensor.
-        layer: whose `input_projections` read them.
-        apart: names of maps that are not computed before they are asked for.
+        layer: the layer whose `input_projections` read them.
+        apart: names of maps that are computed only when they are asked for.
     """
 
     def __init__(self, hidden_states: Tensor, layer: Any, apart: Iterable[str] = ()) -> None:
@@ -27,10 +27,10 @@ class LayerInput:
         self._layer = layer
         self._apart = apart
         self._waiting: dict[str, tuple[Tensor, Sequence[nn.Module]]] | None = None
-        """Results that nobody has asked for, each with the maps that follow, as in what `low_rank` makes."""
+        """Results that nobody has asked for, each with the maps that follow it in a pair made by `low_rank`."""
 
     def project(self, name: str) -> Tensor:
-        """`layer.name(hidden_states)`, for a linear map or for what `low_rank` made."""
+        """The result of `layer.name(hidden_states)`, for a linear map or a pair made by `low_rank`."""
         if self._waiting is None:
             self._waiting = self._projected_together()
         y, following = self._waiting.pop(name, (None, []))
@@ -41,7 +41,7 @@ class LayerInput:
         return y
 
     def project_ahead(self, *names: str) -> None:
-        """Compute `project(name)` before it is asked for, where the layer has such a map."""
+        """Compute `project(name)` before it is asked for, for those maps that the layer has."""
         for name in names:
             if hasattr(self._layer, name):
                 y = self.project(name)

@@ -12,14 +12,27 @@ from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.runtime import BACKENDS
 from deltazoo.spec import RuleSpec, choice_name
 
-__all__ = ["LayerOptions", "check_decay", "check_sizes", "check_steps", "option_names", "refuse_unknown_options"]
+__all__ = [
+    "LayerOptions",
+    "check_decay",
+    "check_shares",
+    "check_sizes",
+    "check_steps",
+    "option_names",
+    "refuse_unknown_options",
+]
 
+_DIVIDED = frozenset(
+    {"A_log", "dt_bias", "o_norm", "q_conv1d", "k_conv1d", "v_conv1d"}
+    | {f"{name}_proj" for name in ("q", "k", "v", "o", "b", "a", "f", "g")}
+)
+"""Parameters and modules of every layer of which each rank of tensor parallelism knows its part."""
 _EXPECTED = {int: "a whole number", float: "a number", bool: "True or False"}
 
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """The arguments of `DeltaRuleAttention` behind the rule; those from `num_v_heads` on by keyword.
+    """The arguments of `DeltaRuleAttention` after the rule; those from `num_v_heads` on by keyword.
 
     Raises:
         ValueError: options of the wrong type or that are not finite, an unknown backend, options of short convolutions
@@ -42,20 +55,20 @@ class LayerOptions:
     conv_size: int = 4
     """Taps of the short convolutions."""
     conv_initializer_range: float | None = None
-    """Standard deviation of their initial taps; unless given, they are uniform within 1 / sqrt(conv_size)."""
+    """Standard deviation of the initial taps; unless given, the taps are uniform within 1 / sqrt(conv_size)."""
     activation: str = "silu"
-    """Of q, k and v, after the convolution: "silu" as in the papers, or "identity"."""
+    """Activation of q, k and v after the convolution: "silu" as in the papers, or "identity"."""
     allow_neg_eigval: bool | None = None
     """Double the step size (arXiv:2411.12537); the rule's own unless given."""
     neg_eigval: str = "both"
-    """With `allow_neg_eigval`, what is doubled. "both": erase and write, as the paper's code and the Hub checkpoints
-    do. "erase": the erase term alone, as the paper's equations read."""
+    """The terms that `allow_neg_eigval` doubles. "both": erase and write, as in the paper's code and the checkpoints on
+    the Hub. "erase": the erase term alone, as in the paper's equations."""
     decay_lower_bound: float | None = None
-    """Replace the softplus gate by `lower_bound * sigmoid(...)`; the rule's own unless given."""
+    """Bound of a log-decay `bound * sigmoid(...)`, in place of the softplus gate; the rule's own unless given."""
     beta_bias: bool = False
-    """A bias on `b_proj`, as in NVlabs' Gated DeltaNet."""
+    """Give `b_proj` a bias, as NVlabs' Gated DeltaNet does."""
     gate_bias: bool = True
-    """The bias of a low-rank output gate, as in the released KDA models; Kimi Linear in transformers has none."""
+    """Give a low-rank output gate a bias, as the released KDA models do; Kimi Linear in transformers has none."""
     num_micro_steps: int | None = None
     """Householder steps per token, each with a key, a value and a step size of its own (DeltaProduct,
     arXiv:2502.10297). The state decays before the first and is read after the last; the rule's own unless given."""
@@ -68,10 +81,10 @@ class LayerOptions:
     num_layers: int | None = None
     """Layers of the model, for rules that depend on the depth of the layer (`lightning_attention`)."""
     backend: str | None = None
-    """Of the operator: None, "triton", "chunkwise" or "reference"."""
+    """Backend of the operator: "triton", "chunkwise", "reference", or None, which chooses."""
     fused_kernels: bool | None = None
-    """Triton kernels around the operator (`deltazoo.ops.fused`): for convolutions, norms, gates, step sizes, the keys
-    of some rules and the rotary embedding. None: Triton where it runs, plain torch elsewhere."""
+    """Whether Triton kernels compute what surrounds the operator (`deltazoo.ops.fused`): convolutions, norms, gates,
+    step sizes, the keys of some rules and the rotary embedding. None: wherever Triton runs."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -104,13 +117,13 @@ class LayerOptions:
             raise ValueError(f"conv_initializer_range={self.conv_initializer_range} acts only with use_short_conv=True")
 
     def of(self, spec: RuleSpec, name: str) -> Any:
-        """An option, or the rule's own choice where it is not given."""
+        """The option's value, or the rule's own choice where it is not given."""
         value = getattr(self, name)
         return getattr(spec, name) if value is None else value
 
 
 def option_names(layer: type) -> list[str]:
-    """Names of the arguments behind the rule of a layer class, its own and those of the classes that it extends."""
+    """Names of a layer class's arguments after the rule, its own and those of the classes that it extends."""
     constructors = [vars(kind)["__init__"] for kind in layer.__mro__[:-1] if "__init__" in vars(kind)]
     own = [name for made in constructors for name in inspect.signature(made).parameters]
     fields_of_all = [field.name for field in fields(LayerOptions)]
@@ -118,7 +131,7 @@ def option_names(layer: type) -> list[str]:
 
 
 def refuse_unknown_options(layer: type, options: Iterable[str]) -> None:
-    """Raise TypeError for an option that no class of a layer takes; the message names the nearest."""
+    """Raise TypeError for an option that is no field of `LayerOptions`; the message names the nearest."""
     known = {field.name for field in fields(LayerOptions)}
     for name in options:
         if name not in known:
@@ -126,7 +139,7 @@ def refuse_unknown_options(layer: type, options: Iterable[str]) -> None:
 
 
 def check_sizes(layer: Any) -> None:
-    """Heads and channels; the layer's number in its model."""
+    """Raise ValueError for heads, channels or a layer's number that do not fit together."""
     for option in ("hidden_size", "num_heads", "head_k_dim", "num_v_heads", "num_micro_steps"):
         if getattr(layer, option) < 1:
             raise ValueError(f"{option.replace('_k_', '_')} must be at least 1, got {getattr(layer, option)}")
@@ -143,7 +156,7 @@ def check_sizes(layer: Any) -> None:
 
 
 def check_steps(layer: Any, beta_bias: bool) -> None:
-    """The step size, negative eigenvalues, micro-steps."""
+    """Raise ValueError for a step size, negative eigenvalues or micro-steps that the rule cannot have."""
     spec, name = layer.spec, layer.spec.name
     if spec.corrects:
         function_of("step_size", spec.step_size, STEP_SIZES)  # a misspelt name raises here
@@ -165,7 +178,7 @@ def check_steps(layer: Any, beta_bias: bool) -> None:
 
 
 def check_decay(layer: Any, *, of_its_own: bool) -> None:
-    """The lower bound of the decay; `of_its_own`: the layer's class makes its decay gate itself."""
+    """Raise ValueError for a lower bound that cannot act; `of_its_own`: the class of the layer makes its decay gate."""
     spec, bound = layer.spec, layer.decay_lower_bound
     if bound is None:
         return
@@ -179,4 +192,26 @@ def check_decay(layer: Any, *, of_its_own: bool) -> None:
         raise ValueError(
             f"decay_lower_bound={bound} takes the place of the softplus gate, and rule {spec.name!r} has the decay "
             f"gate {choice_name(spec.decay_gate)!r}"
+        )
+
+
+def check_shares(layer: Any, ranks: int) -> None:
+    """Raise ValueError unless tensor parallelism can divide a layer's heads among so many ranks."""
+    if layer.projected_steps > 1:
+        raise ValueError(
+            f"tensor parallelism needs num_micro_steps=1, got {layer.projected_steps}: keys of several steps are "
+            "in one matrix, which would be divided between the steps instead of between the heads"
+        )
+    own = [name for name, _ in layer.named_parameters(recurse=False)]
+    own += [name for name, child in layer.named_children() if any(True for _ in child.parameters())]
+    for name in own:
+        if name not in _DIVIDED and name not in layer.tensor_parallel:
+            raise ValueError(
+                f'{type(layer).__name__} does not say in tensor_parallel how {name!r} is divided: "heads" if its rows '
+                'belong to heads, "whole" if all heads share it, "low_rank" if `low_rank` made it'
+            )
+    if layer.num_heads % ranks:
+        raise ValueError(
+            f"tensor parallelism divides heads: num_heads={layer.num_heads} of layer {layer.layer_idx} is no multiple "
+            f"of the {ranks} ranks"
         )

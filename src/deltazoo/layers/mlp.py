@@ -22,8 +22,8 @@ class SwiGLU(nn.Module):
 
     Args:
         hidden_size: of inputs and outputs.
-        intermediate_size: default `default_intermediate_size`.
-        fused: a Triton kernel between the matrix products; None: wherever it runs, and plain torch elsewhere.
+        intermediate_size: `default_intermediate_size(hidden_size)` unless given.
+        fused: whether a Triton kernel computes what is between the matrix products; None: wherever it runs.
     """
 
     input_projections: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")

@@ -25,7 +25,7 @@ class _NamedLayer(DeltaRuleAttention):
 
 
 class DeltaNet(_NamedLayer, stands_for=DeltaRuleAttention):
-    """Rule `delta_net` (arXiv:2406.06484): write the error of what the state recalls under the key."""
+    """Rule `delta_net` (arXiv:2406.06484): each token corrects the value that the state recalls under its key."""
 
     rule = "delta_net"
 

@@ -14,15 +14,15 @@ __all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "l2_normalize", "l2_no
 
 
 def l2_normalize(x: Tensor, eps: float = L2_NORM_EPS, *, fused: bool | None = False) -> Tensor:
-    """`x * rsqrt(sum x^2 + eps)` over the last axis, in x's dtype; see `deltazoo.ops.fused.l2_norm`.
+    """`x * rsqrt(sum x^2 + eps)` over the last axis, in x's dtype (`deltazoo.ops.fused.l2_norm`).
 
-    With `fused` a Triton kernel computes it; None: wherever it runs.
+    `fused`: whether a Triton kernel computes it; None: wherever it runs.
     """
     return fused_ops.l2_norm(x, eps, fused=fused)
 
 
 def l2_normalize_both(q: Tensor, k: Tensor, *, fused: bool | None = False) -> tuple[Tensor, Tensor]:
-    """`l2_normalize` of queries and keys `[B, T, heads, K]`, in one go for a decoding step."""
+    """`l2_normalize` of queries and keys `[B, T, heads, K]`, computed together in a decoding step."""
     if is_decoding_step(q):
         q, k = l2_normalize(torch.cat([q, k], dim=2), fused=fused).split([q.shape[2], k.shape[2]], dim=2)
         return q, k
@@ -33,10 +33,10 @@ class RMSNorm(nn.Module):
     """`x * rsqrt(mean x^2 + eps) * weight` over the last axis, in x's dtype (arXiv:1910.07467).
 
     Args:
-        dim: of the last axis.
+        dim: size of the last axis.
         eps: added to the mean square.
-        fused: one Triton kernel each way instead of plain torch, the addition of a residual included; None: wherever
-            it runs.
+        fused: whether Triton kernels compute it, one each way, with the addition of a residual; None: wherever they
+            run.
         feeds_linear: only linear maps read the result. Under autocast the Triton kernel then writes it in the dtype
             that each of them would cast it to.
     """
@@ -73,16 +73,16 @@ class RMSNorm(nn.Module):
 
 
 class GatedRMSNorm(RMSNorm):
-    """RMSNorm, then times an activated gate: `norm(x) * activation(gate)`.
+    """RMSNorm times an activated gate: `norm(x) * activation(gate)`.
 
-    SiLU in Gated DeltaNet (arXiv:2412.06464), sigmoid in Kimi Delta Attention (arXiv:2510.26692, which finds SiLU
-    clearly worse there).
+    Gated DeltaNet (arXiv:2412.06464) takes SiLU, Kimi Delta Attention (arXiv:2510.26692) sigmoid, after finding SiLU
+    clearly worse.
 
     Args:
-        dim: of the last axis.
+        dim: size of the last axis.
         eps: added to the mean square.
-        activation: of the gate: its name in `GATE_ACTIVATIONS`, or a function of each element.
-        fused: one Triton kernel each way instead of plain torch; None: wherever it runs and knows the activation
+        activation: name of the gate's activation in `GATE_ACTIVATIONS`, or a function of each element.
+        fused: whether Triton kernels compute it, one each way; None: wherever they run and know the activation
             (`FUSED_ACTIVATIONS`).
 
     Raises:

@@ -1,8 +1,8 @@
 """Parameters that keep float32 in a model of half precision, and those that weight decay leaves alone.
 
-Pulling the decay gates `A_log` and `dt_bias` towards zero changes how long a head remembers. A layer declares such
-parameters once, in `float32_parameters`. Norm weights, biases and everything else with one dimension do not decay
-either. One function decides for training, Trainer and swapped models.
+Weight decay on the decay gates `A_log` and `dt_bias` would change how long a head remembers. A layer declares such
+parameters once, in `float32_parameters`. Norm weights, biases and other parameters with one dimension do not decay
+either. Our training, Trainer and swapped models all ask `parameters_without_decay`.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 _DECAY_GATES = ("A_log", "dt_bias")
-"""Their names in transformers' models, where `A_log` may have several dimensions."""
+"""Names of decay gates in transformers' models, where `A_log` may have several dimensions."""
 
 __all__ = ["Float32Parameters", "parameter_groups", "parameters_without_decay"]
 
@@ -20,8 +20,8 @@ __all__ = ["Float32Parameters", "parameter_groups", "parameters_without_decay"]
 def parameters_without_decay(model: nn.Module) -> set[str]:
     """Names of the parameters that weight decay must leave alone.
 
-    They are found by what modules declare and by shape, not by marks alone, which loading or sharding may lose. Ask
-    before anything flattens the parameters.
+    They are found by the declarations of modules and by shape, since loading or sharding may lose a parameter's marks.
+    Call this before anything flattens the parameters.
     """
     names = set()
     for prefix, module in model.named_modules():
@@ -36,25 +36,20 @@ def parameters_without_decay(model: nn.Module) -> set[str]:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups for an optimizer: parameters that decay, and parameters that do not. Frozen ones are in neither.
-
-    If parameters are on several device meshes, or some on none, as under tensor parallelism, each of the two is divided
-    into several groups, since the fused and foreach forms of optimizers take no mixture.
+    """Two groups for an optimizer: parameters that decay, and parameters that do not. Frozen parameters are in neither.
 
     Args:
         model: with or without delta-rule layers.
-        weight_decay: of the first group.
+        weight_decay: weight decay of the first group.
     """
     without = parameters_without_decay(model)
-    by_mesh: dict[bool, dict[Any, list[nn.Parameter]]] = {True: {}, False: {}}
+    by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            mesh = getattr(parameter, "device_mesh", None)
-            by_mesh[name not in without].setdefault(mesh, []).append(parameter)
+            by_decay[name not in without].append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
-        for decays, meshes in by_mesh.items()
-        for parameters in (meshes.values() or [[]])
+        for decays, parameters in by_decay.items()
     ]
 
 
@@ -66,9 +61,9 @@ def mark_undecayed(parameter: nn.Parameter) -> None:
 class NameForTrainer(str):
     """The key under which a module registers a parameter that transformers' Trainer must not decay.
 
-    Trainer asks no model. It decays every parameter in whose name, in lower case, it finds no "bias" and no "norm".
-    That spares `dt_bias` but not `A_log`, a name that checkpoints fix. So the key is the usual name, except in lower
-    case, where it ends in "bias". Keys outlast loading, casting, copying and sharding, which make no new ones.
+    Trainer decays every parameter whose name in lower case has neither "bias" nor "norm" in it. That spares `dt_bias`
+    but not `A_log`, a name that checkpoints fix. So the key equals the usual name, but its lower case ends in "bias".
+    Loading, casting, copying and sharding keep the key, since they make no new ones.
     """
 
     __slots__ = ()
@@ -81,18 +76,18 @@ class NameForTrainer(str):
 class Float32Parameters(nn.Module):
     """A module that declares parameters and buffers of its own which are never narrower than float32.
 
-    Decay gates need it: `A_log` in bfloat16 puts the decay rate off by up to 1 %. So do rotary frequencies, which
-    multiply positions. `to`, `half`, `bfloat16` and the like move these tensors but do not narrow them; widening to
-    float64 works as usual. The parameters are never decayed either.
+    A decay gate `A_log` in bfloat16 puts the decay rate off by up to 1 %, and rotary frequencies multiply positions.
+    `to`, `half`, `bfloat16` and the like move these tensors but do not narrow them; widening to float64 works as usual.
+    Weight decay leaves the parameters alone.
     """
 
     float32_parameters: ClassVar[tuple[str, ...]] = ()
-    """Names of those parameters; a name the module has no parameter for is skipped."""
+    """Names of the parameters; a name for which the module has none is skipped."""
     float32_buffers: ClassVar[tuple[str, ...]] = ()
-    """Names of those buffers; a name the module has no buffer for is skipped."""
+    """Names of the buffers; a name for which the module has none is skipped."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As in `nn.Module`; the declared parameters are widened and marked."""
+        """Register a parameter as `nn.Module` does; declared ones are widened to float32 and marked."""
         if name not in self.float32_parameters:
             super().register_parameter(name, param)
             return
@@ -103,7 +98,7 @@ class Float32Parameters(nn.Module):
             mark_undecayed(param)
 
     def kept_in_float32(self) -> list[nn.Parameter]:
-        """Those of `float32_parameters` that the module has."""
+        """The parameters in `float32_parameters` that the module has."""
         return [p for name in self.float32_parameters if (p := self._parameters.get(name)) is not None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

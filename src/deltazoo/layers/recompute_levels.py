@@ -1,18 +1,18 @@
-"""Recompute levels: what a block keeps for the backward pass, and what it computes again there.
+"""Recompute levels: they say which results a block keeps for the backward pass, and which it computes again there.
 
 | level | kept per block | computed again |
 |---|---|---|
-| `none` | whatever autograd saves | nothing |
+| `none` | everything that autograd saves | nothing |
 | `elementwise` | results of matrix products and of the operators | norms, activations, gates, convolutions |
-| `states` | the same but for what linear layers can make again: states of chunks, corrections | these, too |
-| `block` | the block's input | all of it, as with transformers' gradient checkpointing |
+| `states` | `elementwise` without chunk states and corrections, which linear layers can make again | these, too |
+| `block` | the block's input | everything, as in transformers' gradient checkpointing |
 
 Matrix products are nearly all of the work and elementwise results most of the memory, so the levels between save memory
 at little cost in time. Gradients are the same at every level.
 
-At these levels the layers say what is computed again, through `recomputable` in `deltazoo.ops.recompute`. A compiler
-sees single operators, so `torch.compile` decides by their names, and keeps the states. Only on Hopper, in heads of 128
-channels and 16 bits, are they kept at all, so elsewhere `states` is `elementwise`.
+The layers mark with `recomputable` (`deltazoo.ops.recompute`) which functions are computed again. A compiler sees
+single operators instead, so `torch.compile` decides by their names, and keeps the states. The operator keeps states
+only on Hopper, in heads of 128 channels and 16 bits; elsewhere `states` equals `elementwise`.
 """
 
 import math
@@ -31,31 +31,31 @@ from deltazoo.ops.recompute import recomputing
 __all__ = ["SMALL_BATCH", "level_of", "run_block"]
 
 _EXCHANGED = {"_c10d_functional": ("",)}
-"""Operators of torch.distributed, all of them: beginnings of their names by library, as below."""
+"""All operators of torch.distributed, in the form of the table below."""
 
 _PRODUCTS = _EXCHANGED | {
     "aten": ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product", "scaled_dot_product"),
-    "deltazoo": ("triton_delta_rule", "segment_", "transition_product", "add_rms_norm"),
+    "deltazoo": ("triton_delta_rule", "segment_", "transition_", "add_rms_norm"),
 }
-"""Operators whose results `elementwise` and `states` keep under `torch.compile`; of our own the rule, and a norm that
-adds to the residual stream."""
+"""Beginnings of operator names, by library: `elementwise` and `states` keep their results under `torch.compile`. Ours
+are the rule, and a norm that adds to the residual stream."""
 
 SMALL_BATCH = 2**23
 """Elements of hidden states up to which training keeps everything by default: 8,192 tokens of width 1,024. A block
-then keeps about eight more numbers for each, besides the operator's states: 3 GiB in 24 blocks of 16 bits."""
+then keeps about eight more numbers for each element, besides the operator's states: 3 GiB in 24 blocks of 16 bits."""
 
 
 def level_of(chosen: str | None, device: torch.device, num_elements: float = math.inf) -> str:
     """The level of a training step on a device.
 
-    By default it is `states` for large batches on a GPU, where memory is scarce, else `none`: small ones leave memory,
-    and the GPU would wait for the host to run things twice. It is also `none` where hooks on saved tensors are active
-    (offloading, other checkpointing), since both cannot act.
+    The default is `states` for large batches on a GPU, where memory is scarce, otherwise `none`: a small batch leaves
+    memory, and the GPU would wait for the host to launch things twice. The default is also `none` where hooks on saved
+    tensors are active (offloading, other checkpointing), which recomputation cannot be combined with.
 
     Args:
         chosen: the level asked for; None: the default.
-        device: of the weights.
-        num_elements: of the hidden states, tokens times width; a large batch unless given.
+        device: device of the weights.
+        num_elements: number of hidden states, tokens times width; a large batch unless given.
     """
     if chosen is not None:
         return chosen
@@ -73,13 +73,14 @@ def _recomputes_by_default(device: torch.device) -> bool:
 
 
 def run_block(level: str, forward: Callable[..., Tensor], *args: Any, exchanges: bool = False, **kwargs: Any) -> Tensor:
-    """Call `forward`, keeping for the backward pass what `level` says.
+    """The result of `forward`, called so that it keeps for the backward pass what `level` says.
 
     Args:
         level: one of `deltazoo.runtime.RECOMPUTE_LEVELS`.
-        forward: without side effects, since it may run twice.
-        args, kwargs: of `forward`.
-        exchanges: whether ranks exchange tensors in `forward`. What they get is kept, so that they do it once.
+        forward: a function without side effects, since it may run twice.
+        args, kwargs: arguments of `forward`.
+        exchanges: whether ranks exchange tensors in `forward`. The tensors they receive are kept, so that they exchange
+            them once.
     """
     if level == "none" or transforming():  # under transforms a detached tensor would lose its tangent
         return forward(*args, **kwargs)

@@ -14,13 +14,13 @@ Rotary = tuple[Tensor, Tensor]
 def rotate_queries_and_keys(
     q: Tensor, k: Tensor, rotary: Rotary | None, sequences: Sequences, *, fused_kernels: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Turn both; None leaves them as they are.
+    """Queries and keys turned by their positions; `rotary=None` leaves them as they are.
 
     Args:
         q, k: `[B, T, H, K]`, arranged by `sequences`.
         rotary: cosines and sines in the caller's order.
-        sequences: of the batch.
-        fused_kernels: `fused` of `takes_kernel`.
+        sequences: the sequences of the batch.
+        fused_kernels: the argument `fused` of `takes_kernel`.
 
     Raises:
         ValueError: cosines and sines do not fit the tokens or the heads.

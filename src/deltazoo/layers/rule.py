@@ -20,7 +20,7 @@ from deltazoo.ops import (
 from deltazoo.ops import fused as fused_ops
 from deltazoo.ops.recompute import recomputable
 from deltazoo.spec import RuleSpec
-from deltazoo.spec import StepForm as StepForm  # files of rules may import it here; their classes are told more
+from deltazoo.spec import StepForm as StepForm  # rule files of earlier versions import it from here
 
 __all__ = [
     "RuleInputs",
@@ -28,6 +28,7 @@ __all__ = [
     "effective_step",
     "precision_for",
     "run_rule",
+    "run_scan",
 ]
 
 
@@ -37,7 +38,7 @@ class RuleInputs(NamedTuple):
     q: Tensor
     """`[B, T, H, K]`."""
     k: Tensor
-    """`[B, T, H, K]`. With n micro-steps k, v, beta and erase_key have n times the heads, those of the first first."""
+    """`[B, T, H, K]`. With n micro-steps k, v, beta and erase_key have n times the heads, in the order of the steps."""
     v: Tensor
     """`[B, T, HV, V]`."""
     beta: Tensor | None
@@ -60,9 +61,9 @@ class RuleInputs(NamedTuple):
     def bounded(
         self, largest_gain: float | None = None, *, by_rounding: bool = False, fused: bool | None = False
     ) -> "RuleInputs":
-        """With step sizes that keep the erase gain `beta e . k` at `largest_gain` or below (`bounded_step`).
+        """Inputs with step sizes that keep the erase gain `beta e . k` at `largest_gain` or below (`bounded_step`).
 
-        Unless given, the bound is that of `deltazoo.ops.step_size.largest_gain`.
+        The bound is `deltazoo.ops.step_size.largest_gain` unless given.
         """
         if self.beta is None:
             return self
@@ -72,17 +73,21 @@ class RuleInputs(NamedTuple):
         return self._replace(beta=bounded_step(self.beta, self.k, self.erase_key, **bound))
 
     def mask_padding(self, sequences: Sequences) -> "RuleInputs":
-        """Padding tokens neither write to, erase from, nor decay the state."""
+        """Inputs whose padding tokens neither write to, erase from, nor decay the state."""
         if not isinstance(sequences, RightPaddedSequences):
             return self
-        padding = sequences.padding
 
         def masked(x: Tensor) -> Tensor:
-            return x.masked_fill(padding.reshape(*padding.shape, *[1] * (x.ndim - 2)), 0)
+            return _fill_padding(x, sequences, 0)
 
         beta = None if self.beta is None else masked(self.beta)
         log_decay = None if self.log_decay is None else masked(self.log_decay)
         return self._replace(v=recomputable(masked, self.v), beta=beta, log_decay=log_decay)
+
+
+def _fill_padding(x: Tensor, sequences: RightPaddedSequences, value: float) -> Tensor:
+    """x `[B, T, ...]` with the value at padding."""
+    return x.masked_fill(sequences.padding.reshape(*sequences.padding.shape, *[1] * (x.ndim - 2)), value)
 
 
 def run_rule(
@@ -97,22 +102,21 @@ def run_rule(
     backend: str | None = None,
     precision: str | None = None,
 ) -> DeltaRuleOutput:
-    """Call the operator, in its form for one token where that is all there is.
+    """The operator's output; a single token after a state takes the operator's form for one token.
 
     Args:
         inputs: the operator's arguments.
         state: `[N, HV, K, V]` float32 before the first token; zeros unless given.
-        sequences: of the batch.
-        erase_reads: as of `delta_rule`.
+        sequences: the sequences of the batch.
+        erase_reads, scale, backend, precision: see `deltazoo.delta_rule`.
         num_micro_steps: steps per token.
         in_place: whether a decoding step may overwrite `state`.
-        scale, backend, precision: of the operator.
 
     Returns:
         `[B, T, HV, V]` in v's dtype, and the state after the last token.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as `deltazoo.delta_rule`.
+        ValueError, TypeError, NotImplementedError: see `deltazoo.delta_rule`.
     """
     several = isinstance(sequences, (PackedSequences, SharedSequences))
     one_token = state is not None and is_decoding_step(inputs.v) and not several
@@ -138,17 +142,68 @@ def run_rule(
     return delta_rule(q, k, v, beta, log_decay, **correction, **rows, precision=precision)
 
 
+def run_scan(
+    decay: Tensor,
+    added: Tensor,
+    damping: Tensor | None = None,
+    state: Tensor | None = None,
+    sequences: Sequences = WHOLE_ROWS,
+    *,
+    start: Tensor | None = None,
+    fused: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The numbers p before each token, and the state after the last: a further state of a rule, one number per channel.
+
+        h_t = decay_t p_{t-1} + added_t        p_t = h_t / (1 + damping_t h_t)
+
+    With a decay of zero p before a token is what the token before it added. Padding leaves p as it is.
+
+    Args:
+        decay: `[B, T, *channels]`, or `[B, T]`, one number per token, which then gets no gradient.
+        added: `[B, T, *channels]`; not negative with a damping.
+        damping: the same, not negative; None: zero.
+        state: `[N, *channels]` float32 before the first token, as returned; None: the sequences begin.
+        sequences: of the batch.
+        start: p before the first token of a sequence, `channels`; None: zeros. The state is how far p is from it, so
+            that zeros are the state of a sequence that begins.
+        fused: whether a kernel computes it, see `deltazoo.ops.fused.takes_kernel`; the layer's `fused_kernels`.
+
+    Returns:
+        `[B, T, *channels]` in the dtype of added, and `[N, *channels]` float32 (float64 stays).
+
+    Raises:
+        NotImplementedError: ranks share rows (context parallelism).
+    """
+    if isinstance(sequences, SharedSequences):
+        raise NotImplementedError("ranks that share rows (context parallelism) hand on no state of `run_scan`")
+    channels = added.shape[2:]
+    if isinstance(sequences, RightPaddedSequences):
+        decay, added = _fill_padding(decay, sequences, 1), _fill_padding(added, sequences, 0)
+        damping = None if damping is None else _fill_padding(damping, sequences, 0)
+    cu_seqlens = sequences.cu_seqlens if isinstance(sequences, PackedSequences) else None
+    num_sequences = len(added) if cu_seqlens is None else len(cu_seqlens) - 1
+    before = None if state is None else state.flatten(1)
+    if start is not None:
+        start = start.flatten().expand(num_sequences, -1)
+        before = start if before is None else start + before
+    decay = decay[..., None] if decay.ndim == 2 else decay.flatten(2)
+    flat = decay, added.flatten(2), None if damping is None else damping.flatten(2)
+    p, after = fused_ops.token_scan(*flat, before, cu_seqlens, fused=fused)
+    after = after if start is None else after - start
+    return p.view(*p.shape[:2], *channels), after.view(num_sequences, *channels)
+
+
 def effective_step(
     spec: RuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigval: bool, fused: bool | None = False
 ) -> Tensor:
     """Step size of a rule from its gate b in (0, 1).
 
     Args:
-        spec: says which rule.
+        spec: the rule.
         b: `[B, T, HV]` float32.
         k: `[B, T, H, K]` as the operator will see it, rounding included.
         allow_neg_eigval: double the step, so that the eigenvalue along k reaches down to -1 (arXiv:2411.12537).
-        fused: whether kernels compute what is made of keys, see `deltazoo.ops.fused.takes_kernel`.
+        fused: whether kernels compute functions of the keys, see `deltazoo.ops.fused.takes_kernel`.
 
     Returns:
         `[B, T, HV]` float32, such that no transition expands the state.
@@ -173,10 +228,10 @@ def effective_step(
 
 
 def precision_for(spec: RuleSpec, *, allow_neg_eigval: bool) -> str | None:
-    """Precision of the operator for step sizes of `effective_step` and a layer whose keys are those of the spec.
+    """Precision of the operator for the step sizes of `effective_step`, in a layer whose keys are those of the spec.
 
-    "fast" if the erase gain cannot exceed 1 but for the rounding of unit keys, which the operator's threshold allows
-    for: its default gives the same bits there, in more launches. None otherwise.
+    It is "fast" if only the rounding of unit keys can bring the erase gain above 1. The operator's threshold allows for
+    that rounding: its default gives the same bits in more launches. Otherwise it is None, the default.
     """
     if allow_neg_eigval or not spec.corrects:
         return None
@@ -196,20 +251,20 @@ def bounded_step(
     """`min(beta, 2 / (e . k))`: keeps the eigenvalue `1 - beta e . k` of the transition at -1 or above.
 
     A unit key rounded to bfloat16 has `|k|^2` up to 1.002. With beta = 2 its eigenvalue is then -1.004, and a token
-    repeated 4,096 times grows the state about a millionfold. The bound is taken from the keys as rounded, in float32.
+    repeated 4,096 times grows the state about a millionfold. The bound is computed in float32 from the rounded keys.
     With an erase key of its own a token repeated stays bounded, but a product of different tokens may grow
-    (`RuleSpec.nonexpansive`). Where `e . k` is not positive no step size keeps the eigenvalue at 1 or below, and
-    beta stays.
+    (`RuleSpec.nonexpansive`). If `e . k` is not positive, no step size keeps the eigenvalue at 1 or below, and beta
+    stays as it is.
 
     Args:
         beta: `[B, T, HV]` float32.
         k: `[B, T, H, K]` as the operator will see it.
-        erase_key: the same for e; None: e = k.
-        largest_gain: in place of 2. A rule that reads the state before its decay has the eigenvalue
-            `exp(g) - beta e . k`, which 1 keeps at -1 or above; one with a decay takes
+        erase_key: e, of k's shape and dtype; None: e = k.
+        largest_gain: bound of the gain `beta e . k`. A rule that reads the state before its decay has the eigenvalue
+            `exp(g) - beta e . k`, which a bound of 1 keeps at -1 or above; a rule with a decay takes
             `deltazoo.ops.step_size.largest_gain`.
-        by_rounding: only a saturated gate and the rounding of keys bring beta above the bound, which is a constant for
-            gradients then. Else they go through it to the keys.
+        by_rounding: whether only a saturated gate and the rounding of keys bring beta above the bound. Gradients then
+            take the bound for a constant; otherwise they go through it to the keys.
         fused: whether a kernel computes `e . k` for a constant bound, see `deltazoo.ops.fused.takes_kernel`.
 
     Returns:
@@ -219,10 +274,10 @@ def bounded_step(
     if by_rounding:
         k, e = k.detach(), e.detach()
     gain = fused_ops.erase_gain(k, e, fused=fused if by_rounding else False)
-    bound = largest_gain / gain.clamp_min(1e-15)  # its square, in the gradient, is a number of float32
+    bound = largest_gain / gain.clamp_min(1e-15)  # 1e-15 squared, in the gradient, is a number of float32
     return clip_step(beta, step_size.of_value_heads(bound, beta.shape[2]).to(beta.dtype))
 
 
 def clip_step(beta: Tensor, bound: Tensor) -> Tensor:
-    """`min(beta, bound)`: where `bounded_step` clips, in a function that the checks of rules replace."""
+    """`min(beta, bound)`, as a function that the checks of rules replace."""
     return torch.minimum(beta, bound)

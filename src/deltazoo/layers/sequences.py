@@ -1,6 +1,6 @@
-"""Where sequences begin and end in a batch: whole rows, rows with padding, or packed sequences.
+"""Descriptions of a batch's sequences: whole rows, rows with padding, or packed sequences.
 
-`describe_sequences` makes the description that a layer computes by. The layers of a model share one, which
+`describe_sequences` makes the description that a layer takes. The layers of a model share one, which
 `deltazoo.generation.batch` makes of a model's arguments.
 """
 
@@ -43,11 +43,11 @@ class Sequences:
     """Names of linear maps of a layer's input that are computed while the operator waits."""
 
     def arrange(self, x: Tensor) -> Tensor:
-        """`[B or 1, T, D]` as a layer computes on it."""
+        """x `[B or 1, T, D]` in the arrangement on which a layer computes."""
         return x
 
     def restore(self, x: Tensor) -> Tensor:
-        """Undo `arrange`."""
+        """x in the caller's arrangement."""
         return x
 
     @property
@@ -77,27 +77,27 @@ WHOLE_ROWS = Sequences()
 
 @dataclass(frozen=True)
 class RightPaddedSequences(Sequences):
-    """Rows that begin with their real tokens. What a layer gives for the padding after them means nothing."""
+    """Rows that begin with their real tokens. A layer's results for the padding after them mean nothing."""
 
     whole_rows = False
     lengths: Tensor
-    """`[B, 1]` int64: real tokens per row."""
+    """`[B, 1]` int64: number of real tokens per row."""
     padding: Tensor
-    """`[B, T]` bool: which positions hold no real tokens, after `arrange`."""
+    """`[B, T]` bool: True at positions that hold no real token, after `arrange`."""
     _found: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
     """Results of `last_inputs`, by width: all layers of a model ask for the same."""
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, num_tokens: int) -> "RightPaddedSequences":
-        """From `[B, 1]` int64, at most T = `num_tokens` each."""
+        """The description of rows of `lengths` `[B, 1]` int64, at most T = `num_tokens` each."""
         return RightPaddedSequences(lengths, torch.arange(num_tokens, device=lengths.device) >= lengths)
 
     def last_inputs(self, width: int) -> tuple[Tensor, Tensor]:
-        """Where to find the last `width` of each sequence's inputs, of which `width` come before the sequence itself.
+        """Positions of the last `width` of each sequence's inputs, which begin with `width` inputs before the sequence.
 
         Returns:
             `[N, width]` int64 each, oldest first: the number of each among these inputs, below `width` if it comes
-            before the sequence; and its number among the tokens of all rows, any token's for those before.
+            before the sequence; and its number among the tokens of all rows, that of any token for those before.
         """
         if width not in self._found:
             rows, num_tokens = self.padding.shape
@@ -111,20 +111,20 @@ class RightPaddedSequences(Sequences):
 class PaddedSequences(RightPaddedSequences):
     """Rows of which only some tokens are real: padding on the left, on the right or in the middle.
 
-    A layer moves each row's real tokens to its start, in order, computes on those, and moves the results back. So every
-    row gives exactly what it would give alone.
+    A layer moves each row's real tokens to its start, in order, computes on those, and moves the results back. So the
+    results of a row equal those of its real tokens alone.
     """
 
     mask: Tensor
     """`[B, T]` bool, True = real, in the caller's order."""
     order: Tensor
-    """`[B, T]` int64: the caller's position of the token at each new position."""
+    """`[B, T]` int64: position in the caller's order of the token at each new position."""
     inverse: Tensor
-    """`[B, T]` int64: the new position of each of the caller's tokens."""
+    """`[B, T]` int64: new position of each token in the caller's order."""
 
     @classmethod
     def from_mask(cls, attention_mask: Tensor) -> "PaddedSequences":
-        """From `[B, T]` bool or integer, nonzero = real."""
+        """The description of a mask `[B, T]` bool or integer, nonzero = real."""
         mask = attention_mask.bool()
         lengths = mask.sum(1, keepdim=True)
         inverse = torch.where(mask, mask.cumsum(1), lengths + (~mask).cumsum(1)) - 1
@@ -133,7 +133,7 @@ class PaddedSequences(RightPaddedSequences):
         return cls(lengths, positions >= lengths, mask, order, inverse)
 
     def arrange(self, x: Tensor) -> Tensor:
-        """`[B or 1, T, D]` as `[B, T, D]` with each row's real tokens first and zeros after them."""
+        """x `[B or 1, T, D]` as `[B, T, D]` with each row's real tokens first and zeros after them."""
         return recomputable(self._real_tokens_first, x)
 
     def _real_tokens_first(self, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class PaddedSequences(RightPaddedSequences):
         return _take(x, self.order).masked_fill(self.padding[..., None], 0)
 
     def restore(self, x: Tensor) -> Tensor:
-        """Undo `arrange`; padded positions are zero."""
+        """x in the caller's order; padded positions are zero."""
         return _take(x, self.inverse).masked_fill(~self.mask[..., None], 0)
 
 
@@ -151,31 +151,31 @@ class PackedSequences(Sequences):
 
     whole_rows = False
     cu_seqlens: Tensor
-    """`[N + 1]` integer: where each sequence begins in the joined row, then the end of the last."""
+    """`[N + 1]` integer: the beginning of each sequence in the joined row, then the end of the last."""
     index: Tensor
-    """`[B * T]` int64: which sequence each token belongs to."""
+    """`[B * T]` int64: number of the sequence to which each token belongs."""
     num_rows: int = 1
     """B."""
     documents: bool = True
-    """Whether some row holds more than one sequence, empty ones at the end aside; known where those were added."""
+    """Whether some row holds more than one sequence that is not empty; set where empty sequences were added."""
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int, num_rows: int = 1) -> "PackedSequences":
-        """From the boundaries within `num_tokens` tokens, those of all rows; empty sequences are allowed."""
+        """The description of boundaries within the `num_tokens` tokens of all rows; empty sequences are allowed."""
         tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         return cls(cu_seqlens, torch.searchsorted(cu_seqlens, tokens, right=True) - 1, num_rows)
 
     @classmethod
     def from_starts(cls, starts: Tensor) -> "PackedSequences":
-        """From `[B, T]` bool, True where a sequence begins; every row begins with one."""
+        """The description of starts `[B, T]` bool, True where a sequence begins; every row begins with one."""
         flat = starts.flatten()
         end = torch.tensor([flat.numel()], device=flat.device)
         return cls.from_cu_seqlens(torch.cat([flat.nonzero()[:, 0], end]).int(), flat.numel(), starts.shape[0])
 
     def padded(self) -> "PackedSequences":
-        """The same with empty sequences at the end. Batches of about as many documents then have tensors of one shape.
+        """The description with empty sequences added, which kernels skip, so that their number is a power of two.
 
-        Their number becomes a power of two, at least 8, of which kernels skip the empty ones.
+        Batches of about as many documents then have tensors of one shape. The number is at least 8.
         """
         count = max(8, 1 << (self.num_sequences - 1).bit_length())
         end = self.cu_seqlens[-1:].expand(count - self.num_sequences)
@@ -198,17 +198,17 @@ class PackedSequences(Sequences):
         return (tokens - self.cu_seqlens[self.index]).view(self.num_rows, -1)
 
     def last_inputs(self, width: int) -> tuple[Tensor, Tensor]:
-        """As of `RightPaddedSequences`."""
+        """Positions of the last `width` of each sequence's inputs, see `RightPaddedSequences`."""
         number = (self.cu_seqlens.diff()[:, None] + torch.arange(width, device=self.cu_seqlens.device)).long()
         token = (self.cu_seqlens[:-1, None].long() + number - width).clamp(0, len(self.index) - 1)
         return number, token
 
     def arrange(self, x: Tensor) -> Tensor:
-        """`[B or 1, T, D]` as `[1, B * T, D]`."""
+        """x `[B or 1, T, D]` as `[1, B * T, D]`."""
         return x if self.num_rows == 1 else x.expand(self.num_rows, -1, -1).reshape(1, -1, x.shape[-1])
 
     def restore(self, x: Tensor) -> Tensor:
-        """Undo `arrange`."""
+        """x as `[B, T, D]`."""
         return x if self.num_rows == 1 else x.view(self.num_rows, -1, x.shape[-1])
 
 
@@ -219,22 +219,22 @@ class SharedSequences(Sequences):
     whole_rows = False
     computed_meanwhile = ("g_proj",)
     context: ContextParallel
-    """With lengths."""
+    """The ranks, with the lengths of their pieces."""
     cu_seqlens: Tensor | None = None
-    """`[N + 1]`: where packed sequences begin in the whole row; None: every row is one sequence."""
+    """`[N + 1]`: boundaries of sequences packed into the whole row; None: every row is one sequence."""
 
     @property
     def begin(self) -> int:
-        """Where the piece begins in the whole row."""
+        """Number of the piece's first token in the whole row."""
         return sum(self.context.known_lengths[: self.context.rank])
 
     @property
     def num_tokens(self) -> int:
-        """T, of the piece."""
+        """T, the tokens of the piece."""
         return self.context.known_lengths[self.context.rank]
 
     def row_length(self, x: Tensor) -> int:
-        """Tokens of the whole row."""
+        """Number of tokens in the whole row."""
         return sum(self.context.known_lengths)
 
     @property
@@ -246,7 +246,7 @@ class SharedSequences(Sequences):
         return (tokens - self.cu_seqlens[torch.searchsorted(self.cu_seqlens, tokens, right=True) - 1])[None]
 
     def meanwhile(self, work: Callable[..., None]) -> "SharedSequences":
-        """As of `Sequences`."""
+        """The description for an operator that calls `work(*computed_meanwhile)` while it waits for other ranks."""
         return replace(self, context=replace(self.context, meanwhile=partial(work, *self.computed_meanwhile)))
 
     def with_tokens_before(self, width: int) -> Sequences:
@@ -269,11 +269,11 @@ def describe_shared(
     """The description of a piece of rows that several ranks share; the ranks tell each other its length.
 
     Args:
-        context: the ranks.
+        context: the ranks that share the rows.
         batch_size, num_tokens: B and T of this rank's tokens.
         cu_seqlens: `[N + 1]` int32 or int64 boundaries of sequences packed into the whole row; needs B = 1.
-        check: raises ValueError or TypeError if other arguments are wrong, which all ranks then do.
-        fills_cache: whether the state after the whole row is kept, on every rank.
+            check: a function that raises ValueError or TypeError if other arguments are wrong; then all ranks raise.
+            fills_cache: whether every rank keeps the state after the whole row.
 
     Raises:
         ValueError: on every rank, if the boundaries do not fit the tokens of all ranks, or the ranks differ.
@@ -331,7 +331,7 @@ def _check_mask(mask: Tensor, batch_size: int, num_tokens: int) -> None:
 
 
 def zeros_and_ones(mask: Tensor) -> Tensor:
-    """A mask of whole numbers as bool; ValueError for values other than 0 and 1, where reading them is free."""
+    """A mask of whole numbers as bool. Values other than 0 and 1 raise ValueError where reading them is free."""
     if mask.dtype == torch.bool:
         return mask
     if readable(mask) and mask.numel():
@@ -349,7 +349,7 @@ def check_zeros_and_ones(least: int, most: int) -> None:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether reading values is free: not while tracing, under transforms, or where the CPU would wait for a device."""
+    """Whether reading values is free: neither tracing nor a transform is active, and the CPU waits for no device."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforming()
 
 

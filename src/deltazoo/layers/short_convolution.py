@@ -33,12 +33,12 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def last_inputs(inputs: Sequence[Tensor], past: Tensor, sequences: Sequences) -> Tensor:
-    """The last `width` inputs of each row or sequence, those before it included.
+    """The last `width` inputs of each row or sequence, together with those before it.
 
     Args:
         inputs: `[B, T, channels]` each, arranged by `sequences`; C is the sum of their channels.
         past: `[N, width, C]` in their dtype, the inputs before each row or packed sequence, oldest first.
-        sequences: of the batch.
+        sequences: the sequences of the batch.
 
     Returns:
         `[N, C, width]`, oldest first, contiguous.
@@ -66,17 +66,17 @@ def packing_of(sequences: Sequences) -> dict[str, Any]:
 
 
 class ShortConvolution(nn.Module):
-    """Each channel mixes its last `kernel_size` tokens, then SiLU: `y_t = silu(sum_j w_j x_{t-j})`, without a bias.
+    """A convolution over the last `kernel_size` tokens of each channel, then SiLU: `y_t = silu(sum_j w_j x_{t-j})`.
 
-    The delta-rule papers put one on q, k and v, with four taps (arXiv:2406.06484, whose ablation without it is clearly
-    worse).
+    It has no bias. The delta-rule papers put one on q, k and v, with four taps; without it the ablation of
+    arXiv:2406.06484 is clearly worse.
 
     Args:
-        channels: how many, each with taps of its own.
+        channels: number of channels, each with taps of its own.
         kernel_size: taps per channel.
         activation: "silu", or "identity" for the bare sum.
-        unit_heads: divide the output by the L2 norm of every head of so many channels; 0 leaves it as it is.
-        fused: one Triton kernel each way instead of plain torch; None: wherever it runs, unless the state wants a
+        unit_heads: size of the heads whose output is divided by its L2 norm; 0 leaves it as it is.
+        fused: whether Triton kernels compute it, one each way; None: wherever they run, unless the state wants a
             gradient.
         initializer_range: standard deviation of the initial taps; None: uniform, as in nn.Conv1d.
 
@@ -107,7 +107,7 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
 
     def initialize_(self, weight: Tensor) -> None:
-        """Fill the taps as the module starts them."""
+        """Fill the taps with their initial values."""
         short_conv_(weight, self.initializer_range)
 
     def set_fused(self, fused: bool | None) -> None:
@@ -122,13 +122,13 @@ class ShortConvolution(nn.Module):
         *,
         with_state: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """Convolve the inputs, and return the last of them as the new state.
+        """The convolved inputs, and the last inputs as the new state.
 
         Args:
             x: `[B, T, channels]`, arranged by `sequences`.
             state: `[N, channels, kernel_size - 1]`, the inputs before x, oldest first; zeros unless given. N is B, or
                 the number of packed sequences.
-            sequences: how many tokens of each row are real, or where packed sequences begin.
+            sequences: the sequences of the batch.
             with_state: whether the new state is wanted.
 
         Returns:
@@ -148,7 +148,7 @@ class ShortConvolution(nn.Module):
 
 
 Convolutions = tuple[ShortConvolution, ShortConvolution, ShortConvolution]
-"""Of queries, keys and values."""
+"""The convolutions of queries, keys and values."""
 
 
 def convolve(
@@ -160,14 +160,14 @@ def convolve(
     sequences: Sequences,
     activation: str = "silu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Convolve queries, keys and values, in one call unless something must see a call of each.
+    """Convolved queries, keys and values, computed in one call where no module has to be called by itself.
 
     Args:
-        convolutions: one each, of the same taps, activation and way to compute; None: the activation alone.
+        convolutions: one each, with equal taps, activation and `fused`; None: the activation alone.
         q, k, v: `[B, T, channels]`, arranged by `sequences`.
         past: the state before, that of the three concatenated along the channels.
-        sequences: of the batch.
-        activation: without convolutions.
+        sequences: the sequences of the batch.
+        activation: name of the activation if there are no convolutions.
 
     Returns:
         The three outputs, and the new state `[N, C, kernel_size - 1]`, None unless it is wanted.
@@ -183,12 +183,10 @@ def convolve(
     inputs, width = (q, k, v), convolutions[0].kernel_size - 1
     if isinstance(sequences, SharedSequences):
         return _convolve_piece(convolutions, inputs, past, sequences)
-    widths = [x.shape[-1] for x in inputs]
-    before, pasts = None, (None, None, None)
+    widths, before = [x.shape[-1] for x in inputs], None
     if past.recurrent is not None:
         before = _checked_state(past.conv, sum(widths))
-        pasts = before.split(widths, dim=1)
-        _check_state(pasts[0], _number(q, sequences), widths[0], width)
+        _check_state(before[:, : widths[0]], _number(q, sequences), widths[0], width)
     outputs: Sequence[Tensor]
     if _can_join(convolutions, q):
         q_conv, k_conv, v_conv = convolutions
@@ -200,9 +198,10 @@ def convolve(
             return q, k, v, state
         packing = packing_of(sequences)
         outputs = fused_ops.short_convolutions(
-            inputs, weights, pasts, **packing, head_dims=(*heads, v_conv.unit_heads), **options
+            inputs, weights, before, **packing, head_dims=(*heads, v_conv.unit_heads), **options
         )
     else:
+        pasts = (None,) * 3 if before is None else before.split(widths, dim=1)
         outputs = [
             one(x, state, sequences, with_state=False)[0]
             for one, x, state in zip(convolutions, inputs, pasts, strict=True)
@@ -212,7 +211,7 @@ def convolve(
 
 
 def _state_after(inputs: Sequence[Tensor], state: Tensor | None, width: int, sequences: Sequences) -> Tensor:
-    """The state after the inputs, `[N, C, width]`, concatenated along the channels, from that before them."""
+    """The state `[N, C, width]` after the inputs, concatenated along the channels, from the state before them."""
     if state is None:
         past = inputs[0].new_zeros(_number(inputs[0], sequences), width, sum(x.shape[2] for x in inputs))
     else:
@@ -221,18 +220,27 @@ def _state_after(inputs: Sequence[Tensor], state: Tensor | None, width: int, seq
 
 
 def _number(x: Tensor, sequences: Sequences) -> int:
-    """Sequences in x `[B, T, C]`."""
+    """Number of sequences in x `[B, T, C]`."""
     return sequences.num_sequences if isinstance(sequences, PackedSequences) else x.shape[0]
 
 
 def _convolve_piece(
     convolutions: Convolutions, inputs: tuple[Tensor, Tensor, Tensor], past: StateAccess, sequences: SharedSequences
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Convolve a piece of rows that several ranks share, together with the inputs before it, from other ranks."""
-    width = convolutions[0].kernel_size - 1
+    """The results of `convolve` for a piece of shared rows, whose inputs before it come from other ranks."""
+    width, context = convolutions[0].kernel_size - 1, sequences.context
+    state = last_tokens(inputs, width, context).mT if past.wanted else None
+    if width and not torch.compiler.is_compiling() and _can_join(convolutions, inputs[0]):
+        q_conv, k_conv, v_conv = convolutions
+        heads = q_conv.unit_heads, k_conv.unit_heads, v_conv.unit_heads
+        weights = q_conv.weight, k_conv.weight, v_conv.weight
+        if fused_ops.takes_joint_kernel(inputs, weights, heads, q_conv.fused):
+            from deltazoo.ops.context.convolution import PieceBounds, convolved_piece  # imports Triton
+
+            bounds, silu = PieceBounds(context, sequences.cu_seqlens), fused_ops.is_silu(q_conv.activation)
+            return *convolved_piece(inputs, weights, bounds, silu, heads[0], heads[2] == heads[0]), state
     joined = sequences.with_tokens_before(width)
-    before = tokens_before(inputs, width, sequences.context)
-    state = last_tokens(inputs, width, sequences.context).mT if past.wanted else None
+    before = tokens_before(inputs, width, context)
     q, k, v = (torch.cat(parts, 1) for parts in zip(before, inputs, strict=True))
     q, k, v, _ = convolve(convolutions, q, k, v, StateAccess(None, None), joined)
     return q[:, width:], k[:, width:], v[:, width:], state
@@ -254,8 +262,8 @@ def _check_state(state: Tensor, number: int, channels: int, width: int) -> None:
 def _can_join(convolutions: Sequence[nn.Module], x: Tensor) -> bool:
     """Whether `convolve` may read the weights of these modules instead of calling them.
 
-    It may not if they are of another kind or have hooks, or if only a call brings the weights to this device: sharded
-    or offloaded ones.
+    It may not if they are of another class or have hooks, or if only a call brings the weights to this device (sharded
+    or offloaded weights).
     """
     return all(
         type(convolution) is ShortConvolution

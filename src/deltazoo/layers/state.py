@@ -19,7 +19,7 @@ class LayerState(NamedTuple):
     """`[N, ...]` float32: a further state that the rule itself keeps; None for rules without."""
 
     def rows(self, rows: Tensor) -> "LayerState":
-        """The given rows `[M]` of the batch."""
+        """The state of the given rows `[M]` of the batch."""
         conv, auxiliary = (None if x is None else x[rows] for x in (self.conv, self.auxiliary))
         return LayerState(conv, self.recurrent[rows], auxiliary)
 
@@ -73,21 +73,21 @@ class LayerStates:
         return copy
 
     def snapshot(self) -> "LayerStates":
-        """A copy to return to later. Layers never write into a state they were given, so no tensor is copied."""
+        """A copy to return to later; it copies no tensor, since layers never write into a state they were given."""
         copy = LayerStates()
         copy.states, copy.num_tokens = dict(self.states), dict(self.num_tokens)
         return copy
 
 
 class StateAccess:
-    """What one call of a layer reads from its `past_key_values` and writes back.
+    """The states that one call of a layer reads from its `past_key_values` and writes back.
 
     Args:
         store: the `past_key_values`; None: the call starts from zeros, and its states are not kept.
-        layer_idx: which layer asks.
+        layer_idx: the layer's number.
 
     Raises:
-        TypeError: `store` is of another kind.
+        TypeError: `store` is no `StateStore`.
         ValueError: there is a store, and the layer has no number.
     """
 
@@ -96,7 +96,7 @@ class StateAccess:
         self.recurrent: Tensor | None = None
         self.auxiliary: Tensor | None = None
         self.wanted = store is not None
-        """Whether the states after the call are wanted."""
+        """Whether the call keeps its states."""
         self.in_place = False
         """Whether a decoding step may overwrite the states in place."""
         if store is None:
@@ -126,6 +126,6 @@ class StateAccess:
 def is_decoding_step(x: Tensor) -> bool:
     """Whether `[B, T, ...]` is one token per row without gradients.
 
-    The number of operations then decides the time rather than their size, so layers join small operations into one.
+    The number of operations then takes the time, not their size, so layers join small operations into one.
     """
     return x.shape[1] == 1 and not torch.is_grad_enabled()

@@ -22,7 +22,7 @@ __all__ = ["DeltaRuleBlock", "SoftmaxInputs", "describe_blocks", "make_block_lay
 
 
 class SoftmaxInputs(NamedTuple):
-    """What the softmax layers of a hybrid model share in one forward pass."""
+    """The inputs that the softmax layers of a hybrid model share in one forward pass."""
 
     attention_mask: Any
     position_embeddings: tuple[Tensor, Tensor]
@@ -38,7 +38,7 @@ def make_block_layer(config: DeltaRuleConfig, layer_idx: int) -> nn.Module:
 
 
 class DeltaRuleBlock(GradientCheckpointingLayer):
-    """`x + layer(norm(x))`, then `x + mlp(norm(x))`."""
+    """A decoder block: `x + layer(norm(x))`, then `x + mlp(norm(x))`."""
 
     step_parts: ClassVar[tuple[str, ...]] = ("attn_norm", "attn", "mlp_norm", "mlp")
     """The modules of these two sums in order; a captured decoding step may run them fused."""
@@ -53,12 +53,12 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         self.use_runtime(RuntimeOptions())
 
     def use_runtime(self, options: RuntimeOptions) -> None:
-        """Run with other `fused_kernels` and `recompute`. The linear or softmax layer is told separately."""
+        """Run with other `fused_kernels` and `recompute`. `set_runtime` tells the linear or softmax layer itself."""
         self.recompute = options.recompute
         for module in (self.attn_norm, self.mlp_norm, self.mlp):
             module.fused = options.fused_kernels
 
-    @takes_cache()  # by that name gradient checkpointing keeps the cache from a block that runs twice
+    @takes_cache()  # gradient checkpointing finds the cache by this name, and keeps it from a block that runs twice
     def forward(
         self,
         hidden_states: Tensor,
@@ -70,11 +70,12 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
 
         Args:
             hidden_states: the residual stream.
-            batch: where sequences begin, the same for all blocks.
+            batch: the sequences of the batch, the same for all blocks.
             softmax: masks and rotary embeddings, needed by softmax layers only.
-            cache: one that `prepare_cache` has prepared.
+            cache: a cache that `prepare_cache` has prepared.
         """
-        # Gradient checkpointing keeps less than any level. A cache must not be written to twice.
+        # Gradient checkpointing keeps less than any level. A block with a cache must not run twice and write to it
+        # twice.
         keeps_all = not self.training or self.gradient_checkpointing or cache is not None
         level = "none" if keeps_all else level_of(self.recompute, hidden_states.device, hidden_states.numel())
         return run_block(level, self._run, hidden_states, batch, softmax, cache, exchanges=batch.shared)
@@ -100,7 +101,7 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
 
 
 def describe_blocks(model: Any) -> str:
-    """How a training step computes norms and MLPs, what it recomputes, and why; for `deltazoo.report`."""
+    """Lines for `deltazoo.report`: how a training step computes norms and MLPs, what it recomputes, and why."""
     weight = next(module for module in model.modules() if isinstance(module, DeltaRuleBlock)).mlp_norm.weight
     runtime, asked, default = model.runtime, model.runtime.given(), f"default on {weight.device}"
 

@@ -1,8 +1,8 @@
-"""Keys of a config.json that say nothing of the computation, for our own configurations and those of swapped models.
+"""Keys of a config.json that do not describe the computation, for our own configurations and those of swapped models.
 
 `auto_map` names the classes that transformers imports from the checkpoint's own Python files, which `saving` writes.
-Runtime options say how a model runs (`deltazoo.runtime.RuntimeOptions`): they are left out of a saved configuration and
-refused from a caller.
+Runtime options say how a model runs (`deltazoo.runtime.RuntimeOptions`): a saved configuration does not contain them,
+and a configuration refuses them from a caller.
 """
 
 import sys
@@ -41,9 +41,9 @@ class SharedConfig:
 
     @property
     def auto_map(self) -> dict[str, str]:
-        """The classes in a checkpoint's own files, by the name of the Auto class; empty unless it has the two files.
+        """The classes in a checkpoint's own Python files, by the name of the Auto class; empty without such files.
 
-        TRL reads it from every model whose class is not one of transformers' own.
+        TRL reads this attribute of every model whose class does not belong to transformers.
         """
         return self.__dict__.setdefault("auto_map", {})
 

@@ -1,8 +1,8 @@
-"""The configuration of every model of the zoo.
+"""The configuration of all models with delta-rule layers.
 
-Keys have fla-hub's names where fla-hub has one. A key given to the constructor acts or is refused. Three kinds of keys
-are kept with one warning although they do not act: keys that others wrote into a `config.json`, attributes that others
-set, and the keys of softmax layers or short convolutions in a model that has none.
+The keys have the names that fla-hub gives them, where it has them. A key given to the constructor acts or is refused.
+Three kinds of keys are kept with one warning although they do not act: keys that others wrote into a `config.json`,
+attributes that others set, and keys of softmax layers or short convolutions in a model that has none.
 """
 
 import math
@@ -17,7 +17,6 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
-from deltazoo.distributed.plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
 from deltazoo.generation.batch import LAYER_TYPES
 from deltazoo.generation.cache import CACHE
 from deltazoo.layers import LayerOptions, make_layer
@@ -68,34 +67,34 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
 
     Args:
         mixer: name of the rule of the linear layers, one of `deltazoo.list_rules()`.
-        mixer_module: the module that registers `mixer`, if that does not come with deltazoo; filled in automatically.
+        mixer_module: the module that registers `mixer`, if it does not come with deltazoo; filled in automatically.
             Loading a config.json does not import it: import it before, or pass its file to the command line with
             `--load`.
-        mixer_revision: number of the rule's revision, for rules that were corrected (docs/rules.md); default the
-            newest. A saved configuration without it has the first.
+        mixer_revision: number of the rule's revision, for rules that were corrected (docs/layers.md); default the
+            newest. A saved configuration without this key has the first.
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.
-        num_hidden_layers: number of blocks; a block is such a layer and an MLP.
+        num_hidden_layers: number of blocks; a block is a linear or softmax layer and an MLP.
         num_heads: heads of queries and keys in the linear layers.
         num_v_heads: heads of values, a multiple of `num_heads`; default `num_heads`.
         head_dim: channels per query/key head; default `hidden_size // num_heads`.
         expand_v: channels of a value head relative to `head_dim`; default as in the rule's paper.
         use_short_conv: short causal convolutions on queries, keys and values.
-        conv_size: their kernel size.
+        conv_size: taps of the short convolutions.
         conv_initializer_range: standard deviation of their initial taps; default uniform within 1 / sqrt(conv_size).
         use_gate: whether the linear layers gate their output; default as in the rule's paper.
         allow_neg_eigval: step sizes up to 2, so that transition eigenvalues reach -1; default as in the rule.
         neg_eigval: `"both"` doubles the step size of erasing and writing, `"erase"` that of erasing alone.
         decay_lower_bound: bounded decay gate instead of the softplus gate; default as in the rule.
-        beta_bias: a bias on the step size's projection.
-        gate_bias: the bias of a low-rank output gate (KDA and others).
+        beta_bias: whether the step size's projection has a bias.
+        gate_bias: whether a low-rank output gate (KDA and others) has a bias.
         num_micro_steps: keys, values and step sizes per token, applied one after another (DeltaProduct,
             arXiv:2502.10297); default as in the rule.
         intermediate_size: width of the SwiGLU MLP; default `hidden_ratio * hidden_size * 2/3`, rounded up to 256.
         hidden_ratio: see `intermediate_size`.
         norm_eps: epsilon of every RMSNorm.
         initializer_range: standard deviation of the initial weights.
-        tie_word_embeddings: one matrix for embedding and output head.
+        tie_word_embeddings: whether embedding and output head are one matrix.
         max_position_embeddings: longest sequence in tokens; RoPE scalings and tools that choose a length read it.
         layer_types: per block `"linear_attention"` or `"full_attention"`; default all linear.
         num_attention_heads: heads of the softmax layers.
@@ -105,25 +104,35 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
         rope_parameters: rotary embedding of the softmax layers; default plain RoPE with theta 10,000.
         classifier_dropout: dropout before the token classification head; default 0.1.
         use_cache: whether a forward pass outside training returns a cache.
-        training_data: what the weights were trained on, in words; for the model card.
+        training_data: a description of the data the weights were trained on, for the model card.
 
-    The five keys of softmax layers are accepted, with a warning, by a model that has no such layers, and so are
-    `conv_initializer_range` and another `conv_size` than 4 by one without short convolutions.
+    A model without softmax layers accepts the five keys of softmax layers with a warning, and a model without short
+    convolutions accepts `conv_initializer_range` and a `conv_size` other than 4.
 
     Raises:
-        ValueError: for unknown keys (with the nearest known one), unknown names, and sizes that do not fit together.
-            Keys found in a saved configuration are refused only if they are one character away from a key above; keys
-            of generation, such as `temperature`, are accepted there alone, where older versions of transformers wrote
-            them, and dropped.
-        NotImplementedError: for fla-hub keys that stand for a model our layers do not compute.
+        ValueError: unknown keys (the message names the nearest), unknown names, sizes that do not fit together. In a
+            saved configuration an unknown key is refused only if it is one character away from a key above. Keys of
+            generation, such as `temperature`, which older versions of transformers wrote there, are dropped from it.
+        NotImplementedError: keys of fla-hub that stand for a model which our layers do not compute.
 
     The defaults follow fla-hub's configurations; sizes per paper are in `configs/`.
     """
 
     model_type: ClassVar[str] = "delta_rule"
     keys_to_ignore_at_inference: ClassVar[list[str]] = [CACHE]
-    base_model_pp_plan: ClassVar[dict[str, Any]] = PIPELINE_PLAN
-    base_model_fsdp_plan: ClassVar[dict[Any, str]] = FSDP_PLAN
+    base_model_pp_plan: ClassVar[dict[str, Any]] = {
+        "embeddings": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "batch"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+    """Inputs and outputs of each pipeline stage."""
+    base_model_fsdp_plan: ClassVar[dict[Any, str]] = {
+        "embeddings": "free_full_weight",
+        "layers.*": "free_full_weight",
+        "norm": "keep_full_weight",
+    }
+    """Modules that FSDP2 gathers as one group, and whether it frees the group after the forward pass. Models of half
+    precision add their gates (`deltazoo.models.delta_layers.declare_gates`)."""
 
     mixer: str = "gated_deltanet"
     mixer_module: str | None = None
@@ -185,7 +194,7 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
     def __setattr__(self, key: str, value: Any) -> None:
         if key in RUNTIME_OPTIONS:
             raise AttributeError(not_a_key(key))
-        # Tools set attributes of their own on a configuration, which are saved. A misspelt key of ours is refused.
+        # Tools set attributes on a configuration, which are then saved. A misspelt key of ours is refused.
         if not (key.startswith("_") or key in self.__dict__ or hasattr(type(self), key)):
             meant = one_slip_away(key, _OWN_KEYS)
             if meant:
@@ -194,15 +203,15 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
-        """As transformers documents it; keys that others wrote are kept, with one warning."""
+        """The configuration of a dictionary, see transformers; keys that others wrote are kept, with one warning."""
         # This key tells a saved configuration from the arguments of a caller.
         return super().from_dict({"transformers_version": transformers.__version__, **config_dict}, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As transformers documents it.
+        """Save the configuration, see transformers.
 
         Raises:
-            ValueError: values that were set later contradict each other, so that it could not be loaded again.
+            ValueError: values that were set later contradict each other, so the saved file could not be loaded.
         """
         try:
             type(self)(**self.to_diff_dict())
@@ -220,23 +229,8 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
         return {key: value for key, value in values.items() if key not in missing}
 
     @property
-    def base_model_tp_plan(self) -> dict[str, str]:
-        """How tensor parallelism divides the weights of the base model."""
-        has_linear_layers = "linear_attention" in (self.layer_types or ())
-        return tensor_parallel_plan(
-            self.spec if has_linear_layers else None, self.layer_options, softmax_norms=self.softmax_qk_norm
-        )
-
-    @base_model_tp_plan.setter
-    def base_model_tp_plan(self, plan: dict[str, str]) -> None:
-        # transformers 5.15 to 5.20 adds an entry for tied embeddings under a fixed name; our plan has it under the name
-        # that the model gives them.
-        if plan != {**self.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}:
-            raise AttributeError(f"base_model_tp_plan follows from the other keys and cannot be set, got {plan}")
-
-    @property
     def spec(self) -> RuleSpec:
-        """The spec of the linear layers: that of `mixer`, with the output gate switched as `use_gate` says."""
+        """The spec of the linear layers: that of `mixer`, with or without output gate as `use_gate` says."""
         spec = get_rule(self.mixer, self.mixer_revision)
         if self.use_gate == (spec.output_gate != "none"):
             return spec
@@ -246,7 +240,7 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
     def layer_options(self) -> dict[str, Any]:
         """The arguments of `deltazoo.layers.DeltaRuleAttention`, without the layer index."""
         options = {field.name: getattr(self, field.name) for field in fields(LayerOptions) if field.name in _OWN_KEYS}
-        if not self.use_short_conv:  # a layer refuses idle ones
+        if not self.use_short_conv:  # a layer refuses options that do not act
             options |= {"conv_size": LayerOptions.conv_size, "conv_initializer_range": None}
         return {"rule": self.spec, **options}
 
@@ -273,13 +267,13 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
         if "full_attention" in self.layer_types:
             check_softmax_layers(self)
         options = self.layer_options
-        if "linear_attention" not in self.layer_types:  # its other options have no effect and may contradict each other
+        if "linear_attention" not in self.layer_types:  # options of linear layers do not act and may disagree
             options = {"rule": "gated_deltanet", **{name: options[name] for name in _CHECKED_IN_ALL_MODELS}}
-        with torch.device("meta"):  # a layer says which options it refuses
+        with torch.device("meta"):  # the layer's constructor checks its options
             make_layer(**options, layer_idx=0, num_layers=self.num_hidden_layers)
 
     def validate_rope(self) -> None:
-        """transformers' check of `rope_parameters`, for softmax heads: `head_dim` is that of the linear layers."""
+        """Run transformers' check of `rope_parameters` with the size of softmax heads in place of `head_dim`."""
         if "full_attention" in (self.layer_types or ()):
             PreTrainedConfig.validate_rope(with_softmax_heads(self))
 
@@ -311,7 +305,7 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
 
     def _take_fla_keys(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """Set our keys to what fla-hub's say, and return the further keys."""
+        """Set our keys from those of fla-hub, and return the further keys."""
         own = {field.name: getattr(self, field.name) for field in fields(DeltaRuleConfig)}
         translated = translate_fla_config({**own, **extra})
         for name in own:

@@ -23,13 +23,13 @@ from deltazoo.runtime import FORMER_OPTIONS, RuntimeOptions
 __all__ = ["GATE_PROJECTIONS", "ModelWithDeltaLayers", "declare_gates", "evaluation_mode"]
 
 _OF_DOWNLOADS = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
-"""Arguments of `from_pretrained` that say which file of a repository is meant."""
+"""Arguments of `from_pretrained` that select a file of a repository."""
 
 GATE_PROJECTIONS = (
     *("b_proj", "a_proj", "f_proj"),
-    *("gk_proj", "erase_b_proj", "lamb_proj", "a_atk_proj", "b_atk_proj"),  # of one rule each
+    *("gk_proj", "erase_b_proj", "lamb_proj", "a_atk_proj", "b_atk_proj"),  # each of one rule
 )
-"""Projections of step sizes and decays. Quantisers leave them alone: they are small, and suffer most from rounding."""
+"""Projections of step sizes and decays. Quantisers leave them alone: they are small, and rounding harms them most."""
 
 
 def declare_gates(model: PreTrainedModel) -> None:
@@ -37,9 +37,9 @@ def declare_gates(model: PreTrainedModel) -> None:
 
     * Parameters and buffers that a layer keeps in float32 stay float32 in a model of half precision.
     * FSDP2 gathers parameters in groups of one dtype. In a model of half precision, each module inside a layer with
-      float32 parameters is a group, and those parameters are the group of the layer itself.
-    * Quantisers leave the projections of step sizes and decays alone. They take them from the list of modules that are
-      float32 in a float16 model, so the projections are listed only in a model that is to be quantised.
+      float32 parameters becomes a group, and the group of the layer itself holds those parameters.
+    * Quantisers leave the projections of step sizes and decays alone. They read the list of modules that are float32 in
+      a float16 model, so that list has the projections only in a model that is to be quantised.
     """
     float32, projections = set(), set()
     groups: dict[str, str] = {}
@@ -67,11 +67,11 @@ class SafetensorsOnly(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike | None, *args: Any, **kwargs: Any
     ) -> Self:
-        """As transformers documents it, from safetensors files only.
+        """A model from safetensors files; see transformers.
 
         Raises:
-            ValueError: pickled weights are asked for, by `use_safetensors=False`, by the name of a file or by an index
-                of shards; the index names a file outside the checkpoint's folder. Nothing has been read then.
+            ValueError: an argument or an index of shards names pickled weights, or the index names a file outside the
+                checkpoint's folder. Nothing has been read then.
             OSError: there is no safetensors file.
         """
         if kwargs.get("use_safetensors") is False:
@@ -87,7 +87,7 @@ class SafetensorsOnly(PreTrainedModel):
     def _load_pretrained_model(  # type: ignore[override]
         model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **kwargs: Any
     ) -> Any:
-        # Files that are found in another way: adapters, the model below an adapter, an index that a config.json names.
+        # Further files may come from adapters, the model below an adapter, or an index that a config.json names.
         _check_shards((getattr(load_config, "sharded_metadata", None) or {}).get("weight_map", {}).values())
         _check_shards(Path(file).name for file in checkpoint_files or ())
         load = super(SafetensorsOnly, type(model))._load_pretrained_model
@@ -102,15 +102,15 @@ def _shards_of(path: str | os.PathLike, options: dict[str, Any]) -> Iterable[Any
     download = {key: options[key] for key in _OF_DOWNLOADS if options.get(key) is not None}
     try:
         index = cached_file(os.fspath(path), name, **download)
-    except OSError:  # no index, or out of reach: transformers says what is missing
+    except OSError:  # no index, or out of reach: transformers reports it
         return ()
     return () if index is None else json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
 
 
 def _check_shards(names: Iterable[Any]) -> None:
-    """ValueError unless these are names of safetensors files in the checkpoint's folder."""
+    """Raise ValueError unless these are names of safetensors files in the checkpoint's folder."""
     for name in names:
-        parts = PureWindowsPath(str(name))  # which knows the separators and roots of all systems
+        parts = PureWindowsPath(str(name))  # it knows the separators and roots of all systems
         if not str(name).endswith(".safetensors") or parts.anchor or ".." in parts.parts:
             raise ValueError(
                 f"{name!r} is named as a file of the model's weights: pickled weights are never read, nor are files "
@@ -121,7 +121,7 @@ def _check_shards(names: Iterable[Any]) -> None:
 class ModelWithDeltaLayers(SafetensorsOnly):
     """Initialisation, dtypes and runtime options of delta-rule layers in a transformers model."""
 
-    # That of transformers, which knows softmax attention alone; ours is deltazoo.context_parallel.
+    # transformers' own context parallelism knows softmax attention alone; ours is deltazoo.context_parallel.
     _supports_context_parallel = False
     deltazoo_context: ContextParallel | None = None
     """The ranks that share every row, as `deltazoo.context_parallel` sets them."""
@@ -133,7 +133,7 @@ class ModelWithDeltaLayers(SafetensorsOnly):
     """The present runtime options; `set_runtime` changes them."""
 
     def post_init(self) -> None:
-        """As in transformers, and `declare_gates`."""
+        """Finish the construction as transformers does, and call `declare_gates`."""
         super().post_init()
         declare_gates(self)
 
@@ -149,7 +149,7 @@ class ModelWithDeltaLayers(SafetensorsOnly):
             ValueError: a value that an option does not have, or that a layer cannot run with; nothing is changed then.
         """
         keys = [field.name for field in fields(self.config)]
-        for name in options:  # from_pretrained hands over what is no key of the configuration, misspelt ones too
+        for name in options:  # from_pretrained passes on what is no key of the configuration, misspelt keys too
             key = nearest(name, [*self.runtime_options, *keys])
             if name not in (*self.runtime_options, *FORMER_OPTIONS) and key in keys:
                 message = unknown("runtime option", name, self.runtime_options)
@@ -165,18 +165,18 @@ class ModelWithDeltaLayers(SafetensorsOnly):
             raise
 
     def use_runtime(self, options: RuntimeOptions) -> None:
-        """Record the options; the modules that they act on have a method of this name too."""
+        """Record the options; modules on which they act have a method of the same name."""
         self.runtime = options
         if options.captured_training is False:
             forget_captured(self)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        # By this torch moves and casts weights; graphs of training steps read the old ones, and hold memory.
+        # torch moves and casts weights by this method; graphs of training steps read the old ones, and hold memory.
         forget_captured(self)
         return super()._apply(*args, **kwargs)
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        # The projections are listed for quantisers alone. A float16 model computes them in float16.
+        # `declare_gates` lists the projections for quantisers alone. A float16 model computes them in float16.
         plan = super()._get_dtype_plan(dtype)
         return {name: wide for name, wide in plan.items() if not name.endswith(GATE_PROJECTIONS)}
 
@@ -195,7 +195,7 @@ class ModelWithDeltaLayers(SafetensorsOnly):
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module is in the mode that it was in."""
+    """A context of evaluation mode, after which every module has its former mode again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,8 +1,8 @@
 """Configuration keys of fla-hub checkpoints, translated to ours and back.
 
-A `config.json` of fla-hub differs from ours in a few keys: the width of a head is relative to the model, softmax layers
-are described by one `attn` dictionary, and several keys choose kernels. `translate_fla_config` rewrites such a
-dictionary, and refuses values that stand for a model that our layers do not compute. `add_fla_keys` does the reverse:
+A `config.json` of fla-hub differs from ours in a few keys: the width of a head is relative to the model, one `attn`
+dictionary describes softmax layers, and several keys choose kernels. `translate_fla_config` rewrites such a dictionary,
+and refuses values that stand for a model which our layers do not compute. `add_fla_keys` does the reverse, so that
 flash-linear-attention loads what we save.
 """
 
@@ -14,7 +14,7 @@ from deltazoo.spec import get_rule
 
 __all__ = ["add_fla_keys", "translate_fla_config"]
 
-# They choose a kernel or a fusion; the model computes the same function with any value.
+# Keys that choose a kernel or a fusion; the model computes the same function with any value.
 _KERNEL_CHOICES = frozenset({"attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"})
 
 # Keys that change the model, with the values that our layers implement.
@@ -39,7 +39,7 @@ _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "use_gv": (False,),
 }
 
-# Keys that fla-hub has under another name.
+# Our names of keys that fla-hub has under another name.
 _RENAMED: Mapping[str, str] = {
     "use_output_gate": "use_gate",
     "num_householder": "num_micro_steps",
@@ -54,15 +54,15 @@ _SOFTMAX_KEYS: Mapping[str, str] = {
     "rope_theta": "rope_theta",
 }
 
-# They choose how a new model starts, which does not matter to one that was saved.
+# Keys of the initial values of a new model, which do not matter to a saved one.
 _INITIAL_VALUES = frozenset({"correction_factor", "log_atk_scale_init", "a_log_init_lower"})
 
-# Types whose widths are relative to the model.
+# Model types whose head widths are relative to the model's.
 _RELATIVE_WIDTHS = ("delta_net", "gla")
 
 
 def translate_fla_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rewrite configuration keys that only fla-hub uses; all other keys pass through unchanged.
+    """A configuration with the keys that only fla-hub uses rewritten as ours; all other keys stay.
 
     Args:
         values: keys as found in a `config.json` or given by a caller, `mixer` among them.
@@ -102,7 +102,7 @@ def _rename(values: dict[str, Any]) -> None:
 
 
 def _translate_forget_gate(values: dict[str, Any]) -> None:
-    """Gated DeltaProduct without its decay is DeltaNet in several steps, with an output gate."""
+    """Turn Gated DeltaProduct without its decay into DeltaNet in several steps with an output gate."""
     decays = values.pop("use_forget_gate", None)
     if decays is None:
         return
@@ -114,7 +114,7 @@ def _translate_forget_gate(values: dict[str, Any]) -> None:
 
 
 def _check_rule(values: dict[str, Any]) -> None:
-    """Refuse a rule of fla-hub that ours is not: GLA with fewer heads of keys than queries, another output gate."""
+    """Refuse two forms that our layers lack: GLA with fewer heads of keys than queries, and another output gate."""
     rule, queries = values["mixer"], values.get("num_heads")
     keys = values.pop("num_kv_heads", None) if rule == "gla" else None
     if keys not in (None, queries):
@@ -127,7 +127,7 @@ def _check_rule(values: dict[str, Any]) -> None:
 
 
 def _translate_head_width(values: dict[str, Any]) -> None:
-    """`expand_k` makes both ratios relative to the hidden size, in fla-hub's DeltaNet and GLA; ours are to a head."""
+    """Turn `expand_k` and `expand_v` of fla-hub, which DeltaNet and GLA relate to the hidden size, into head sizes."""
     expand_k = values.pop("expand_k", None)
     if expand_k is None:
         return
@@ -151,7 +151,7 @@ def _channels_per_head(values: Mapping[str, Any], name: str, ratio: float) -> in
 
 
 def _translate_hybrid_layers(values: dict[str, Any]) -> None:
-    """`attn={"layers": [...], "num_heads": ...}` becomes `layer_types` and the keys of the softmax layers."""
+    """Turn `attn={"layers": [...], "num_heads": ...}` into `layer_types` and the keys of the softmax layers."""
     attn = values.pop("attn", None)
     if attn is None:
         return
@@ -184,7 +184,7 @@ def _translate_hybrid_layers(values: dict[str, Any]) -> None:
 
 
 def _one_specification(attn: Mapping[str, Any] | list[Mapping[str, Any]]) -> dict[str, Any]:
-    """The settings of all softmax layers; a list may give some of them settings of their own, which is refused."""
+    """The settings of all softmax layers; a list that gives some of them other settings is refused."""
     parts = attn if isinstance(attn, list) else [attn]
     if not parts or not all(map(_is_specification, parts)):
         raise ValueError(f'attn must be like {{"layers": [1, 3], "num_heads": 8}}, or a list of such, got {attn!r}')
@@ -202,7 +202,7 @@ def _is_specification(part: Any) -> bool:
 
 
 def add_fla_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """One of our configurations with the further keys that fla-hub's classes need to build the same model.
+    """A configuration of ours with the further keys that fla-hub's classes need to build the same model.
 
     `translate_fla_config` takes the result as well.
     """
@@ -227,5 +227,5 @@ def add_fla_keys(values: dict[str, Any]) -> dict[str, Any]:
         values["use_forget_gate"] = get_rule(values["mixer"]).decay != "none"
     if values["model_type"] in ("kda", "precond_kda") and values["decay_lower_bound"] is not None:
         values["lower_bound"] = values["decay_lower_bound"]
-        values["safe_gate"] = values["lower_bound"] >= -5  # the range in which its kernels rely on the bound
+        values["safe_gate"] = values["lower_bound"] >= -5  # fla's kernels rely on the bound in this range
     return values

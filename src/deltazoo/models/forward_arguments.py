@@ -1,4 +1,4 @@
-"""The arguments of a forward pass: what they say of the batch, and which further ones there are."""
+"""The arguments of a forward pass: those that describe the batch, and those that are passed on or have no effect."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,25 +30,25 @@ __all__ = [
     "unwrapped",
 ]
 
-# transformers' trainer, generation and pipelines pass them to models; softmax kernels and loss functions use them.
+# transformers' trainer, generation and pipelines pass these to models; softmax kernels and loss functions use them.
 _PASSED_THROUGH = ("max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states")
-# Callers may pass them to any model. Tokenizers return token types unasked, and a decoder has no embeddings for them.
-# `generate` hands on the tokenizer by which it finds stop strings.
+# Any model may be called with these. Tokenizers return token types unasked, and a decoder has no embeddings for them.
+# `generate` passes on the tokenizer by which it finds stop strings.
 _WITHOUT_EFFECT = ("is_causal", "labels", "logits_to_keep", "token_type_ids", "tokenizer", "assistant_tokenizer")
-# Models of transformers hand what their loss takes on to every layer.
+# Models of transformers pass the arguments of their loss on to every layer.
 _OF_THE_LOSS = ("shift_labels", "ignore_index")
 
 _KNOWN = (*PACKING_ARGUMENTS, *_PASSED_THROUGH, *_WITHOUT_EFFECT)
 
 
 def unwrapped(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments one by one; transformers' pipeline stages pass them in a dictionary called `kwargs`."""
+    """The arguments without the dictionary called `kwargs` in which transformers' pipeline stages pass them."""
     wrapped = kwargs.pop("kwargs", {})
     return {**kwargs, **{key: value for key, value in wrapped.items() if key != "return_dict"}}
 
 
 def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
-    """Raise TypeError for an argument that no model knows, ValueError for one that a recurrence cannot obey."""
+    """Raise TypeError for an argument that no model knows, ValueError for one that asks to attend to later tokens."""
     _refuse_later_tokens(kwargs)
     for key in kwargs:
         if key not in _KNOWN:
@@ -58,13 +58,13 @@ def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
 def refuse_dropped(layer: nn.Module, kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raise as `refuse_unknown` for an argument that a decoder layer passes down and that would have no effect.
 
-    A cache, a mask or the boundaries of documents under a name of another version of transformers are such. None says
-    nothing, whatever its name.
+    Such an argument may be a cache, a mask or boundaries of documents under a name of another version of transformers.
+    An argument of value None is never refused.
 
     Args:
-        layer: that was called, in the slot of an attention layer of transformers.
-        kwargs: what its `forward` does not name.
-        known: those that the layer reads itself, or may leave out.
+        layer: the layer that was called in place of an attention layer of transformers.
+        kwargs: the arguments that its `forward` does not name.
+        known: names of arguments that the layer reads, or may leave out.
     """
     _refuse_later_tokens(kwargs)
     for key, value in kwargs.items():
@@ -89,15 +89,15 @@ def describe_arguments(
     position_ids: Tensor | None,
     kwargs: Mapping[str, Any],
 ) -> BatchDescription:
-    """Where the sequences of a batch begin, and which tokens are padding.
+    """The description of a batch: where its sequences begin, and which tokens are padding.
 
     Args:
         context: the ranks that share every row; None: rows are whole.
         tokens: `[B, T]` numbers or `[B, T, hidden_size]` embeddings.
-        cache: that the tokens continue and fill.
-        past_length: tokens in it.
-        attention_mask, position_ids: as of `describe_batch`.
-        kwargs: further arguments, those that tell of packed documents among them.
+        cache: the cache that the tokens continue and fill.
+        past_length: number of tokens in it.
+        attention_mask, position_ids: see `describe_batch`.
+        kwargs: further arguments, among them those that describe packed documents.
     """
     batch_size, num_tokens = tokens.shape[:2]
     given: dict[str, Any] = {
@@ -121,10 +121,10 @@ _ROW_HEAD = "deltazoo_row_head"
 
 
 def tell_of_row_head(model: nn.Module) -> None:
-    """Have a head with one answer per row tell its base model so in every call; other heads do nothing.
+    """Have a head with one answer per row tell its base model about it in every call; other heads do nothing.
 
-    Such a head classifies a sequence by its last token, or has a loss of one answer per row. The base model, which
-    finds packed documents, refuses them for it (`refuse_several_documents`).
+    Such a head classifies a sequence by its last token, or has a loss of one answer per row. The base model refuses
+    packed documents for it (`refuse_several_documents`).
     """
     reduces = _is_a(model, "ForSequenceClassification", "ForQuestionAnswering")
     if reduces and tells_of_row_head not in model._forward_pre_hooks.values():
@@ -152,12 +152,12 @@ def remove_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
 
 
 def take_row_head(kwargs: dict[str, Any]) -> str | None:
-    """The name of the head around a base model if it has one answer per row; taken out of the arguments."""
+    """The name of the head around a base model if it has one answer per row; it is removed from the arguments."""
     return kwargs.pop(_ROW_HEAD, None)
 
 
 def refuse_several_documents(row_head: str | None) -> None:
-    """Raise ValueError for packed documents, or rows that several ranks share, under a head `take_row_head` found."""
+    """Raise ValueError for packed documents, or rows that several ranks share, under a head with one answer per row."""
     if row_head is not None:
         raise ValueError(
             f"{row_head} has one answer per row, so it takes no rows that hold several documents and none that several "

@@ -1,7 +1,7 @@
-"""The established Hub types: their configurations, their model classes, and both in transformers' Auto classes.
+"""The model types of the Hub: their configurations and model classes, registered in transformers' Auto classes.
 
 A configuration is `DeltaRuleConfig` with a fixed rule. transformers' Auto classes need one model class for every
-configuration and head, under the name that checkpoints record. A loop makes them: they differ in nothing else.
+configuration and head, under the name that checkpoints record. A loop makes them, since they differ in nothing else.
 """
 
 import json
@@ -36,9 +36,9 @@ class _NamedConfig(DeltaRuleConfig):
     """The configuration of a Hub type: one rule, and saved keys that fla-hub's classes load."""
 
     further_rules: ClassVar[tuple[str, ...]] = ()
-    """Rules that other keys of this type stand for."""
+    """Further rules that a model of this type may have, chosen by other keys."""
     parameter_names: ClassVar[Mapping[str, str]] = {}
-    """Ends of parameters' names that differ in checkpoints of this type: theirs, and ours."""
+    """Ends of parameter names in checkpoints of this type, and our ends in their place."""
 
     def __post_init__(self, **extra: Any) -> None:
         if self.mixer not in (type(self).mixer, *self.further_rules):
@@ -102,7 +102,7 @@ class GatedDeltaProductConfig(_NamedConfig):
 
 @strict
 class CombaConfig(_NamedConfig):
-    """Comba (arXiv:2506.02475), as its checkpoints compute it: the erase key is the unit key."""
+    """Comba (arXiv:2506.02475), with the unit key as erase key, which its checkpoints have."""
 
     model_type: ClassVar[str] = "comba"
     mixer: str = "comba_unit_erase"
@@ -204,7 +204,7 @@ _BASES: dict[str, tuple[tuple[type[Any], ...], str]] = {
     "ForTokenClassification": ((DeltaRuleForTokenClassification,), "with a head for every token"),
     "ForQuestionAnswering": ((DeltaRuleForQuestionAnswering,), "with a head for answers"),
 }
-"""By the end of a class's name: what it is derived from, and the end of its docstring."""
+"""Bases of a model class, and the end of its docstring, by the end of its name."""
 
 for _config in CONFIG_CLASSES[1:]:
     _title = str(_config.__doc__).partition(" (")[0]
@@ -257,14 +257,15 @@ def register_auto_classes(override: bool = False) -> None:
     Args:
         override: replace the other library's classes.
     """
-    # Types that `import deltazoo` has announced (deltazoo._auto_registration) would count as taken.
+    # Types that `import deltazoo` has announced (deltazoo._auto_registration) would otherwise count as taken.
     getattr(CONFIG_MAPPING._extra_content, "announced", set()).difference_update(model_types())
     for config in CONFIG_CLASSES:
         for head in HEADS:
             auto_class = getattr(transformers, auto_class_name(head))
             auto_class.register(config, model_class_of(config, head), exist_ok=True)
             if names := getattr(config, "parameter_names", {}):
-                # By the class's name: by model type it would also rename the parameters of another library's class.
+                # Renamings by model type would also act on another library's class, so they stand under the class's
+                # name.
                 renamings: list[WeightConverter | WeightRenaming] = [WeightRenaming(*pair) for pair in names.items()]
                 register_checkpoint_conversion_mapping(class_name(config.__name__, head), renamings, overwrite=True)
         # get() of this mapping does not see what it loads lazily.
@@ -283,7 +284,7 @@ def register_auto_classes(override: bool = False) -> None:
 def export_remote_code(path: str | Path) -> None:
     """Make a saved checkpoint load with `trust_remote_code=True` in a process that does not import deltazoo.
 
-    Writes `configuration_deltazoo.py` and `modeling_deltazoo.py` into the folder and names them in its `config.json`.
+    It writes `configuration_deltazoo.py` and `modeling_deltazoo.py` into the folder and names them in `config.json`.
     If the model's rule does not come with deltazoo, the file that registers it is copied as well.
 
     Args:

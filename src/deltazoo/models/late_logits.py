@@ -1,8 +1,8 @@
 """A model output whose logits are computed when they are first read.
 
-Training computes its loss without the logits of all positions, and most trainers never read them. TRL's and some others
-do. For these `output.logits`, `output["logits"]`, `output[1]` and `output.to_tuple()` compute the logits, with
-gradients. `values()` and `items()` give a `LateLogits` instead: DDP, FSDP2 and accelerate use them to pass outputs on.
+Training computes its loss without the logits of all positions, and most trainers never read them. TRL's trainers do.
+For these `output.logits`, `output["logits"]`, `output[1]` and `output.to_tuple()` compute the logits, with gradients.
+`values()` and `items()` give a `LateLogits` instead: DDP, FSDP2 and accelerate use them to pass outputs on.
 """
 
 from collections import OrderedDict
@@ -26,10 +26,10 @@ class LateLogits:
 
     Args:
         hidden_states: `[..., hidden_size]`.
-        weight: `[vocabulary, hidden_size]`, that of `lm_head`, as the loss used it.
+        weight: `[vocabulary, hidden_size]`, the weight of `lm_head` that the loss used.
 
     Attributes:
-        dtype: of the logits: that of the product under the autocast that was active when this was made, or float32.
+        dtype: dtype of the logits: that of the product under the autocast that was active at construction, or float32.
     """
 
     def __init__(self, hidden_states: Tensor, weight: Tensor) -> None:
@@ -40,7 +40,7 @@ class LateLogits:
         self._logits: Tensor | None = None
 
     def float(self) -> "LateLogits":
-        """The same in float32, not yet computed; accelerate calls this under mixed precision."""
+        """Logits in float32, not yet computed; accelerate calls this under mixed precision."""
         late = object.__new__(LateLogits)
         late.__dict__ |= {**self.__dict__, "dtype": torch.float32, "_logits": None}
         return late
@@ -116,16 +116,16 @@ def _memory(weight: Tensor) -> tuple[int, int, int]:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """About 4,096 of its numbers. An optimizer step changes some of them."""
+    """About 4,096 numbers of the weight. An optimizer step changes some of them."""
     return weight.detach().reshape(-1)[:: max(1, weight.numel() // 4096)].clone()
 
 
 @dataclass(repr=False)
 class OutputWithLateLogits(CausalLMOutputWithPast):
-    """`CausalLMOutputWithPast` that may hold `LateLogits`; see there for the fields."""
+    """`CausalLMOutputWithPast` that may hold `LateLogits`; with the same fields."""
 
     def __post_init__(self) -> None:
-        self.__dict__["_made"] = False  # transformers reads the fields to see which are given
+        self.__dict__["_made"] = False  # transformers' own __post_init__ reads the fields
         super().__post_init__()
         self.__dict__["_made"] = True
 
@@ -145,7 +145,7 @@ class OutputWithLateLogits(CausalLMOutputWithPast):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As in a dictionary."""
+        """The value of a key, or `default`."""
         return _as_tensor(OrderedDict.get(self, key, default))
 
     def __reduce__(self) -> Any:

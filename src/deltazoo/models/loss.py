@@ -1,7 +1,7 @@
 """The language-modelling loss without the logits of all positions, which take more memory than a small model.
 
-32,768 tokens and a vocabulary of 32,000 give 2 GiB of logits in half precision. The loss needs them in float32, and
-their gradients. Here a few rows of logits exist at a time, see `deltazoo.ops.fused.linear_cross_entropy`.
+In half precision the logits of 32,768 tokens and a vocabulary of 32,000 take 2 GiB. The loss needs them and their
+gradients in float32. Here a few rows of logits exist at a time (`deltazoo.ops.fused.linear_cross_entropy`).
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ __all__ = ["describe_loss", "fuses_loss", "loss_without_logits", "reason_for"]
 def fuses_loss(model: Any) -> bool:
     """Whether a training step of the model uses `loss_without_logits`.
 
-    Without the runtime option `fuse_linear_cross_entropy`, it does where loss and gradients are the same. Three cases
-    compute all logits: compiled code, which cannot compute them later; function transforms; and a model in float64,
-    whose loss transformers computes in float32.
+    Unless the runtime option `fuse_linear_cross_entropy` says otherwise, it does so wherever loss and gradients are the
+    same. Three cases compute all logits: compiled code, which cannot compute them later; function transforms; and a
+    model in float64, whose loss transformers computes in float32.
     """
     if model.runtime.fuse_linear_cross_entropy is not None:
         return model.runtime.fuse_linear_cross_entropy
@@ -49,11 +49,11 @@ def loss_without_logits(
     """The loss that transformers' `ForCausalLMLoss` computes from `model.lm_head(hidden_states)`.
 
     Args:
-        model: with `runtime` options, an `lm_head` and a `loss_function`.
+        model: a model with `runtime` options, an `lm_head` and a `loss_function`.
         hidden_states: `[B, T, hidden_size]`, or `[N, hidden_size]`.
         labels: `[B, T]` or `[N]`; token t predicts label t + 1.
-        num_items_in_batch: divides the summed loss; default: the number of labels that are not ignored.
-        shift_labels: in place of `labels`: token t predicts label t.
+        num_items_in_batch: divisor of the summed loss; default: the number of labels that are not ignored.
+        shift_labels: labels in place of `labels` of which number t is predicted by token t.
 
     Raises:
         ValueError: the model has another loss function, or a head that is more than a matrix; the labels do not fit the
@@ -77,19 +77,19 @@ def loss_without_logits(
 
 
 def describe_loss(model: Any) -> str:
-    """How a causal language model computes its loss, and why; for `deltazoo.report`."""
+    """A line for `deltazoo.report`: how a causal language model computes its loss, and why."""
     way = "without the logits of all positions" if fuses_loss(model) else "from the logits of all positions"
     default = _obstacle(model) or f"default in {model.lm_head.weight.dtype}"
     return f"loss in training: {way} ({reason_for('fuse_linear_cross_entropy', model.runtime.given(), default)})"
 
 
 def reason_for(option: str, asked: Mapping[str, Any], otherwise: str) -> str:
-    """The value that was asked for, or else another reason."""
+    """The reason for an option's value: the caller asked for it, or `otherwise`."""
     return f"{option}={asked[option]!r} was asked for" if option in asked else otherwise
 
 
 def _obstacle(model: Any) -> str | None:
-    """Why `loss_without_logits` does not compute the loss of a model; None if it does."""
+    """The reason why `loss_without_logits` does not compute the loss of a model; None if it does."""
     head = model.lm_head
     if model.loss_function is not ForCausalLMLoss:
         return f"the model's loss_function is {model.loss_function!r}"

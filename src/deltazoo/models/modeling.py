@@ -1,13 +1,13 @@
 """The model of every rule and every mix of layers: a stack of blocks, each a linear or softmax layer and an MLP.
 
-The classes of the Hub types are subclasses without a body (`hub`). State-dict keys are those of fla-hub
-checkpoints: `model.embeddings`, `model.layers.N.{attn_norm, attn, mlp_norm, mlp}`, `model.norm`, `lm_head`.
+The classes of the Hub types are subclasses without a body (`hub`). State-dict keys are those of fla-hub checkpoints:
+`model.embeddings`, `model.layers.N.{attn_norm, attn, mlp_norm, mlp}`, `model.norm`, `lm_head`.
 """
 
 from collections.abc import Callable, Mapping
 from functools import wraps
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-import deltazoo.distributed.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
 from deltazoo.generation.batch import BatchDescription
 from deltazoo.generation.cache import CACHE, prepare_cache, takes_cache
 from deltazoo.generation.capture import graphs_run_on
@@ -51,7 +50,7 @@ __all__ = ["DeltaRuleBlock", "DeltaRuleForCausalLM", "DeltaRuleModel", "DeltaRul
 
 
 class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
-    """What transformers has to know about these models, and what all their heads share."""
+    """The base class of all heads: attributes that transformers reads, and methods that the heads share."""
 
     runtime_options = tuple(option for option in RUNTIME_OPTIONS if option != "fuse_linear_cross_entropy")
 
@@ -69,14 +68,18 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DeltaRuleBlock, "attentions": SoftmaxAttention}  # noqa: RUF012
 
-    def post_init(self) -> None:
-        """As in transformers; a model whose layers cannot be divided has no plan for its head either."""
-        super().post_init()
-        if not self.config.base_model_tp_plan:
-            self._tp_plan = {}
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Self:
+        """A model from safetensors files, see transformers; ValueError for tensor parallelism, which it has not."""
+        if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
+            raise ValueError(
+                f"tp_plan, tp_size: {cls.__name__} has no tensor parallelism. deltazoo.distributed.fully_shard_model "
+                "divides weights among GPUs, deltazoo.context_parallel rows, device_map layers"
+            )
+        return super().from_pretrained(*args, **kwargs)
 
     def describe_training(self) -> str:
-        """How norms and MLPs are computed in a training step, what is recomputed, and why."""
+        """Lines that say how a training step computes norms and MLPs, what it recomputes, and why."""
         return describe_blocks(self)
 
     def prepare_cache(self, cache: Cache) -> None:
@@ -89,15 +92,15 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
         return (self.config.layer_types or [])[: self.config.num_hidden_layers]
 
 
-_USE_CACHE_POSITION = 5  # among the arguments of DeltaRuleModel.forward
+_USE_CACHE_POSITION = 5  # its position among the arguments of DeltaRuleModel.forward
 
 
 def _no_cache_while_recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`use_cache=False` unless given, in training that recomputes: a block that runs twice must not write to a cache.
+    """`forward` with `use_cache=False` unless given, in training that recomputes or may run captured.
 
-    So it is in training that may run captured, which writes to none. By default small batches on a GPU have none
-    either: the form of an output does not depend on the batch's size.
-    It acts before `merge_with_config_defaults` fills in the configuration's `use_cache`.
+    A block that runs twice must not write to a cache, and captured training writes to none. By default small batches on
+    a GPU have none either, so that the form of an output does not depend on the batch's size. This acts before
+    `merge_with_config_defaults` fills in the configuration's `use_cache`.
     """
 
     @wraps(forward)
@@ -121,7 +124,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         assert config.num_hidden_layers is not None and config.layer_types is not None
         if len(config.layer_types) > config.num_hidden_layers:  # from_pretrained(..., num_hidden_layers=n)
             config.layer_types = config.layer_types[: config.num_hidden_layers]
-        config.validate_architecture()  # keys may have been changed since, by arguments of from_pretrained say
+        config.validate_architecture()  # arguments of from_pretrained may have changed keys
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(DeltaRuleBlock(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -151,17 +154,17 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         delta_batch: BatchDescription | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Final hidden states.
+        """The final hidden states.
 
         Args:
             input_ids: `[B, T]` token numbers.
             attention_mask: `[B, past + T]`, 1 = real token; padding may be anywhere.
             position_ids: `[B, T]`, for rotary embeddings; positions that start again mark packed documents.
-            cache: to continue; changed in place. Before transformers 5.24 its name is `past_key_values`.
+            cache: the cache to continue, changed in place. Before transformers 5.24 its name is `past_key_values`.
             inputs_embeds: `[B, T, hidden_size]` in place of `input_ids`.
-            use_cache: return a cache; a packed batch returns none, since no further call could continue it.
+            use_cache: whether to return a cache; a packed batch returns none, since no further call could continue it.
             delta_batch: the description that `describe_batch` makes of the arguments; made here unless given.
-            kwargs: `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` for packed documents, and what transformers passes through.
+            kwargs: `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` for packed documents, and others of transformers.
                 `token_type_ids` have no effect, as in transformers' decoders.
 
         Raises:
@@ -200,7 +203,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         cache: Cache | None,
         kwargs: Mapping[str, Any],
     ) -> BatchDescription:
-        """Where the sequences of a batch begin; `tokens` are `[B, T]` numbers or `[B, T, hidden_size]` embeddings."""
+        """The description of a batch; `tokens` are `[B, T]` numbers or `[B, T, hidden_size]` embeddings."""
         # A pipeline stage fills only its own layers of the cache; transformers replaces the others by identities.
         here = next((i for i, layer in enumerate(self.layers) if not isinstance(layer, nn.Identity)), 0)
         past_length = 0 if cache is None else cache.get_seq_length(here)
@@ -231,12 +234,11 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
     """The decoder with a language-modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
-    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
 
     runtime_options = RUNTIME_OPTIONS
     leaves_out_first_tokens: ClassVar[bool] = True
-    """Whether the loss leaves out the first token of every packed document, unlike that of transformers' models."""
+    """Whether the loss leaves out the first token of every packed document, unlike the loss of transformers' models."""
 
     def __init__(self, config: DeltaRuleConfig, **runtime: Any) -> None:
         super().__init__(config)
@@ -247,7 +249,7 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         self.set_runtime(**runtime)
 
     def describe_training(self) -> str:
-        """As for the base model, and how the loss is computed."""
+        """The lines of the base model, and one that says how the loss is computed."""
         return f"{super().describe_training()}\n{describe_loss(self)}"
 
     @takes_cache()
@@ -264,15 +266,15 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, and the loss if labels are given. Arguments as for `DeltaRuleModel`, and:
+        """Logits, and the loss if labels are given. Arguments are those of `DeltaRuleModel` and:
 
         Args:
             labels: `[B, T]` token numbers, -100 to leave one out; token t predicts label t + 1. In a packed batch the
-                first token of a document is not predicted, so the loss is the same as for separate documents. Where it
-                can, training computes the loss without all logits (`fuse_linear_cross_entropy`); the logits of the
-                output are then computed when they are first read.
-            logits_to_keep: how many last positions (0 = all), or which positions, get logits.
-            kwargs: as for `DeltaRuleModel`; `num_items_in_batch` divides the summed loss, and `shift_labels` take the
+                first token of a document is not predicted, so the loss equals that of separate documents. Where it can,
+                training computes the loss without all logits (`fuse_linear_cross_entropy`); the logits of the output
+                are then computed when they are first read.
+            logits_to_keep: number of last positions (0 = all), or the positions, that get logits.
+            kwargs: see `DeltaRuleModel`; `num_items_in_batch` divides the summed loss, and `shift_labels` take the
                 place of `labels`: token t predicts label t.
         """
         kwargs = unwrapped(kwargs)

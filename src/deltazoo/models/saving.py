@@ -1,9 +1,9 @@
-"""Saving and pushing as in transformers, with a model card and, if asked for, two Python files.
+"""Saving and pushing of models, with a model card and, if asked for, two Python files.
 
-The card, README.md beside the weights, says what the model is, its training data and how to load it. It is written only
-where there is none: an existing one, in the folder or on the Hub, stays.
+The card, README.md beside the weights, says what the model is, on which data it was trained and how to load it. A card
+that exists already, in the folder or on the Hub, stays.
 
-With the two files a checkpoint loads without `import deltazoo`: `from_pretrained(path, trust_remote_code=True)` imports
+A checkpoint with the two files loads without `import deltazoo`: `from_pretrained(path, trust_remote_code=True)` imports
 them, and they import the installed package, or say how to install it. They hold no model code, so a checkpoint never
 carries an outdated copy of it. A rule that does not come with the package is copied beside them.
 """
@@ -43,7 +43,7 @@ INSTALL = "pip install ."
 
 _HUB_ARGUMENTS = ("tags", "private", "token", "commit_message", "commit_description", "revision", "create_pr")
 
-# By the end of the class name: the Hub's task, and the model in words.
+# The Hub's task and the model in words, by the end of the class name.
 _TASKS = {
     "ForCausalLM": ("text-generation", "causal language model"),
     "ForSequenceClassification": ("text-classification", "sequence classification model"),
@@ -93,7 +93,7 @@ model = {{ auto_class }}.from_pretrained("{{ name }}")
 
 _HEADER = '''"""Written by deltazoo: the model's classes, imported from the installed package."""
 '''
-# In a try block: for an import outside one, transformers recommends `pip install` of the module's name.
+# A try block, because for an import outside one transformers recommends `pip install deltazoo`.
 _IMPORT = f"""
 try:
     import deltazoo.models
@@ -104,7 +104,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name="deltazoo") from None
 """
 
-# Options that decide a layer's results. Its sizes are not among them: loading checks the shapes of parameters.
+# Options that decide a layer's results. Loading compares sizes itself, by the shapes of parameters.
 _CHOICES = (
     "spec",
     "activation",
@@ -138,22 +138,22 @@ class SharedModel(PreTrainedModel):
         remote_code: bool = False,
         **kwargs: Any,
     ) -> CommitInfo | None:
-        """Save as transformers documents it, with a model card unless the folder has one.
+        """Save the model, see transformers, with a model card unless the folder has one.
 
         Args:
             save_directory: folder of the checkpoint; created if it does not exist.
             is_main_process: whether this process writes, if several call.
-            push_to_hub: upload what was saved; `repo_id` defaults to the folder's name.
-            remote_code: add the files that `export_remote_code` describes. A model from a checkpoint with such files
-                keeps them.
-            kwargs: for transformers, such as `max_shard_size`, and with `push_to_hub=True` for the method of that name.
+            push_to_hub: whether to upload what was saved; `repo_id` defaults to the folder's name.
+            remote_code: whether to add the files that `export_remote_code` describes. A model from a checkpoint with
+                such files keeps them.
+            kwargs: arguments for transformers, such as `max_shard_size`, and with `push_to_hub=True` for that method.
 
         Returns:
             The commit, if this process pushes.
 
         Raises:
             ValueError: `push_to_hub=True` together with `distributed_checkpoint=True`; layers that the configuration
-                does not describe, such as a subclass inserted by hand: they would load as others.
+                does not describe, such as a subclass inserted by hand, which would load as other layers.
         """
         if push_to_hub and kwargs.get("distributed_checkpoint"):
             raise ValueError("a distributed checkpoint cannot be pushed: save without distributed_checkpoint=True")
@@ -168,7 +168,7 @@ class SharedModel(PreTrainedModel):
         super().save_pretrained(save_directory, is_main_process, **kwargs)
         if not _writes(is_main_process):
             return None
-        if not getattr(self, "_hf_peft_config_loaded", False):  # with adapters, they alone are saved
+        if not getattr(self, "_hf_peft_config_loaded", False):  # a model with adapters saves them alone
             if remote_code:
                 write_remote_code(folder, config, source_of_rule(self.config.mixer))
             if not (folder / CARD).exists():
@@ -178,8 +178,7 @@ class SharedModel(PreTrainedModel):
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:  # type: ignore[override]
         """Upload the model, its configuration and its model card to the Hub.
 
-        transformers would put a card of its own in the place of ours. A card that is on the Hub stays, with `tags`
-        added.
+        A card that is on the Hub stays, with `tags` added; transformers would replace it by its own.
 
         Args:
             repo_id: the repository; created if it does not exist.
@@ -236,7 +235,7 @@ def _modification_times(folder: Path) -> dict[Path, int]:
 
 
 def make_model_card(model: PreTrainedModel, name: str = "PATH") -> ModelCard:
-    """The card of one of our models, read from the model and its configuration; `name` is what loads it."""
+    """The card of a model, made from it and its configuration; the card's example loads `name`."""
     config, spec = model.config, model.config.spec
     head = next(end for end in _TASKS if type(model).__name__.endswith(end))
     task, words = _TASKS[head]
@@ -268,7 +267,7 @@ def write_remote_code(folder: Path, config: str, rule: Path | None = None) -> No
     """Write the two files; transformers marks the classes in such files as custom code, so they are subclasses of ours.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         config: name of the configuration class.
         rule: the file that registers the rule, copied beside them; None: it comes with deltazoo.
     """
@@ -276,8 +275,8 @@ def write_remote_code(folder: Path, config: str, rule: Path | None = None) -> No
     if rule is not None:
         if rule.resolve() != (folder / rule.name).resolve():
             shutil.copyfile(rule, folder / rule.name)
-        # transformers downloads the files that it finds in relative imports. Importing a rule registers it, which works
-        # once per name.
+        # transformers downloads the files that it finds in relative imports. Importing a rule registers it, which may
+        # be done once per name.
         imported = f"""
 if {rule.stem!r} not in deltazoo.models.outside_rules.loaded_modules():
     from .{rule.stem} import __name__ as _rule
@@ -294,9 +293,9 @@ def refuse_undescribed(layer: nn.Module, described: nn.Module, path: str) -> Non
     """Raise ValueError unless loading would make a layer that computes what `layer` computes.
 
     Args:
-        layer: of a model that is to be saved.
+        layer: a layer of a model that is to be saved.
         described: the layer that the model's configuration makes instead.
-        path: the layer's name in the model, for the message.
+        path: name of the layer in the model, for the message.
 
     Raises:
         ValueError: another class, rule or option.

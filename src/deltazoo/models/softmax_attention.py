@@ -22,12 +22,12 @@ from deltazoo.runtime import RuntimeOptions
 
 __all__ = ["RotaryEmbedding", "SoftmaxAttention", "check_softmax_layers", "with_softmax_heads"]
 
-# transformers 5.14 reads some that its type does not name.
+# transformers 5.14 reads some keys that its type does not name.
 _ROPE_KEYS = sorted({*RopeParameters.__annotations__, "type", "mscale", "mscale_all_dim", "truncate"})
 
 
 def check_softmax_layers(config: Any) -> None:
-    """Raise ValueError unless a configuration gives such layers heads and a rotary embedding of their size."""
+    """Raise ValueError unless a configuration has heads of softmax layers and a rotary embedding of their size."""
     heads, groups, rope = config.num_attention_heads, config.num_key_value_heads, config.rope_parameters
     if heads is None or groups is None:
         raise ValueError("softmax layers (layer_types) need num_attention_heads")
@@ -38,7 +38,7 @@ def check_softmax_layers(config: Any) -> None:
     head_dim = config.hidden_size // heads
     if head_dim % 2:
         raise ValueError(f"RoPE needs an even head size, got {config.hidden_size} / {heads} = {head_dim}")
-    if not rope:  # a configuration that is made with such layers fills it in
+    if not rope:  # a configuration made with softmax layers has filled it in
         raise ValueError("softmax layers need rope_parameters, such as {'rope_theta': 10000.0}")
     for key in rope:
         misspelt = config.transformers_version is None or one_slip_away(key, _ROPE_KEYS)
@@ -51,7 +51,7 @@ def check_softmax_layers(config: Any) -> None:
     if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
         raise ValueError(f"rope_parameters: rope_theta must be a positive, finite number, got {theta!r}")
     try:
-        with unset_fake_temporarily(), torch.device("cpu"):  # their values are looked at
+        with unset_fake_temporarily(), torch.device("cpu"):  # the checks read values
             frequencies, scale = _frequencies(with_softmax_heads(config))
             in_range = bool(((frequencies >= 0) & frequencies.isfinite()).all()) and 0 < scale < math.inf
             found = frequencies.tolist()
@@ -71,24 +71,24 @@ def check_softmax_layers(config: Any) -> None:
 
 
 def with_softmax_heads(config: Any) -> Any:
-    """A copy whose `head_dim` is that of the softmax layers, which transformers' RoPE functions read."""
+    """A copy whose `head_dim`, which transformers' RoPE functions read, is that of the softmax layers."""
     copied = copy.copy(config)
     copied.head_dim = config.hidden_size // config.num_attention_heads
     return copied
 
 
 def _frequencies(config: Any) -> tuple[Tensor, float]:
-    """The frequencies `[d/2]`, d channels of a head turn, in radians per position, and the scale of cosines and sines.
+    """Frequencies `[d/2]` of the d channels that turn, in radians per position, and the scale of cosines and sines.
 
     Args:
-        config: one `with_softmax_heads`, with any `rope_type` of transformers.
+        config: a result of `with_softmax_heads`, with any `rope_type` of transformers.
     """
     rope_type = config.rope_parameters.get("rope_type", "default")
     return _default_frequencies(config) if rope_type == "default" else ROPE_INIT_FUNCTIONS[rope_type](config)
 
 
 def _default_frequencies(config: Any) -> tuple[Tensor, float]:
-    """`theta^(-2i/d)`, and 1."""
+    """Frequencies `theta^(-2i/d)`, and the scale 1."""
     channels = int(config.head_dim * (config.rope_parameters.get("partial_rotary_factor") or 1.0))
     exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
     return config.rope_parameters["rope_theta"] ** -exponents, 1.0
@@ -97,7 +97,7 @@ def _default_frequencies(config: Any) -> tuple[Tensor, float]:
 class RotaryEmbedding(Float32Parameters):
     """Cosines and sines of the rotary embedding (arXiv:2104.09864), plain or with any of transformers' scalings.
 
-    The attributes have the names by which transformers' RoPE functions and weight initialisation read them.
+    transformers' RoPE functions and weight initialisation read the attributes by these names.
     """
 
     float32_buffers = ("inv_freq", "original_inv_freq")
@@ -159,10 +159,6 @@ class SoftmaxAttention(nn.Module):
             if isinstance(norm, RMSNorm):
                 norm.set_fused(options.fused_kernels)
 
-    def head_counts(self) -> dict[str, int]:
-        """The number of heads that tensor parallelism divides, by its name in the configuration."""
-        return {"num_key_value_heads": self.k_proj.out_features // self.head_dim}
-
     def forward(
         self,
         hidden_states: Tensor,
@@ -171,14 +167,14 @@ class SoftmaxAttention(nn.Module):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Mix the tokens by attention.
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
             position_embeddings: cosine and sine `[B or 1, T, d]`.
-            attention_mask: as `create_causal_mask` makes it for the chosen implementation.
-            cache: that holds this layer's keys and values.
-            kwargs: for the implementation, such as the boundaries of packed sequences.
+            attention_mask: the mask that `create_causal_mask` makes for the chosen implementation.
+            cache: the cache that holds this layer's keys and values.
+            kwargs: arguments of the implementation, such as the boundaries of packed sequences.
 
         Returns:
             `[B, T, hidden_size]`, and the attention weights `[B, heads, T, past + T]` if the chosen implementation
@@ -215,7 +211,7 @@ def _eager_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The definition, with an additive mask; output `[B, T, heads, d]` and weights `[B, heads, T, S]`."""
+    """Output `[B, T, heads, d]` and weights `[B, heads, T, S]` of softmax attention, with an additive mask."""
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
     scores = query @ key.transpose(2, 3) * scaling

@@ -1,8 +1,8 @@
 """The delta rule as an operator: `q, k, v, beta, log_decay` in, outputs and final state out.
 
-`reference` is the definition (a loop over tokens), `chunkwise` the matmul-rich form in plain torch, `triton` the GPU
-kernels. All three share one contract (`api`), and none knows the name of a rule: what tells the rules apart is
-computed before the operator, in `step_size` and `decay`.
+`reference` is the definition (a loop over tokens), `chunkwise` the form in matrix products in plain torch, `triton` the
+GPU kernels. All three share one contract (`api`), and none knows the name of a rule: layers compute before the operator
+what tells the rules apart, by `step_size` and `decay`.
 """
 
 from deltazoo.ops import decay, step_size

@@ -26,16 +26,16 @@ from deltazoo.ops.validation import (
 __all__ = ["DeltaRuleOutput", "delta_rule", "delta_rule_step", "linear_attention", "linear_attention_step"]
 
 PRECISIONS = {None: None, "fast": False, "strict": True}
-"""Precision -> whether the Triton backend is strict; None: as the erase gain needs."""
+"""Whether the Triton backend is strict, by precision; None: the erase gain decides."""
 
 Given = tuple[
     Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float | None, Tensor | None, Tensor | None, Tensor | None, int
 ]
-"""Arguments as given: q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, num_micro_steps."""
+"""The caller's arguments: q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, num_micro_steps."""
 
 
 class DeltaRuleOutput(NamedTuple):
-    """What every operator returns."""
+    """The result of every operator."""
 
     output: Tensor
     """`[B, T, HV, V]` in v's dtype."""
@@ -66,9 +66,9 @@ def delta_rule(
 
     with `D_t = exp(log_decay_t)`: the identity, one factor per head, or one per key channel. The erase key e_t is the
     write key k_t unless `erase_key` is given. All arguments get exact gradients, the final state's gradient included.
-    Deterministic. A result never depends on later tokens (on triton, by rounding, on those of its chunk of 64 tokens or
-    micro-steps), as long as no input is NaN or infinite (log_decay may be -inf): on chunkwise and triton one that is
-    makes results of its whole chunk NaN.
+    The result is deterministic. It never depends on later tokens (on triton, by rounding, on those of its chunk of 64
+    tokens or micro-steps), as long as no input is NaN or infinite (log_decay may be -inf): on chunkwise and triton such
+    an input makes results of its whole chunk NaN.
 
     A token may take n = `num_micro_steps` updates: one decay, then n times erase and write, then one output. The
     micro-steps of a token lie side by side in k, v, beta and erase_key (all of token 0, then all of token 1, ...), with
@@ -138,7 +138,7 @@ def linear_attention(
 ) -> DeltaRuleOutput:
     """Linear attention, the baseline without the correction term: `S_t = D_t S_{t-1} + k_t v_t^T`.
 
-    Arguments with their shapes, results and errors as in `delta_rule`.
+    See `delta_rule` for arguments with their shapes, results and errors.
 
     Source: arXiv:2006.16236; with scalar decay arXiv:2405.21060; with decay per channel arXiv:2312.06635.
     """
@@ -161,22 +161,22 @@ def delta_rule_step(
     inplace: bool = False,
     backend: str | None = None,
 ) -> DeltaRuleOutput:
-    """One token of the delta rule, for decoding; arguments and shapes as in `delta_rule` with T = 1.
+    """One token of the delta rule, for decoding; see `delta_rule` for arguments and shapes, with T = 1.
 
     With micro-steps k, v, beta and erase_key hold the `num_micro_steps` of the one token.
 
     Args:
         state: `[B, HV, K, V]`, the state before the token.
-        inplace: write the new state over `state`, which must be contiguous and float32 (float64 for float64 inputs) and
-            need no gradient: half the memory traffic of a step whose state has a fixed address. Otherwise `state` is
-            not changed.
+        inplace: whether the new state overwrites `state`, which must be contiguous and float32 (float64 for float64
+            inputs) and need no gradient: half the memory traffic of a step whose state has a fixed address. Otherwise
+            `state` is not changed.
 
     Returns:
         `DeltaRuleOutput(output [B, 1, HV, V], final_state [B, HV, K, V])`. The torch backends are differentiable; the
         Triton kernel is for inference and is not chosen while gradients are recorded.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as `delta_rule`.
+        ValueError, TypeError, NotImplementedError: see `delta_rule`.
     """
     given = (q, k, v, beta, log_decay, scale, state, None, erase_key, num_micro_steps)
     return _one_token(given, backend, inplace, erase_reads)
@@ -193,7 +193,7 @@ def linear_attention_step(
     inplace: bool = False,
     backend: str | None = None,
 ) -> DeltaRuleOutput:
-    """One token of linear attention, for decoding; arguments, results and errors as in `delta_rule_step`."""
+    """One token of linear attention, for decoding; see `delta_rule_step` for arguments, results and errors."""
     given = (q, k, v, None, log_decay, scale, state, None, None, 1)
     return _one_token(given, backend, inplace, corrects=False)
 
@@ -260,16 +260,16 @@ def _checked(
     corrects: bool,
     one_token: bool = False,
 ) -> tuple[RuleCall, str]:
-    """The call as backends take it, and the name of the one that is to run it.
+    """The call in the form that backends take, and the name of the backend that runs it.
 
     Args:
         given: the caller's arguments.
-        backend, precision, erase_reads: as given, by their names.
+        backend, precision, erase_reads: the caller's choices by name.
         corrects: whether there must be step sizes.
-        one_token: whether it is a step, whose state is the initial one.
+        one_token: whether the call is a step, whose state is the initial one.
     """
     q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, num_micro_steps = given
-    if corrects and beta is None:  # which would mean linear attention below
+    if corrects and beta is None:  # None would mean linear attention below
         raise TypeError("beta must be a tensor, got None; without a correction term call linear_attention")
     undecayed = reads_undecayed(erase_reads) and log_decay is not None
     if precision not in PRECISIONS:

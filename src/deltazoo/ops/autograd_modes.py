@@ -1,4 +1,4 @@
-"""Modes of autograd in which calls compute otherwise: gradients, transforms, second derivatives, a second scan."""
+"""Modes of autograd that change how calls compute: gradients, transforms, second derivatives, a second scan."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,15 +21,15 @@ _SCANS_AGAIN = ContextVar("scans_again", default=False)
 
 
 def records_gradients(*tensors: Tensor | None) -> bool:
-    """Whether autograd records what is computed of these tensors."""
+    """Whether autograd records operations on these tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def transforming() -> bool:
     """Whether a transform of torch.func (grad, vjp, jvp, vmap, ...) or a level of forward mode is active.
 
-    Calls then use operations of torch alone. For operators of `torch.library`, forward mode drops the tangents without
-    a word, and torch.func cannot transform those with a backward formula.
+    Calls then use operations of torch alone. For operators of `torch.library`, forward mode silently drops the
+    tangents, and torch.func cannot transform those with a backward formula.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
@@ -39,7 +39,7 @@ transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_transforms(what: str, instead: str) -> None:
-    """Raise NotImplementedError if the call is transformed.
+    """Raise NotImplementedError if a transform is active.
 
     Args:
         what: the operator or kernel that supports none, for example "the triton backend".
@@ -57,11 +57,11 @@ def refuse_second_derivative(what: str, instead: str) -> None:
 
 @contextmanager
 def scanning_again() -> Iterator[None]:
-    """Context, in this thread, in which backward passes compute again what scans leave for them; on a GPU alone.
+    """A context, in this thread, in which backward passes compute again what scans otherwise leave for them, on a GPU.
 
-    That is the corrections and the states that enter the chunks: with heads of 128, three quarters of what a call keeps
-    besides its inputs. With a decay per channel, or where one kernel makes the whole forward pass in fast precision, it
-    is everything. Gradients are the same, up to rounding.
+    These are the corrections and the states that enter the chunks: with heads of 128, three quarters of the memory that
+    a call keeps besides its inputs. With a decay per channel, or if one kernel computes the whole forward pass in fast
+    precision, they are all of it. Gradients are the same, up to rounding.
     """
     token = _SCANS_AGAIN.set(True)
     try:

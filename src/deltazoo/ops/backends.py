@@ -1,4 +1,4 @@
-"""Choice of a call's backend: the one asked for; else triton if device, dtype and sizes allow; else chunkwise."""
+"""The choice of a call's backend: the requested one; else triton if device, dtype and sizes allow; else chunkwise."""
 
 import importlib.util
 import os
@@ -22,13 +22,13 @@ def resolve_backend(
     head_v_dim: int,
     undecayed_channels: bool = False,
 ) -> tuple[str, str]:
-    """Which backend a call would run, and why.
+    """The backend that a call would run, and the reason.
 
     Args:
         backend: the name asked for, or None.
-        device, dtype: of q, k, v.
+        device, dtype: device and dtype of q, k, v.
         head_k_dim, head_v_dim: K and V.
-        undecayed_channels: the erase of whole sequences reads the state before a decay per key channel.
+        undecayed_channels: whether the erase of whole sequences reads the state before a decay per key channel.
 
     Returns:
         `(name, reason)`.
@@ -54,11 +54,12 @@ def resolve_backend(
 
 
 def triton_obstacle(device: torch.device, dtype: torch.dtype, K: int, V: int) -> str | None:
-    """Why the Triton kernels cannot run a call with such inputs and head sizes; None if they can."""
+    """The reason why the Triton kernels cannot run a call with such inputs and head sizes; None if they can."""
     return _obstacle(device, dtype, K, V)
 
 
-# What torch.compiler.assume_constant_result does, without its import of the compiler: torch 2.11 cannot trace the call.
+# The mark of torch.compiler.assume_constant_result, without its import of the compiler: torch 2.11 cannot trace the
+# call.
 triton_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -77,15 +78,15 @@ def describe_kernels(
 ) -> str | None:
     """Kernels that the triton backend runs on Hopper, with the obstacles to faster ones; None on other GPUs.
 
-    The route of such a call says so, as it does when the operator is called, with as many heads as fill the card.
+    The route of such a call gives both, for as many heads as fill the GPU.
 
     Args:
-        device, dtype: of q, k, v.
+        device, dtype: device and dtype of q, k, v.
         K, V: head dimensions.
         decay: "none", "scalar" or "channel".
         has_beta, has_erase_key: whether calls have step sizes and an erase key.
-        undecayed, num_micro_steps: as of `delta_rule`.
-        packs: whether there are calls with packed rows too.
+        undecayed, num_micro_steps: see `delta_rule`.
+        packs: whether there are also calls with packed rows.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
@@ -98,7 +99,7 @@ def describe_kernels(
     card = Card(HOPPER, gluon=True)
 
     def obstacles(sequences: int | None) -> dict[str, str]:
-        heads = card.multiprocessors  # as many as fill the card: reports know no batch
+        heads = card.multiprocessors  # so many as fill the GPU: reports know no batch
         q, v = torch.Size([1, CHUNK, heads, K]), torch.Size([1, CHUNK * num_micro_steps, heads, V])
         forms = ("none", "scalar", "channel").index(decay), has_beta, sequences, None, has_erase_key, undecayed
         return Plan(q, v, dtype, *forms, num_micro_steps, 1.0, card).route.why
@@ -143,5 +144,5 @@ def triton_interprets() -> bool:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ImportError:  # from an import hook that refuses it
+    except ImportError:  # an import hook refuses it
         return False

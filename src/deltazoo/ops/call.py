@@ -1,4 +1,4 @@
-"""One call of the operator over whole sequences, as every backend takes it."""
+"""The arguments of one call of the operator over whole sequences, in the form that every backend takes."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ SCHEMA = (
 
 
 class RuleCall(NamedTuple):
-    """The checked arguments of one call, in the order of the operators' schemas; shapes as of `deltazoo.delta_rule`."""
+    """The checked arguments of a call, in the order of the operators' schemas; shapes are in `deltazoo.delta_rule`."""
 
     q: Tensor
-    """`[B, T, H, K]`; q, k, v and the erase key as autocast casts them."""
+    """`[B, T, H, K]`; autocast has cast q, k, v and the erase key."""
     k: Tensor
     """`[B, T * n, H, K]`, n = `num_micro_steps`."""
     v: Tensor
@@ -54,7 +54,7 @@ class RuleCall(NamedTuple):
 
     @classmethod
     def of(cls, differentiable: Iterable[Tensor | None], cu_seqlens: Tensor | None, options: Any) -> "RuleCall":
-        """The call that consists of these."""
+        """The call with these fields."""
         q, k, v, beta, log_decay, initial_state, erase_key = differentiable
         scale, strict, *update = options
         return cls._make([q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, *update])

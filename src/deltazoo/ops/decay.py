@@ -1,4 +1,4 @@
-"""Decay gates: from a projection of the input to the log-decay of the state. Natural logarithm, never positive.
+"""Decay gates: functions from a projection of the input to the log-decay, a natural logarithm that is never positive.
 
 A spec names one of them (`DECAY_GATES`) or brings a function of its own, `f(a, A_log, dt_bias) -> log_decay`.
 """
@@ -15,7 +15,7 @@ from deltazoo.ops.recompute import recomputable
 __all__ = ["DECAY_GATES", "DecayGate", "bounded_decay", "log_decay", "saturating_decay", "softplus_decay"]
 
 DecayGate = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From `a` `[B, T, HV]` or `[B, T, HV, K]`, `A_log` `[HV]` and `dt_bias` `[HV]` or `[HV * K]` to log-decay, as `a`."""
+"""Function of `a` `[B, T, HV]` or `[B, T, HV, K]`, `A_log` `[HV]` and `dt_bias` `[HV]` or `[HV * K]`: the log-decay."""
 
 
 def softplus_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def softplus_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     Args:
         a: `[B, T, HV]` (one decay per head) or `[B, T, HV, K]` (one per key channel, arXiv:2510.26692).
         A_log: `[HV]`, logarithm of the decay rate.
-        dt_bias: `[HV]` or `[HV * K]`, as `a`.
+        dt_bias: `[HV]`, or `[HV * K]` with a decay per channel.
 
     Returns:
         log-decay in a's shape, float32 (float64 stays), <= 0.
@@ -36,7 +36,7 @@ def bounded_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float 
     """`log_decay = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))`, the bounded gate of Kimi Delta Attention.
 
     Args:
-        a, A_log, dt_bias: as in `softplus_decay`.
+        a, A_log, dt_bias: see `softplus_decay`.
         lower_bound: the strongest log-decay per token, negative; -5 in the published models.
 
     Returns:
@@ -52,12 +52,12 @@ def bounded_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float 
 
 
 def saturating_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """`log_decay = -5 (1 - exp(g / 5))`, with `g` the log-decay of `softplus_decay`: the same, bounded by -5.
+    """`log_decay = -5 (1 - exp(g / 5))`, with `g` the log-decay of `softplus_decay`, which it bounds by -5.
 
     Source: the safe decay gate of erase-then-delta attention, arXiv:2606.26560, eq. 15.
 
     Args:
-        a, A_log, dt_bias: as in `softplus_decay`.
+        a, A_log, dt_bias: see `softplus_decay`.
 
     Returns:
         log-decay in a's shape, float32 (float64 stays), in [-5, 0]; weak decays are those of `softplus_decay`.
@@ -70,7 +70,7 @@ DECAY_GATES: dict[str, DecayGate] = {"softplus": softplus_decay, "saturating": s
 
 
 def log_decay(gate: DecayGate, a: Tensor, A_log: Tensor, dt_bias: Tensor, *, fused: bool | None = None) -> Tensor:
-    """The log-decay that a gate gives; the backward pass keeps `a` alone, unless it is as small as `[B, T, HV]`.
+    """The log-decay of a gate; the backward pass keeps only `a`, unless that is as small as `[B, T, HV]`.
 
     Args:
         gate, a, A_log, dt_bias: see `DecayGate`.

@@ -1,10 +1,10 @@
 """Several linear maps of one input, recorded by autograd as one function.
 
-Where the input needs a gradient, each map of its own makes a tensor of it, which autograd then adds up, three passes
-over memory for each. Here every product after the first adds to the same tensor as it is written, and the input is
-saved once. For inputs of many rows, maps to a few numbers, such as one per head, are one product. For inputs of few
-rows, whose products take a GPU less time than a launch takes the host, the backward pass joins all maps: two copies and
-two products in place of two products for each.
+If the input needs a gradient, separate maps make a tensor of it each, and autograd adds these up: three passes over
+memory for each map. Here every product after the first adds to one tensor while it is written, and the input is saved
+once. For inputs of many rows, maps to a few numbers, such as one per head, are one product. For inputs of few rows,
+whose products take a GPU less time than a launch takes the host, the backward pass joins all maps: two copies and two
+products in place of two products for each.
 """
 
 from collections.abc import Sequence
@@ -32,24 +32,24 @@ __all__ = [
 
 
 _FEW = 64
-"""Maps to fewer numbers are one product, for an input of at least `_MANY_ROWS` rows."""
+"""Outputs below which maps become one product, for an input of at least `_MANY_ROWS` rows."""
 _FEW_LAUNCHES = 3
-"""Maps of which the backward pass makes products one by one; more are joined, for an input of fewer rows."""
+"""Number of maps up to which the backward pass multiplies one by one; more are joined, for an input of fewer rows."""
 _MANY_ROWS = 4096
-"""A guess at where reading the input takes longer than a launch."""
+"""Rows of an input whose reading takes longer than a launch; an estimate."""
 
 PLAIN_WEIGHTS = (nn.Parameter, Tensor)
-"""Types of a weight that torch's functions take as it is: a parameter, or under tensor parallelism this rank's part."""
+"""Types of weights that torch's functions take directly."""
 
 
 def linear_maps(x: Tensor, linears: Sequence[nn.Module], *, plain: bool = False) -> list[Tensor]:
-    """`[linear(x) for linear in linears]`, those that are plain matrices as one function where gradients are recorded.
+    """`[linear(x) for linear in linears]`, with plain matrices as one function where gradients are recorded.
 
     Args:
         x: `[..., in_features]`.
-        linears: modules that map x. Any but a plain `nn.Linear` without bias (adapted, quantised, with hooks) are
+        linears: modules that map x. All except plain `nn.Linear` without bias (adapted, quantised, with hooks) are
             called one by one.
-        plain: all are known to be `is_plain`, and calls are not watched.
+        plain: whether all are known to be `is_plain`, and no calls are watched.
     """
     if not torch.is_grad_enabled() or not x.requires_grad or type(x) is not Tensor or transforming():
         return [linear(x) for linear in linears]
@@ -74,7 +74,7 @@ def calls_are_watched() -> bool:
 
 
 def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether calling this module is no more than `F.linear(x, linear.weight)`, if `calls_are_watched` is false."""
+    """Whether a call of this module is just `F.linear(x, linear.weight)`, if `calls_are_watched` is false."""
     if type(linear) is not nn.Linear:
         return False
     parameters = linear._parameters  # finding them as attributes takes longer
@@ -83,9 +83,9 @@ def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def trained_weights(*linears: nn.Module) -> list[Tensor]:
-    """The weights of maps that one function of autograd may compute with what stands around them, in training.
+    """The weights of maps that one function of autograd may compute together with the operations around them.
 
-    None where autograd records nothing, something watches the calls, or a map is not plain, or not trained.
+    The list is empty if autograd records nothing, something watches the calls, or a map is not plain or not trained.
     """
     if not torch.is_grad_enabled() or transforming() or calls_are_watched():
         return []
@@ -94,7 +94,7 @@ def trained_weights(*linears: nn.Module) -> list[Tensor]:
 
 
 def is_plain_sequence(module: nn.Module) -> bool:
-    """Whether calling this module is no more than calling its parts in turn."""
+    """Whether a call of this module just calls its parts in turn."""
     return type(module) is nn.Sequential and not is_hooked(module)
 
 
@@ -141,7 +141,7 @@ class _LinearMaps(torch.autograd.Function):
         return d_x, *[d_weights.get(i) if wanted else None for i, wanted in enumerate(needed)]
 
 
-# `_LinearMaps.apply` without its part in Python, as in `deltazoo.ops.operator`.
+# `_LinearMaps.apply` without its part in Python, see `deltazoo.ops.operator`.
 _record = super(torch.autograd.Function, _LinearMaps).apply
 _LinearMaps._backward_cls.apply = _LinearMaps.backward  # type: ignore[attr-defined]
 
@@ -168,7 +168,7 @@ def _joined(matrices: list[Tensor], dim: int) -> Tensor:
 
 
 def _parts(joined: Tensor, maps: list[int], weights: Sequence[Tensor], dim: int) -> dict[int, Tensor]:
-    """The part of each of the joined maps: along columns in memory of its own, rows as they lie."""
+    """The part of each joined map, by its number: columns are copied, rows are views."""
     sizes = [weights[i].shape[0] for i in maps]
     parts = joined.split_with_sizes([*sizes, joined.shape[dim] - sum(sizes)], dim)
     return {i: part.contiguous() for i, part in zip(maps, parts, strict=False)}
@@ -176,7 +176,7 @@ def _parts(joined: Tensor, maps: list[int], weights: Sequence[Tensor], dim: int)
 
 def sum_of_products(like: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
     """The sum of `gradient @ weight`, a tensor like `like`."""
-    if torch.is_grad_enabled():  # the gradients are to be differentiated
+    if torch.is_grad_enabled():  # the gradients will be differentiated
         return torch.stack([d @ weight for d, weight in pairs]).sum(0)
     total = torch.empty_like(like)
     (d, weight), *others = pairs

@@ -1,7 +1,7 @@
-"""The one way in which functions become operators of torch, with fake results and gradients.
+"""Operators of torch, made of functions, with fake results and gradients.
 
 Compilers, dispatch modes, function transforms and tensor subclasses see the operator `torch.ops.deltazoo.NAME`. Plain
-eager calls go around torch's dispatcher, which costs the host more than the launches of a kernel or two.
+eager calls bypass torch's dispatcher, which costs the host more than one or two launches.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from deltazoo.ops.autograd_modes import refuse_second_derivative
 __all__ = ["DifferentiableOperator", "Operator"]
 
 NAMESPACE = __name__.partition(".")[0]
-"""Of the operators in torch: the package's name, which a copy under another name does not share."""
+"""Namespace of the operators in torch: the package's name, so that a copy under another name has its own."""
 
-# Not torch.library.custom_op: it adds 11 microseconds to a call, a bare Library 3, and its first call imports the
+# torch.library.custom_op would add 11 microseconds to a call, a bare Library 3, and its first call imports the
 # compiler (torch._dynamo), which takes seconds.
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
-_NO_TENSORS = frozenset((type(None), bool, int, float))  # asking for a subclass takes longer
+_NO_TENSORS = frozenset((type(None), bool, int, float))  # a test for subclasses takes longer
 
 
 def _like_first_arguments(number: int, *arguments: Any) -> Any:
@@ -40,7 +40,7 @@ def _save_arguments(number: int, ctx: Any, arguments: tuple[Any, ...], results: 
 
 def _gradients_of_first_arguments(backward: Callable[..., Any], ctx: Any, *d_results: Tensor | None) -> Any:
     """The gradients that `backward` returns, and None for all further arguments."""
-    tensors = ctx.saved_tensors  # read once, as activation checkpointing demands
+    tensors = ctx.saved_tensors  # read once, since activation checkpointing demands it
     found = backward(*tensors, *ctx.options, *d_results)
     found = found if isinstance(found, tuple) else (found,)
     return *found, *[None] * (len(tensors) + len(ctx.options) - len(found))
@@ -50,13 +50,13 @@ class Operator:
     """A function that launches kernels (`launch`) and the operator made of it (`overload`).
 
     Args:
-        schema: as for `torch.library.define`, for example `"swiglu(Tensor gate, Tensor up) -> Tensor"`.
-        launch: takes the arguments of the schema and returns its results, with the first tensor's device as the
+        schema: schema for `torch.library.define`, for example `"swiglu(Tensor gate, Tensor up) -> Tensor"`.
+        launch: function of the arguments of the schema that returns its results; the first tensor's device is the
             current one. It may return None for a Tensor. Operators cannot, so this one then returns an empty tensor,
-            for which its callers, its gradients and what is saved for them have None again.
+            for which its callers, its gradients and saved tensors have None again.
         contiguous: whether `launch` takes the tensors contiguous.
-        fake: the same for tensors without data: results of the right shapes and dtypes. By default those of the first
-            arguments, as gradients have them.
+        fake: function for tensors without data, with results of the right shapes and dtypes. By default the results
+            are like the first arguments, as those of gradients are.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Operator:
         return _with_none(self.overload(*arguments)) if _dispatching() else self.launch(*arguments)
 
     def differentiate(self, gradients: Callable[..., Any], save: Callable[..., None]) -> None:
-        """Give the overload gradients, by functions as of `torch.library.register_autograd`."""
+        """Give the overload gradients, by the two functions of `torch.library.register_autograd`."""
         torch.library.register_autograd(f"{NAMESPACE}::{self.name}", gradients, setup_context=save, lib=_library)
 
 
@@ -85,19 +85,20 @@ class DifferentiableOperator(Operator):
     """An operator with gradients of first order. Calling it gives its results.
 
     Args:
-        schema, launch, fake, contiguous: as in `Operator`.
+        schema, launch, fake, contiguous: see `Operator`.
         backward: the operator that launches the kernels of the backward pass.
         refusal: arguments of `refuse_second_derivative`.
-        save: `(ctx, arguments, results)`, keeps in `ctx` what the backward pass needs. By default all arguments: the
-            tensors, which must come first, as `ctx.saved_tensors`, and the others as `ctx.options`.
-        gradients: `(backward, ctx, *gradients of the results)` -> a gradient or None for each argument. `backward` is
-            the function of the operator `backward` or, where something must see it, the operator. By default it takes
-            all arguments and the gradients of the results, and returns those of the first arguments; the others have
-            none.
-        shown: how many of the results a call gives. The others are kept for the backward pass alone.
-        infer: launched in place of `launch` by plain eager calls that autograd does not record. It gives the shown
-            results alone, so it may take kernels that keep nothing. The operator itself always runs `launch`: a
-            compiler decides on gradients before it runs, and expects every result of the schema.
+        save: function of `(ctx, arguments, results)` that keeps in `ctx` what the backward pass needs. By default it
+            keeps all arguments: the tensors, which must come first, as `ctx.saved_tensors`, and the others as
+            `ctx.options`.
+        gradients: function of `(backward, ctx, *gradients of the results)` that gives a gradient or None for each
+            argument. `backward` is the function of the operator `backward` or, if something must see it, the operator.
+            By default it takes all arguments and the gradients of the results, and returns those of the first
+            arguments; the others have none.
+        shown: number of results that a call returns. The others are kept for the backward pass alone.
+        infer: function in place of `launch` for plain eager calls that autograd does not record. It returns only the
+            shown results, so it may run kernels that keep nothing. The operator itself always runs `launch`: a compiler
+            decides on gradients before it runs, and expects every result of the schema.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class DifferentiableOperator(Operator):
     ) -> None:
         super().__init__(schema, launch, fake, contiguous)
         launch = self.launch
+        self.backward = backward
         self.shown = shown
         self.infer = launch
         if shown is not None:
@@ -155,14 +157,14 @@ class DifferentiableOperator(Operator):
         Eager._backward_cls.apply = Eager.backward  # type: ignore[attr-defined]
 
     def __call__(self, *arguments: Any) -> Any:
-        """Results of a call that autograd records if gradients are wanted."""
+        """Results of a call, which autograd records if gradients are wanted."""
         if _dispatching():
             return self._by_overload(arguments)
         recording = False
         for x in arguments:
             if type(x) in _PLAIN:
                 recording = recording or x.requires_grad
-            elif type(x) not in _NO_TENSORS and isinstance(x, Tensor):  # a subclass, which may handle the operator
+            elif type(x) not in _NO_TENSORS and isinstance(x, Tensor):  # a subclass may handle the operator
                 return self._by_overload(arguments)
         return (self.record if recording and torch.is_grad_enabled() else self.infer)(*arguments)
 
@@ -208,7 +210,7 @@ def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_none(results: Any) -> Any:
-    """Results of an operator with None again for the empty tensors of `_without_none`."""
+    """Results of an operator, with None again for the empty tensors of `_without_none`."""
     return tuple([None if _stands_for_none(x) else x for x in results]) if isinstance(results, tuple) else results
 
 

@@ -1,12 +1,12 @@
 """Results that the backward pass computes again instead of keeping them.
 
-A layer calls what costs little and is large (norms, activations, convolutions, gates) through `recomputable`. Inside
-`recomputing`, wherever autograd would save a result of such a call, or an intermediate of it, it saves the function and
-its inputs instead of the tensor. The first such tensor that the backward pass needs runs the function again. What comes
-out serves all tensors of that call, and is freed with the last. If an input is itself the result of another such call,
-it is not kept either.
+A layer calls functions that cost little and have large results (norms, activations, convolutions, gates) through
+`recomputable`. Inside `recomputing`, wherever autograd would save a result of such a call, or an intermediate tensor,
+it saves the function and its inputs instead. The first such tensor that the backward pass needs runs the function
+again. Its results serve all tensors of that call, and are freed with the last. An input that is itself the result of
+another such call is not kept either.
 
-Autograd's graph is the one it would record anyway, and there is no work per operator, only per saved tensor.
+Autograd's graph does not change, and the additional work is per saved tensor, not per operator.
 """
 
 import operator
@@ -30,12 +30,12 @@ _MUCH_LARGER = 32
 
 
 def recomputable(function: Callable[..., T], *arguments: Any) -> T:
-    """Call `function(*arguments)`; inside `recomputing`, the backward pass keeps only the arguments of it.
+    """The result of `function(*arguments)`; inside `recomputing`, the backward pass keeps only the arguments.
 
     Args:
-        function: may run twice, so it has no side effects and gives the same results both times. Inside it
-            `recomputable` does nothing.
-        arguments: tensors, all that the results depend on, weights included; options among them are kept as they are.
+        function: a function without side effects and with equal results when it runs twice. Inside it `recomputable`
+            does nothing.
+        arguments: all tensors on which the results depend, weights included, and options.
     """
     if torch.compiler.is_compiling():
         return function(*arguments)
@@ -46,11 +46,11 @@ def recomputable(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def declare_recomputable(result: Tensor, function: Callable[..., Tensor], *arguments: Any) -> None:
-    """Say that `result`, however it came about, is `function(*arguments)`; inside `recomputing` that replaces it.
+    """Declare that `result` equals `function(*arguments)`, which replaces it inside `recomputing`.
 
     Args:
-        result: not among the arguments, of a storage of its own.
-        function, arguments: as of `recomputable`.
+        result: a tensor with a storage of its own, not among the arguments.
+        function, arguments: see `recomputable`.
     """
     recording = None if torch.compiler.is_compiling() else _ACTIVE.get()
     if recording is not None and recording.running is None and type(result) is Tensor:
@@ -58,7 +58,7 @@ def declare_recomputable(result: Tensor, function: Callable[..., Tensor], *argum
 
 
 def _of_tensors(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Tensor]]:
-    """The function of the tensors among its arguments alone, and these. It holds no tensor."""
+    """A function of the tensors alone among the arguments, and these tensors. The function holds no tensor."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     if len(tensors) == len(arguments):
         return function, tensors
@@ -73,7 +73,7 @@ def _of_tensors(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tup
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Let `recomputable` act within this context, in this thread, if gradients are recorded.
+    """A context in which `recomputable` acts, in this thread, if gradients are recorded.
 
     Hooks on saved tensors that are active outside (offloading, other checkpointing) do not see what is saved inside.
     """
@@ -91,12 +91,12 @@ def recomputing() -> Iterator[None]:
 
 
 _Saved = Callable[[], Tensor]
-"""Handle that autograd holds in place of a tensor, and by which it gets it back."""
+"""A handle that autograd holds in place of a tensor, and that returns the tensor."""
 
 
 def _kept(x: Tensor) -> _Saved:
-    """Handle of the tensor itself. With hooks autograd does not check that it is unchanged, so the handle does."""
-    # Detached: a tensor of the graph would hold the node that holds this handle, a reference cycle.
+    """A handle of the tensor itself. With hooks autograd does not check that it is unchanged, so the handle does."""
+    # The tensor is detached: in the graph it would hold the node that holds this handle, a reference cycle.
     tensor, version = x if x.is_leaf else x.detach(), x._version
 
     def unchanged() -> Tensor:
@@ -115,12 +115,12 @@ class _Rerun(NamedTuple):
 
     results: tuple[Tensor, ...]
     saved: list[Tensor]
-    """What autograd saved while it ran, in order."""
+    """Tensors that autograd saved while it ran, in order."""
     casts: dict[tuple[int, torch.dtype], Tensor]
-    """Results in the dtypes that autocast cast them to, by number; several matrix products read one of them."""
+    """Results in the dtypes of autocast, by number and dtype; several matrix products read one of them."""
 
     def result(self, number: int, dtype: torch.dtype) -> Tensor:
-        """A result as it was saved."""
+        """A result, in the dtype in which it was saved."""
         result = self.results[number]
         if result.dtype == dtype:
             return result
@@ -135,23 +135,23 @@ class _Call:
 
     function: Callable[..., Tensor | tuple[Tensor, ...]]
     inputs: list[tuple[_Saved, bool]]
-    """Each with whether it requires a gradient."""
+    """Handle of each input, and whether it requires a gradient."""
     autocast: torch.dtype | None
     num_saved: int = 0
     needs_intermediates: bool = False
-    """Whether a handle needs an intermediate, not only results."""
+    """Whether a handle needs an intermediate tensor, not only results."""
     handles: int = 0
     unread: int = 0
     rerun: _Rerun | None = None
 
     def intermediate(self, number: int) -> _Saved:
-        """Handle of a tensor that autograd saved inside the call."""
+        """A handle of a tensor that autograd saved inside the call."""
         self.handles += 1
         self.needs_intermediates = True
         return lambda: self.tensors().saved[number]
 
     def result(self, number: int, view: Tensor) -> _Saved:
-        """Handle of a result or of a view of it, possibly cast to another dtype before."""
+        """A handle of a result or of a view of it, possibly cast to another dtype before."""
         self.handles += 1
         dtype, geometry = view.dtype, (view.shape, view.stride(), view.storage_offset())
         return lambda: self.tensors().result(number, dtype).as_strided(*geometry)
@@ -203,14 +203,14 @@ class _Recording:
         self.inputs: set[int] = set()
         """Storages of the running call's inputs."""
         self.small = 0
-        """Tensors of up to so many elements are kept anyway: a root mean square per token, a mask, an index."""
+        """Elements up to which tensors are kept: a root mean square per token, a mask, an index."""
         self.sources: dict[int, _Source] = {}
-        """Results, by storage."""
+        """Results by storage."""
         self.cast_sources: dict[tuple[object, int], _Source] = {}
-        """Under autocast: results by their node and output number in the graph."""
+        """Results under autocast, by node and output number in the graph."""
 
     def run(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
-        """Call the function, and remember what its results are made of."""
+        """The results of a function, after recording the call that made them."""
         of_tensors, tensors = _of_tensors(function, arguments)
         self.running = call = self.call(of_tensors, tensors)
         self.inputs = {_storage(x) for x in tensors}
@@ -230,13 +230,13 @@ class _Recording:
         return _Call(function, [(self._save(x), x.requires_grad) for x in tensors], autocast)
 
     def add_source(self, call: _Call, number: int, y: Tensor) -> None:
-        """Take y for a result of the call."""
+        """Record y as a result of the call."""
         source = self.sources[_storage(y)] = _Source(call, number, y, y._version)
         if call.autocast is not None and y.grad_fn is not None:
             self.cast_sources[y.grad_fn, y.output_nr] = source
 
     def pack(self, x: Tensor) -> _Saved:
-        """Handle for autograd in place of `x`."""
+        """A handle for autograd in place of `x`."""
         call = self.running
         if call is None:
             return self._save(x)
@@ -265,7 +265,7 @@ class _Recording:
         return source if same_form else None
 
     def forget(self) -> None:
-        """Free the results: no further tensor will be compared with them."""
+        """Free the results, since no further tensor will be compared with them."""
         self.sources.clear()
         self.cast_sources.clear()
 

@@ -1,12 +1,12 @@
-"""The definition: one token at a time, in plain torch. Every other path is tested against this one.
+"""The definition: one token at a time, in plain torch. All other backends are tested against it.
 
     S~  = D_t S_{t-1}                               decay first
-    S_t = S~ + beta_t k_t (v_t - e_t^T S~)^T        then replace what is stored under the erase key e_t
+    S_t = S~ + beta_t k_t (v_t - e_t^T S~)^T        then replace the value under the erase key e_t
     o_t = scale * S_t^T q_t                         read after the update
 
 The erase key is the write key k_t unless given. The undecayed read takes `e_t^T S_{t-1}` instead of `e_t^T S~`. A token
-of n micro-steps does the second line n times, each with its own k, e, v and beta; only the first of them can read the
-state before the decay. Without `beta` there is no correction term: `S_t = S~ + k_t v_t^T` (linear attention).
+of n micro-steps repeats the second line n times, each with its own k, e, v and beta; only the first of them can read
+the state before the decay. Without `beta` there is no correction term: `S_t = S~ + k_t v_t^T` (linear attention).
 """
 
 import torch
@@ -38,10 +38,10 @@ def recurrent_step(
         state: `[N, HV, K, V]`.
         scale: factor on q.
         erase_key: `[N, n, H, K]`; None means k.
-        undecayed: the first micro-step's erase reads the state before the decay.
+        undecayed: whether the first micro-step's erase reads the state before the decay.
 
     Returns:
-        output `[N, HV, V]` and the next state, both in the state's dtype.
+        Output `[N, HV, V]` and the next state, both in the state's dtype.
     """
     group = v.shape[2] // k.shape[2]
 
@@ -92,7 +92,7 @@ def recurrent_loop(call: RuleCall) -> tuple[Tensor, Tensor]:
         runs = [run(slice(0, 1), range(*bounds[i : i + 2]), state[i : i + 1]) for i in range(num_sequences)]
         outputs = [output for sequence, _ in runs for output in sequence]
         state = torch.cat([final for _, final in runs])
-    if not outputs:  # all inputs get gradients, which are empty, as those of a call with tokens
+    if not outputs:  # all inputs get gradients, here empty, as in a call with tokens
         nothing = sum(x.sum() for x in (q, k, v, beta, log_decay, erase_key) if x is not None)
         return v + nothing, state + nothing
     return torch.stack(outputs, dim=1).to(v.dtype), state
@@ -101,12 +101,12 @@ def recurrent_loop(call: RuleCall) -> tuple[Tensor, Tensor]:
 def gradients_of_loop(
     call: RuleCall, d_output: Tensor, d_final: Tensor, *, create_graph: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of `call.differentiable` by autograd through the loop; None for what needs no gradient.
+    """Gradients of `call.differentiable` by autograd through the loop; None for tensors that need no gradient.
 
     With `create_graph` they have a graph of their own, for second derivatives.
     """
     with torch.enable_grad():
-        # Views, since two arguments may be one tensor.
+        # Views are differentiated, since two arguments may be one tensor.
         given = [None if x is None else x.view_as(x) for x in call.differentiable]
         results = recurrent_loop(RuleCall.of(given, call.cu_seqlens, call.options))
     wanted = [x for x in given if x is not None and x.requires_grad]

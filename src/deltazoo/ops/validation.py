@@ -36,7 +36,7 @@ _FLOATS = (*KERNEL_DTYPES, torch.float64)
 
 @contextlib.contextmanager
 def check_values(enabled: bool = True) -> Iterator[None]:
-    """Context in which the values of GPU tensors are checked too; each check makes the CPU wait for the device."""
+    """A context in which the values of GPU tensors are checked too; each check makes the CPU wait for the device."""
     global _check_gpu_values
     previous, _check_gpu_values = _check_gpu_values, enabled
     try:
@@ -97,7 +97,7 @@ def check_shapes(
 ) -> None:
     """Raise ValueError unless shapes, dtypes and devices fit the contract of `delta_rule`; TypeError for a list.
 
-    With `one_token` that of `delta_rule_step`, which needs a state.
+    With `one_token` the contract is that of `delta_rule_step`, which needs a state.
     """
     state_name = "state" if one_token else "initial_state"
     for name, x in (("beta", beta), ("log_decay", log_decay)):
@@ -156,7 +156,7 @@ def check_shapes(
 
 
 def check_boundaries(cu_seqlens: object, B: int) -> None:
-    """Raise ValueError unless these can be boundaries of sequences packed into the one row of a batch."""
+    """Raise ValueError unless these may be boundaries of sequences packed into the one row of a batch."""
     check_tensor("cu_seqlens", cu_seqlens, required=True)
     assert isinstance(cu_seqlens, Tensor)
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
@@ -171,7 +171,7 @@ def check_tensor_values(log_decay: Tensor | None, cu_seqlens: Tensor | None, T: 
     """Raise ValueError for positive log-decay and a malformed `cu_seqlens`; reads tensors only where cheap."""
     if log_decay is not None and _readable(log_decay) and log_decay.numel():
         values = _value(log_decay.detach())
-        if bool((values > 0).any()):  # the largest value is NaN if there is any
+        if bool((values > 0).any()):  # the largest value is NaN if there is one
             largest = values[values > 0].max().item()
             raise ValueError(
                 f"log_decay must be <= 0 (a natural logarithm of a factor in [0, 1]), got a value of {largest:g}"
@@ -194,7 +194,7 @@ def _readable(x: Tensor) -> bool:
 
 
 def _value(x: Tensor) -> Tensor:
-    """The tensor under the wrappers of torch.func: under vmap that of the whole batch."""
+    """The tensor under the wrappers of torch.func: under vmap the tensor of the whole batch."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x

@@ -1,9 +1,9 @@
 """The rules, one file each. Importing this package registers them, in the order in which they are listed.
 
-A new one needs one line here.
+A new rule needs one line here.
 """
 
-# Imported for what they register (F401), in an order that is no alphabet (I001).
+# The imports register rules (F401), in the order of the list, which is not alphabetical (I001).
 # ruff: noqa: F401, I001
 from deltazoo.rules import (
     # No erase.
@@ -22,16 +22,20 @@ from deltazoo.rules import (
     gated_efla,
     gated_longhorn,
     kaczmarz,
+    isotropic_kdn,
+    falcon,
     # A step in [0, 2].
     neg_delta_net,
     neg_gated_deltanet,
     # Erase under another key.
     comba,
+    diagonal_kdn,
     pgdn,
     pkda,
     q_delta,
     gated_deltanet2,
     qed,
+    momentum,
     # Several steps per token.
     gated_deltaproduct,
     eda,

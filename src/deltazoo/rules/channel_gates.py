@@ -1,4 +1,4 @@
-"""What the layers with a gate per channel of keys and of values share."""
+"""The base class of layers with a gate per channel of keys and of values."""
 
 from typing import ClassVar
 
@@ -15,14 +15,14 @@ __all__ = ["ChannelGates"]
 
 
 class ChannelGates(DeltaRuleAttention):
-    """Gates of keys `b_proj` `[H * K, hidden_size]` and of values `w_proj` `[HV * V, hidden_size]`."""
+    """Layers with gates of keys `b_proj` `[H * K, hidden_size]` and of values `w_proj` `[HV * V, hidden_size]`."""
 
     input_projections = (*DeltaRuleAttention.input_projections, "w_proj")
     tensor_parallel: ClassVar = {"w_proj": "heads"}
     projects_micro_steps = False
 
     def make_parameters(self) -> None:
-        """The gates per channel; `b_proj` takes the place of the gate per head."""
+        """Make the gates per channel; `b_proj` takes the place of the gate per head."""
         if self.spec.step_size != "euler":
             raise ValueError(
                 f"rule {self.spec.name!r} has gates per channel in place of a step size, so "
@@ -33,7 +33,7 @@ class ChannelGates(DeltaRuleAttention):
         self.w_proj = nn.Linear(self.hidden_size, self.num_v_heads * self.head_v_dim, bias=False)
 
     def neutral_initializers(self) -> dict[str, Initializer]:
-        """The gate of values starts at 1/2, as that of keys does: KDA with a step size of 1/2."""
+        """Initial values at which both gates are 1/2, which gives KDA with a step size of 1/2."""
         return {"w_proj.weight": nearly_zero_rows_}
 
     def channel_gates(self, x: LayerInput) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ class ChannelGates(DeltaRuleAttention):
         return 2.0 if self.allow_neg_eigval else 1.0
 
     def whole_step(self, k: Tensor, v: Tensor, erase_key: Tensor | None = None) -> Tensor:
-        """A step size of one, `[B, T, HV]`, or less where doubled gates let the erase gain exceed 2."""
+        """A step size `[B, T, HV]` of one, or less where doubled gates would let the erase gain exceed 2."""
         step = torch.ones(v.shape[:3], dtype=wide_dtype(v), device=v.device)
         if not self.allow_neg_eigval:
             return step

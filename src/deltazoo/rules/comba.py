@@ -9,10 +9,10 @@ Safety: yes. The transition is symmetric with eigenvalues exp(g) and `exp(g) - c
 not clear the state along k, since the erase reads what was there before. `allow_neg_eigval` is refused: the eigenvalue
 is negative already where `c beta > exp(g)`, and could reach -2.
 
-There are two readings. `comba` is the paper's equation, in which the learned feedback c acts on the erase.
-`comba_unit_erase` is what the authors' code (AwesomeSeq/Comba-triton) and flash-linear-attention's layer compute, and
-what checkpoints in that format need: q, k and the erase key are L2-normalised last, so that c cancels in the erase and
-acts on the query alone: `e = k`, `q = l2(q - d c k)` of the q and k before their norm.
+There are two forms. `comba` is the paper's equation, in which the learned feedback c acts on the erase.
+`comba_unit_erase` is the form of the authors' code (AwesomeSeq/Comba-triton), of flash-linear-attention's layer and of
+checkpoints in its format: q, k and the erase key are L2-normalised last, so that c cancels in the erase and acts on the
+query alone: `e = k`, `q = l2(q - d c k)` of the q and k before their norm.
 
 D starts at 1 here and in flash-linear-attention, at 0.01 in the authors' code; their text has 0.02 for 340 M parameters
 and 1 for 1.3 B. For 0.01: `torch.nn.init.constant_(layer.D, 0.01)`. The authors' model of 340 M has 4 heads of 256 at
@@ -29,7 +29,7 @@ COMBA = register_rule(
     RuleSpec(
         name="comba",
         paper="Comba: Improving Bilinear RNNs with Closed-loop Control, arXiv:2506.02475",
-        summary="Gated DeltaNet that erases a learned share of what was there before the decay, read by q - d k.",
+        summary="Gated DeltaNet that erases a learned share of the state before its decay, and reads by q - d k.",
         equation="S_t = (exp(g_t) I - c b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T, o_t = S_t^T (q_t - d k_t)",
         step_size="euler",
         decay="scalar",
@@ -50,7 +50,7 @@ COMBA_UNIT_ERASE = register_rule(
     replace(
         COMBA,
         name="comba_unit_erase",
-        summary="Comba as its authors' code computes it: the erase key is the unit key.",
+        summary="Comba in the form of its authors' code: the erase key is the unit key.",
         equation="S_t = (exp(g_t) I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T, o_t = S_t^T l2(q_t - d c k_t)",
         hub_model_type="comba",
     ),

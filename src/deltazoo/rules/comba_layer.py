@@ -1,4 +1,4 @@
-"""The layers of Comba: by its equation, and as its authors' code and flash-linear-attention compute it."""
+"""The layers of Comba: in the form of its equation, and in that of the authors' code and flash-linear-attention."""
 
 from functools import partial
 from typing import ClassVar
@@ -14,7 +14,7 @@ __all__ = ["Comba", "CombaUnitErase"]
 
 
 class Comba(DeltaRuleAttention):
-    """`decay` `[H]`, the feedback c before its sigmoid, and `D` `[H]`, the share of the key in the read-out."""
+    """Comba: `decay` `[H]` is the feedback c before its sigmoid, and `D` `[H]` the share of the key in the read-out."""
 
     float32_parameters = (*DeltaRuleAttention.float32_parameters, "decay", "D")
     tensor_parallel: ClassVar = {"decay": "heads", "D": "heads"}
@@ -23,7 +23,7 @@ class Comba(DeltaRuleAttention):
     """Whether queries and keys are normalised last."""
 
     def make_parameters(self) -> None:
-        """Both numbers per head."""
+        """Make both numbers per head."""
         if self.allow_neg_eigval:
             raise ValueError(
                 f"rule {self.spec.name!r} takes no allow_neg_eigval=True: it reads the state before the decay, so "
@@ -33,22 +33,22 @@ class Comba(DeltaRuleAttention):
         self.D = nn.Parameter(torch.empty(self.num_heads))
 
     def initializers(self, initializer_range: float | None = None) -> dict[str, Initializer]:
-        """Both start at one."""
+        """Initial values of one for both."""
         return {**super().initializers(initializer_range), "decay": nn.init.ones_, "D": nn.init.ones_}
 
     def neutral_initializers(self) -> dict[str, Initializer]:
-        """Feedback of nearly one, no correction of the query: close to Gated DeltaNet where the decay is weak."""
+        """Initial values close to Gated DeltaNet where decay is weak: feedback of nearly one, queries unchanged."""
         return {"decay": partial(nn.init.constant_, val=4.0), "D": nn.init.zeros_}
 
     def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
-        """As Gated DeltaNet, with query and erase key from both numbers."""
+        """The inputs of Gated DeltaNet, with query and erase key changed by both numbers."""
         q, k, erase_key = fused.comba_keys(q, k, self.decay, self.D, unit=self.unit_keys, fused=self.fused_kernels)
         inputs = super().rule_inputs(x, q, k, v)._replace(erase_key=erase_key)
         return inputs.bounded(1.0, by_rounding=self.spec.normalize_k, fused=self.fused_kernels)
 
 
 class CombaUnitErase(Comba):
-    """Normalises last: `l2(q - d c k)`, `l2(k)`, erase key `l2(c k)`, of q and k as the convolutions give them."""
+    """Comba that normalises last: `l2(q - d c k)`, `l2(k)` and erase key `l2(c k)` of the convolved q and k."""
 
     unit_keys = True
 

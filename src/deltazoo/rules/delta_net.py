@@ -1,4 +1,4 @@
-"""DeltaNet: write the error between the value and what the state already recalls under the key.
+"""DeltaNet: each token writes the difference between its value and what the state recalls under its key.
 
     S_t = S_{t-1} + b_t k_t (v_t - S_{t-1}^T k_t)^T,     b_t = sigmoid(w_b x_t)
 

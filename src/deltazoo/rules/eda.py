@@ -7,13 +7,13 @@ is stored under a second unit key e_t. With c = 0 it is KDA. These are two delta
 value zero, so the operator needs no erase key. The decay gate is bounded,
 `g = -5 (1 - exp(-exp(A_log) softplus(a + dt_bias) / 5))`.
 
-The paper leaves some choices open, and its authors have published neither code nor weights. Chosen here:
+The paper leaves some choices open, and its authors have published neither code nor weights. Our choices:
 
 * e has no convolution and no activation before its L2 norm. It belongs to the key head, and c to the value head.
 * e and the decay each come out of two linear maps with 16 channels per head between them. The paper gives the rank.
 * The output gate is a full projection: with it and the decay's rank the layer has the parameters of the paper's tables.
   Models saved before the gate was corrected load with one of low rank, KDA's (revision 1).
-* Gates start, and the output gate is a sigmoid, as in KDA. `allow_neg_eigval` doubles b and not c.
+* Gates start as in KDA, and the output gate is a sigmoid. `allow_neg_eigval` doubles b and not c.
 
 The state never grows by itself: the eigenvalues of both factors are in [0, 1].
 

@@ -18,7 +18,7 @@ _RANK_PER_HEAD = 16
 
 
 class EraseThenDeltaAttention(DeltaRuleAttention):
-    """Erase address `erase_proj` (to `H * K`, of rank `16 H`) and its gate `erase_b_proj` `[HV, hidden_size]`."""
+    """KDA with an erase address from `erase_proj`, of rank `16 H`, and its gate `erase_b_proj` `[HV, hidden_size]`."""
 
     input_projections = (*DeltaRuleAttention.input_projections, "erase_proj", "erase_b_proj")
     tensor_parallel: ClassVar = {"erase_proj": "low_rank", "erase_b_proj": "heads"}
@@ -26,20 +26,20 @@ class EraseThenDeltaAttention(DeltaRuleAttention):
     erase_proj: nn.Sequential
 
     def make_parameters(self) -> None:
-        """Address and gate of the erase step, whose gate has a bias if the other step's has; the decay's projection."""
+        """Make address and gate of the erase step, the gate with a bias if `b_proj` has one, and the decay's map."""
         for name, heads in (("f_proj", self.num_v_heads), ("erase_proj", self.num_heads)):
             setattr(self, name, self.low_rank(heads * self.head_k_dim, bias=False, rank=heads * _RANK_PER_HEAD))
         self.erase_b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=self.b_proj.bias is not None)
 
     def neutral_initializers(self) -> dict[str, Initializer]:
-        """The erase step starts weak, with `sigmoid(-4) = 0.018`: close to KDA."""
+        """Initial values with a weak erase step, `sigmoid(-4) = 0.018`, which is close to KDA."""
         return {
             "erase_b_proj.weight": nearly_zero_rows_,
             "erase_b_proj.bias": partial(nn.init.constant_, val=-4.0),
         }
 
     def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
-        """Two micro-steps: erase under the address, write nothing; then KDA's."""
+        """Two micro-steps: the first erases under the address and writes nothing, the second is that of KDA."""
         inputs = super().rule_inputs(x, q, k, v)
         address = x.project("erase_proj").unflatten(-1, (-1, self.head_k_dim))
         address = l2_normalize(address, fused=self.fused_kernels)
@@ -53,7 +53,7 @@ class EraseThenDeltaAttention(DeltaRuleAttention):
 
 
 def _side_by_side(first: Tensor, second: Tensor) -> Tensor:
-    """The heads of the first micro-step, then those of the second."""
+    """The heads of the first micro-step followed by those of the second."""
     return torch.cat((first, second), dim=2)
 
 

@@ -6,9 +6,9 @@ b_t, one number per key channel, and w_t, one per value channel, are sigmoids of
 channels of both equal to one gate it is KDA. Gated DeltaNet-2 puts its gate on the erase key alone. Here the same gated
 key erases and writes, so the transition stays symmetric.
 
-This is the paper's FG2-GDN+. Its FG2-GDN has w = b, with values as wide as keys. It is no certain copy of the authors'
-model: the form `k~, v~` is known from a reimplementation, the square root from one reading of the paper, and full
-projections without bias for b and w, as in Gated DeltaNet-2, were chosen here.
+This is the paper's FG2-GDN+; its FG2-GDN has w = b, with values as wide as keys. It may differ from the authors' model:
+the form `k~, v~` is known from a reimplementation, the square root from one reading of the paper, and full projections
+without bias for b and w, as in Gated DeltaNet-2, are our choice.
 
 The state never grows by itself: the eigenvalue along k~ is in [0, 1], since `|k~| <= 1`. `allow_neg_eigval` doubles b,
 and with `neg_eigval="both"` w too.

@@ -10,7 +10,7 @@ __all__ = ["FG2GatedDeltaNet"]
 
 
 class FG2GatedDeltaNet(ChannelGates):
-    """Scales key and value by the roots of their gates."""
+    """KDA whose keys and values are multiplied by the roots of their gates."""
 
     def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """Gated keys and values, with a step size of one."""

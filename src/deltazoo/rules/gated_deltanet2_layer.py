@@ -10,10 +10,10 @@ __all__ = ["GatedDeltaNet2"]
 
 
 class GatedDeltaNet2(ChannelGates):
-    """Erases under the gated key, and writes the gated value under the key."""
+    """KDA that erases under the gated key, and writes the gated value under the key."""
 
     def make_parameters(self) -> None:
-        """The gates, unless an option cannot act on them."""
+        """Make the gates; an option that cannot act on them raises ValueError."""
         if self.neg_eigval == "erase":
             raise ValueError(
                 f"rule {self.spec.name!r} has a gate for the erase alone, which allow_neg_eigval doubles: "
@@ -22,7 +22,7 @@ class GatedDeltaNet2(ChannelGates):
         super().make_parameters()
 
     def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
-        """Erase under the gated key, write the gated value, with a step size of one."""
+        """Inputs with the gated key as erase key, the gated value, and a step size of one."""
         erase_gate, write_gate = self.channel_gates(x)
         erase_key = self.erase_key(erase_gate, q, k)
         beta = self.whole_step(k, v, erase_key)

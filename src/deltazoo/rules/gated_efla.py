@@ -2,8 +2,8 @@
 
     S_t = (I - beta_t k_t k_t^T) exp(g_t) S_{t-1} + beta_t k_t v_t^T,     beta_t = (1 - exp(-b_t |k_t|^2)) / |k_t|^2
 
-Gated DeltaNet with the step size of `efla`, and keys of any length. The combination is this project's, no paper has it:
-EFLA's has no decay. The layer is Gated DeltaNet's.
+Gated DeltaNet with the step size of `efla`, and keys of any length. The combination is ours: the paper's EFLA has no
+decay. The layer is Gated DeltaNet's.
 
 The state never grows by itself: the eigenvalue along the key is in (0, 1].
 
@@ -20,7 +20,7 @@ GATED_EFLA = register_rule(
         GATED_DELTANET,
         name="gated_efla",
         paper="Error-Free Linear Attention, arXiv:2512.12602",
-        summary="Gated DeltaNet with the exact step instead of Euler's, and keys of any length.",
+        summary="Gated DeltaNet with the exact step in place of Euler's, and keys of any length.",
         equation=(
             "S_t = (I - beta_t k_t k_t^T) exp(g_t) S_{t-1} + beta_t k_t v_t^T, "
             "beta_t = (1 - exp(-b_t |k_t|^2)) / |k_t|^2"

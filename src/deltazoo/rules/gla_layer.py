@@ -13,30 +13,30 @@ __all__ = ["GatedLinearAttention"]
 
 _RANK = 16
 _SLOWER = 16.0
-"""The log-decay is the logarithm of a sigmoid, divided by this."""
+"""Divisor of the logarithm of a sigmoid that is the log-decay."""
 
 
 class GatedLinearAttention(DeltaRuleAttention):
-    """Decay from `gk_proj`, two maps of rank 16 with a bias, to `HV * K`."""
+    """Linear attention whose decay per channel comes from `gk_proj`, two maps of rank 16 with a bias."""
 
     input_projections = (*DeltaRuleAttention.input_projections, "gk_proj")
     tensor_parallel: ClassVar = {"gk_proj": "low_rank"}
 
     def make_decay_gate(self) -> None:
-        """The projection; there is no `A_log` and no `dt_bias`."""
+        """Make the projection; there is no `A_log` and no `dt_bias`."""
         self.gk_proj = self.low_rank(self.num_v_heads * self.head_k_dim, bias=True, rank=_RANK)
 
     def make_parameters(self) -> None:
-        """None; but without convolutions queries, keys and values have no activation."""
+        """Make no parameters, but without convolutions take the activation off queries, keys and values."""
         if not self.conv_size:
             self.activation = "identity"
 
     def neutral_initializers(self) -> dict[str, Initializer]:
-        """Slow decays, the same for all tokens, spaced over the channels of each head."""
+        """Initial values of slow decays, equal for all tokens and spaced over the channels of each head."""
         return {"gk_proj.1.weight": nearly_zero_rows_, "gk_proj.1.bias": self._start_bias}
 
     def log_decay(self, x: LayerInput) -> Tensor:
-        """`logsigmoid(gk_proj(x)) / 16`."""
+        """The log-decay `logsigmoid(gk_proj(x)) / 16`."""
         a = x.project("gk_proj").unflatten(-1, (-1, self.head_k_dim))
         return fused.log_sigmoid_decay(a, _SLOWER, fused=self.fused_kernels)
 

@@ -10,13 +10,13 @@ __all__ = ["LightningAttention"]
 
 
 class LightningAttention(DeltaRuleAttention):
-    """The decay follows from the number of the head and of the layer, and has no parameters."""
+    """Linear attention whose decay follows from the numbers of head and layer, without parameters."""
 
     def make_decay_gate(self) -> None:
-        """Nothing to make."""
+        """Make no parameters."""
 
     def log_decay(self, x: LayerInput) -> Tensor:
-        """The same for every token, `[B, T, HV]`; heads beyond a power of two lie between the first ones."""
+        """Log-decays `[B, T, HV]`, equal for every token; heads beyond a power of two lie between the first ones."""
         share, shares = self.head_share
         number = shares * self.num_v_heads
         evenly = number if self.spec.revision == 1 else 2 ** (number.bit_length() - 1)

@@ -2,10 +2,10 @@
 
     S_t = S_{t-1} + k_t v_t^T
 
-The lower bound of every comparison: the one rule here that cannot overwrite. DeltaNet is this with the correction
-term `v_t - S^T k_t` in place of `v_t`. The feature map is SiLU after the short convolution, as in the rest of the zoo,
-so that comparisons change the rule alone; the paper's is `1 + elu`. There is no denominator: the output norm takes its
-place, as is usual since arXiv:2210.10340.
+This is the lower bound of every comparison, since it cannot overwrite. DeltaNet puts the correction `v_t - S^T k_t` in
+the place of `v_t`. The feature map is SiLU after the short convolution, as in all our rules, so that comparisons change
+the rule alone; the paper's is `1 + elu`. There is no denominator: the output norm takes its place, as is usual since
+arXiv:2210.10340.
 
 Paper: Katharopoulos et al. 2020, arXiv:2006.16236.
 """

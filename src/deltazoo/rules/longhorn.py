@@ -1,10 +1,11 @@
-"""Longhorn's step: each token solves a small online regression exactly, trading the new pair against the old state.
+"""Longhorn's step: each token solves a small online regression exactly, between the new pair and the old state.
 
     S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,     beta_t = b_t / (1 + b_t |k_t|^2)
 
-The implicit Euler step of the equation that EFLA solves exactly: eigenvalue `1 / (1 + b l)`, stable for keys of any
-length, which therefore stay unnormalised. The published model replaces `k k^T` by its diagonal inside a Mamba block,
-so its code is no delta rule; this is the paper's rule without that approximation, on the zoo's skeleton.
+This is the implicit Euler step of the equation that EFLA solves exactly. Its eigenvalue `1 / (1 + b l)` is stable for
+keys of any length, which therefore stay unnormalised. The published model replaces `k k^T` by its diagonal inside a
+Mamba block, so its code is no delta rule; this is the paper's rule without that approximation, in the layer of all our
+rules.
 
 Paper: Liu et al. 2024, arXiv:2407.14207.
 """

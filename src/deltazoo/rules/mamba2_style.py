@@ -2,10 +2,10 @@
 
     S_t = exp(g_t) S_{t-1} + k_t v_t^T,     g_t = -exp(A_log) softplus(a_t + dt_bias)
 
-Linear attention with the gate of Gated DeltaNet; Gated DeltaNet without the correction term. "Style", because it keeps
-the zoo's skeleton so that comparisons change the rule alone: Mamba2 itself also scales the value by the step
+This is linear attention with the gate of Gated DeltaNet, or Gated DeltaNet without the correction term. It keeps the
+layer of all our rules, so that comparisons change the rule alone: Mamba2 itself also scales the value by the step
 `softplus(a_t + dt_bias)`, shares q and k (its C and B) among heads, and adds a skip `D x`. The gate's initial values
-and the SiLU-gated output norm are Mamba2's.
+and the SiLU-gated output norm are those of Mamba2.
 
 Paper: Dao and Gu 2024, arXiv:2405.21060.
 """

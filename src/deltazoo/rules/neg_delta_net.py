@@ -2,10 +2,10 @@
 
     S_t = (I - 2 b_t k_t k_t^T) S_{t-1} + 2 b_t k_t v_t^T
 
-DeltaNet with the step doubled: the eigenvalue along the key is `1 - 2b`, in (-1, 1) instead of (0, 1). One layer then
+With the doubled step the eigenvalue along the key is `1 - 2b`, in (-1, 1) instead of (0, 1). One layer then
 solves parity and swaps, which no layer with positive eigenvalues can at any depth in finite precision. The paper's
 equations double the erase term only, its code both terms; `neg_eigval` chooses, and small tests find both equally
-good. `deltazoo.layers.bounded_step` keeps keys that rounding made too long from blowing up the state.
+good. `deltazoo.layers.bounded_step` keeps the state bounded if rounding has made keys too long.
 
 Paper: Grazzi et al. 2024, arXiv:2411.12537.
 Hub: loads as `delta_net` with `allow_neg_eigval: true`.

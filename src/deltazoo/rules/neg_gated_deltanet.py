@@ -2,8 +2,8 @@
 
     S_t = (I - 2 b_t k_t k_t^T) exp(g_t) S_{t-1} + 2 b_t k_t v_t^T
 
-Gated DeltaNet with the step doubled; the decay shortens how far a tracked state carries, since the gate has to learn
-to stay at exactly one.
+This is Gated DeltaNet with the step doubled. A tracked state lasts less long than without decay, since the gate has to
+learn to stay at exactly one.
 
 Papers: Yang et al. 2024, arXiv:2412.06464; Grazzi et al. 2024, arXiv:2411.12537.
 Hub: loads as `gated_deltanet` with `allow_neg_eigval: true`.

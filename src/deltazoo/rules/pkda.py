@@ -4,12 +4,12 @@
     M_t = x^(-r / (1 + |r|)),     r = log(A_t + 1e-6) - c,     x = 1.5
     S_t = (I - beta_t (M_t * k_t) k_t^T) Diag(exp(g_t)) S_{t-1} + beta_t (M_t * k_t) v_t^T
 
-PGDN (`pgdn`, where the terms are explained) with KDA's decay per key channel and output gate. With x = 1 it is KDA. The
-moment is kept per key head; flash-linear-attention, whose parameter names these are, keeps it per value head, which is
-the same unless value heads are grouped. Decay rates start on (0, 16] as in the paper. The authors' models have 8 heads
-of 128 at width 1024, and 14 of 120 at 1792.
+This is PGDN (`pgdn` explains the terms) with KDA's decay per key channel and output gate. With x = 1 it is KDA. The
+moment is kept per key head; flash-linear-attention, whose parameter names these are, keeps it per value head, which
+differs only with grouped value heads. Decay rates start on (0, 16] as in the paper. The authors' models have 8 heads of
+128 at width 1024, and 14 of 120 at 1792.
 
-Safety: conditional, as PGDN, with the same bound (with `allow_neg_eigval` it binds at 43% of the tokens for a gate
+Safety: conditional, with the bound of PGDN (with `allow_neg_eigval` it binds at 43% of the tokens for a gate
 bias of 1).
 
 Paper: arXiv:2604.21100.

@@ -17,10 +17,10 @@ __all__ = ["Preconditioned"]
 
 
 class Preconditioned(DeltaRuleAttention):
-    """Keeps the moment `A_t = exp(ga) A_{t-1} + ba k^2` as a further state `[N, H, 1, K]`.
+    """Layers that keep the moment `A_t = exp(ga) A_{t-1} + ba k^2` as a further state `[N, H, 1, K]`.
 
     Its decay ga comes from `a_atk_proj` (`a_proj` in PKDA, which has no other), `A_log_atk` and `dt_bias_atk`, its step
-    ba from `b_atk_proj`. `log_atk_scale` is the logarithm of the moment that leaves a key as it is. All are one number
+    ba from `b_atk_proj`. `log_atk_scale` is the logarithm of the moment that leaves a key unchanged. All are one number
     per key head.
     """
 
@@ -41,7 +41,7 @@ class Preconditioned(DeltaRuleAttention):
     b_atk_proj: nn.Module
 
     def make_parameters(self) -> None:
-        """What makes the moment."""
+        """Make the parameters of the moment."""
         for name in (self.moment_decay, "b_atk_proj"):
             self.add_module(name, nn.Linear(self.hidden_size, self.num_heads, bias=False))
         for name in ("A_log_atk", "dt_bias_atk", "log_atk_scale"):
@@ -53,7 +53,7 @@ class Preconditioned(DeltaRuleAttention):
         return "a_atk_proj" if self.spec.decay == "scalar" else "a_proj"
 
     def initializers(self, initializer_range: float | None = None) -> dict[str, Initializer]:
-        """The moment's decay starts as the state's does, and its scale at exp(-0.2)."""
+        """Initial values that give the moment the decay of the state, and the scale exp(-0.2)."""
         return {
             **super().initializers(initializer_range),
             "A_log_atk": partial(decay_rate_, rate_range=self.spec.decay_rate_range),
@@ -62,7 +62,7 @@ class Preconditioned(DeltaRuleAttention):
         }
 
     def neutral_initializers(self) -> dict[str, Initializer]:
-        """The scale starts at the moment to which random unit keys lead, where keys are left as they are."""
+        """Initial values whose scale is the moment of random unit keys, which leaves keys unchanged."""
         return {
             f"{self.moment_decay}.weight": nearly_zero_rows_,
             "b_atk_proj.weight": nearly_zero_rows_,
@@ -70,20 +70,20 @@ class Preconditioned(DeltaRuleAttention):
         }
 
     def _stationary_scale_(self, log_scale: Tensor) -> None:
-        """Without input ba is 1/2, and `k^2` is 1 / K on average."""
+        """Fill the scale with the moment of random unit keys: `k^2` is 1 / K on average, and ba starts at 1/2."""
         with torch.no_grad():
             log_decay = softplus_decay(log_scale.new_zeros(1, 1, self.num_heads), self.A_log_atk, self.dt_bias_atk)
             log_scale.copy_(torch.log(0.5 / self.head_k_dim / -torch.expm1(log_decay.flatten())))
 
     @property
     def num_state_elements(self) -> int:
-        """As for other rules, and one number per key channel."""
+        """Numbers that the states of one sequence hold: those of other rules, and one per key channel."""
         return super().num_state_elements + self.num_heads * self.head_k_dim
 
     def with_auxiliary_state(
         self, x: LayerInput, inputs: RuleInputs, past: StateAccess, sequences: Sequences
     ) -> tuple[RuleInputs, Tensor | None]:
-        """Write under the scaled key, erase under the key; and the moment, which is linear attention with K = 1."""
+        """Inputs that write under the scaled key and erase under the key; the moment is linear attention with K = 1."""
         k = inputs.k
         gate, step = (x.project(name) for name in (self.moment_decay, "b_atk_proj"))
         squares = fused.weighted_squares(step, k, fused=self.fused_kernels)
@@ -106,6 +106,6 @@ class Preconditioned(DeltaRuleAttention):
         return (inputs.bounded() if may_expand else inputs), state
 
     def _sums_fused(self, squares: Tensor, past: StateAccess, sequences: Sequences) -> bool:
-        """Whether one kernel sums up the moment: in whole rows, without states before and after."""
+        """Whether one kernel computes the moment: it takes whole rows without states before and after."""
         whole = sequences.whole_rows and not past.wanted and self.backend in (None, "triton")
         return whole and fused.takes_decayed_sum(self.fused_kernels, squares)

@@ -2,10 +2,10 @@
 
     S_t = (I - beta_t k_t x_t^T) exp(g_t) S_{t-1} + beta_t k_t v_t^T,     x_t = k_t + lambda_t q_t
 
-What the state answers to the key plus lambda times what it answers to the query is taken from the value.
-`lambda = sigmoid(lamb_proj(x) - 0.9)` per token and key head, about 0.29 at the start; lambda = 0 is Gated DeltaNet.
-With grouped value heads the authors' code has a lambda per value head, this one per key head. The authors' own code
-for decoding leaves lambda out and does not normalise q and k; here decoding computes what training does.
+The correction subtracts from the value what the state recalls under the key, plus lambda times what it recalls under
+the query. `lambda = sigmoid(lamb_proj(x) - 0.9)` per token and key head is about 0.29 at the start; lambda = 0 is Gated
+DeltaNet. With grouped value heads the authors' code has a lambda per value head, ours one per key head. Their code for
+decoding leaves lambda out and does not normalise q and k; here decoding computes the function of training.
 `allow_neg_eigval` is refused: the authors' code doubles lambda with it, and the erase gain `beta (1 + lambda k.q)`
 could then be negative.
 

@@ -20,14 +20,14 @@ class QED(GatedDeltaNet2):
     tensor_parallel: ClassVar = {**GatedDeltaNet2.tensor_parallel, "theta": "heads"}
 
     def make_parameters(self) -> None:
-        """As Gated DeltaNet-2, and `theta`."""
+        """Make the gates and `theta`."""
         super().make_parameters()
         self.theta = nn.Parameter(torch.empty(self.num_heads))
 
     def initializers(self, initializer_range: float | None = None) -> dict[str, Initializer]:
-        """`theta` starts at -2."""
+        """Initial values with `theta` at -2."""
         return {**super().initializers(initializer_range), "theta": partial(nn.init.constant_, val=-2.0)}
 
     def erase_key(self, erase_gate: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """`b * k + lambda (I - k k^T) (b * q)`, computed in float32 and rounded once to the key's dtype."""
+        """The erase key `b * k + lambda (I - k k^T) (b * q)`, computed in float32, rounded once to the key's dtype."""
         return fused.qed_key(erase_gate, q, k, self.theta, self.largest_key_gate, fused=self.fused_kernels)

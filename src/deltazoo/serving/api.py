@@ -1,8 +1,7 @@
-"""OpenAI's API: errors, bodies of requests and the `Request` they become, answers and the chunks of streamed ones.
+"""OpenAI's API: errors, bodies of requests, the `Request` made of a body, answers, and chunks of streamed answers.
 
-A field given as null is a field left out. A field that OpenAI's API has and this server does not compute is accepted
-with the values that ask for nothing (`tools: []`), and refused by name with any other. A field that nobody knows is
-refused, as OpenAI's API does.
+A null field counts as left out. A field of OpenAI's API that this server does not compute is accepted with values that
+request nothing (`tools: []`), and refused by name with any other. An unknown field is refused, as in OpenAI's API.
 """
 
 import math
@@ -27,18 +26,18 @@ from deltazoo.serving.text import TextStream, bytes_of, text_of
 __all__ = ["Answer", "ApiError", "ChatBody", "CompletionBody"]
 
 MOST_CHOICES = 128
-"""Choices of one request, all prompts together."""
+"""Most choices of one request, all prompts together."""
 
 
 class ApiError(Exception):
-    """An error that the client is told about.
+    """An error that is sent to the client.
 
     Args:
-        status: of HTTP.
+        status: status of HTTP.
         message: a sentence.
         param: the field of the request that is wrong.
-        code: a name for programs, one of OpenAI's where it has one.
-        retry_after: seconds after which trying again makes sense.
+        code: a name for programs, that of OpenAI where it has one.
+        retry_after: seconds after which the client should try again.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class ApiError(Exception):
 
     @staticmethod
     def of(error: Exception) -> "ApiError":
-        """The same about any error of a body, the engine or the program."""
+        """The error for the client that describes an error of a body, the engine or the program."""
         match error:
             case ApiError():
                 return error
@@ -82,8 +81,8 @@ class ApiError(Exception):
 
 
 def _body_error(error: Any) -> ApiError:
-    """The first thing that is wrong with a body, as a sentence that names the field."""
-    path = [piece for piece in error["loc"][1:] if piece is not None]  # behind "body"
+    """The error for the first fault of a body, with a sentence that names the field."""
+    path = [piece for piece in error["loc"][1:] if piece is not None]  # after "body"
     if error["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}")
     if not path:
@@ -99,8 +98,8 @@ def _body_error(error: Any) -> ApiError:
 
 
 def _shortened(value: Any) -> str:
-    """A value as Python writes it, cut where it is long."""
-    text = reprlib.repr(value)  # which does not read all of a long one
+    """A value in Python's notation, cut if it is long."""
+    text = reprlib.repr(value)  # it does not read all of a long value
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -117,14 +116,14 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """`stream_options`."""
+    """The field `stream_options`."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
 class _Body(_Strict):
-    """Fields of both endpoints."""
+    """The fields of both endpoints."""
 
     asks_for_nothing: ClassVar[dict[str, tuple[Any, ...]]]
     without_effect: ClassVar[tuple[str, ...]] = ("user",)
@@ -156,7 +155,7 @@ class _Body(_Strict):
                     param=name,
                     code="unsupported_parameter",
                 )
-        for name in given:  # pydantic would list all of them
+        for name in given:  # pydantic would list all unknown fields
             if name not in cls.model_fields:
                 param = _shortened(name)[1:-1]
                 raise ApiError(400, f"{param}: there is no such field", param=param, code="unknown_parameter")
@@ -176,7 +175,7 @@ class _Body(_Strict):
         """`max_tokens` and `logprobs` of the requests."""
 
     def requests(self, prompt: list[int]) -> list[Request]:
-        """One per choice for a prompt; with a seed, choice i draws with `seed + i`."""
+        """The requests of a prompt, one per choice; with a seed, choice i draws with `seed + i`."""
         # With temperature 0 filters keep the likeliest token, so they change nothing.
         filters = {} if self.temperature == 0 else {"top_p": self.top_p, "top_k": self.top_k}
         options = {"temperature": self.temperature, "ignore_eos": self.ignore_eos, **filters, **self.limits()}
@@ -190,7 +189,7 @@ def _refuse(wrong: bool, param: str, message: str) -> None:
 
 
 class CompletionBody(_Body):
-    """Body of `/v1/completions`."""
+    """The body of `/v1/completions`."""
 
     asks_for_nothing: ClassVar[dict[str, tuple[Any, ...]]] = {**_ASKS_FOR_NOTHING, "suffix": ("",)}
 
@@ -216,12 +215,12 @@ class CompletionBody(_Body):
         return self
 
     def limits(self) -> dict[str, Any]:
-        """As given."""
+        """`max_tokens` and `logprobs` of the requests, as in the body."""
         return {"max_tokens": self.max_tokens, "logprobs": self.logprobs}
 
 
 class Message(_Strict):
-    """One message of a chat."""
+    """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, PlainValidator(lambda value: _content(value), json_schema_input_type=Any)]
@@ -230,7 +229,7 @@ class Message(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _drop_what_is_empty(cls, fields: Any) -> Any:
-        """Clients send an answer back with all its empty fields, `tool_calls: []` among them."""
+        """Drop empty fields: clients send an answer back with all of them, `tool_calls: []` among them."""
         if not isinstance(fields, dict):
             return fields
         fields = {name: value for name, value in fields.items() if value is not None and value != []}
@@ -245,7 +244,7 @@ class Message(_Strict):
 
 
 class ChatBody(_Body):
-    """Body of `/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`."""
 
     asks_for_nothing: ClassVar[dict[str, tuple[Any, ...]]] = {
         **_ASKS_FOR_NOTHING,
@@ -291,13 +290,13 @@ class ChatBody(_Body):
         return self
 
     def limits(self) -> dict[str, Any]:
-        """By both names."""
+        """`max_tokens` and `logprobs` of the requests; the body may have either name of `max_tokens`."""
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return {"max_tokens": most, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """A text, several texts, token ids, or several lists of token ids; as a list of prompts."""
+    """The prompts of a value: a text, several texts, token ids, or several lists of token ids."""
 
     def is_ids(prompt: Any) -> bool:
         return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
@@ -343,11 +342,11 @@ class Answer:
     """A response as JSON, whole or in chunks.
 
     Args:
-        body: of the request.
+        body: body of the request.
         model: the name under which the model is served.
-        tokenizer: for log-probabilities.
-        choices: those of a prompt side by side.
-        echoes: the prompt of each choice of a completion, where the text begins with it.
+        tokenizer: tokenizer for log-probabilities.
+        choices: streams of all choices, those of a prompt side by side.
+        echoes: the prompt of each choice of a completion, if the text begins with it.
     """
 
     def __init__(
@@ -355,7 +354,7 @@ class Answer:
     ) -> None:
         self.choices = choices
         self._body, self._tokenizer = body, tokenizer
-        self._begins = dict(enumerate(echoes or [""] * len(choices)))  # of choices that have not begun
+        self._begins = dict(enumerate(echoes or [""] * len(choices)))  # the prompts of choices that have not begun
         self._is_chat = isinstance(body, ChatBody)
         self._chunk: type[BaseModel] = ChatCompletionChunk if self._is_chat else _Text
         self._common = {
@@ -366,7 +365,7 @@ class Answer:
         }
 
     def whole(self, outputs: Sequence[Piece]) -> str:
-        """All of a response that is not streamed, with the output of each choice."""
+        """A response that is not streamed, with the output of each choice."""
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         if self._is_chat:
             for choice in choices:
@@ -374,11 +373,11 @@ class Answer:
         return self._json(ChatCompletion if self._is_chat else _Text, choices, usage=self._usage())
 
     def chunk(self, index: int, piece: Piece) -> str:
-        """A piece of a choice."""
+        """A chunk with a piece of a choice."""
         return self._json(self._chunk, [self._choice(index, piece)])
 
     def last_chunk(self) -> str | None:
-        """The numbers of tokens, if they were asked for."""
+        """The chunk with the numbers of tokens; None unless they were asked for."""
         options = self._body.stream_options
         return self._json(self._chunk, [], usage=self._usage()) if options and options.include_usage else None
 
@@ -387,7 +386,7 @@ class Answer:
         return whole.model_dump_json(exclude_unset=True)
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        """New text, its log-probabilities, and at the end the reason and the seed."""
+        """An entry of the response: new text, its log-probabilities, and at the end the reason and the seed."""
         logprobs: Any = piece.logprobs
         if logprobs is not None:
             logprobs = self._logprobs_of_chat(logprobs) if self._is_chat else self._logprobs(logprobs)
@@ -401,7 +400,7 @@ class Answer:
         return choice if piece.finish_reason is None else {**choice, "seed": self.choices[index].stream.request.seed}
 
     def _logprobs(self, entries: Sequence[Any]) -> dict[str, Any]:
-        """Lists with an entry per token. Of several likely tokens with one text, the likeliest is told."""
+        """Lists with an entry per token. Of several likely tokens with one text, the likeliest stands in the list."""
         tokens = [self._token(entry.token_id, entry.logprob, entry.content)["token"] for entry in entries]
         tops = []
         for token, entry in zip(tokens, entries, strict=True):
@@ -430,7 +429,7 @@ class Answer:
         return {"token": text, "logprob": _number(logprob), "bytes": None if content is None else [*content]}
 
     def _usage(self) -> dict[str, Any]:
-        """Numbers of tokens; a prompt counts once."""
+        """The numbers of tokens; a prompt counts once."""
         prompts = [choice.stream for choice in self.choices[:: self._body.n]]
         prompt_tokens = sum(len(stream.request.prompt) for stream in prompts)
         completion_tokens = sum(choice.completion_tokens for choice in self.choices)
@@ -443,7 +442,7 @@ class Answer:
 
 
 def _number(logprob: float) -> float:
-    """JSON has no infinity; OpenAI's API writes -9999 for what is next to impossible. NaN is an EngineError."""
+    """A log-probability for JSON, which has no infinity: at least -9999, as in OpenAI's API. NaN raises EngineError."""
     if math.isnan(logprob):
         raise EngineError("the model computed NaN as a log-probability")
     return max(logprob, -9999.0)

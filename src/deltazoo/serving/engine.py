@@ -1,17 +1,18 @@
-"""The serving engine: one thread that runs one model for many requests at once. It knows tokens, no text.
+"""The serving engine: a thread that runs one model for many requests at once. It handles tokens, not text.
 
-A request waits in a queue until a row is free. Then its prompt, all but the last token, runs in pieces; the state
-after them becomes a row of the table (`deltazoo.generation.row_table`), and every step adds a token to all rows. One
-turn of the loop is
+A request waits in a queue until a row is free. Then its prompt, except the last token, runs in pieces; the state after
+them becomes a row of the table (`deltazoo.generation.row_table`), and every step adds a token to all rows. One turn of
+the loop is
 
     admit requests | one pass over pieces of prompts | start a step | hand out the tokens of the step before
 
-so a step never waits for more than one pass, and a GPU works on a step while the host handles the one before it.
+so a step never waits for more than one pass, and a GPU computes a step while the host handles the one before.
 
-What is promised. Every shape is fixed: prompts are always divided into the same pieces, steps have one of a few widths,
-and passes over prompts one of a few sizes, or a single one where there is a single width. So the tokens of a request at
-one width do not depend on the other requests, bit for bit, nor on what the prefix cache knows. Between widths and
-between sizes logits differ by rounding. Where tokens must be the same at any load, give the engine one width.
+The engine keeps one promise: at one width the tokens of a request do not depend on the other requests, bit for bit, nor
+on the contents of the prefix cache. Every shape is fixed for that: prompts are always divided into the same pieces,
+steps have one of a few widths, and passes over prompts one of a few sizes, or a single one if there is a single width.
+Between widths and between sizes logits differ by rounding. If tokens must be equal at any load, give the engine one
+width.
 """
 
 import logging
@@ -52,14 +53,14 @@ _log = logging.getLogger(__name__)
 
 _NOT_STARTED = "the engine has not been started"
 _FAILURES = 3
-"""Steps that fail one after another before the engine gives up."""
+"""Number of steps that fail one after another before the engine gives up."""
 
 
 class _Step(NamedTuple):
     """A step that has been started, whose tokens have not been read."""
 
     tasks: dict[int, Task]
-    """By row."""
+    """The tasks by row."""
     tokens: Callable[[], Any]
     reporting: list[int]
     """Rows whose log-probabilities were asked for."""
@@ -68,22 +69,22 @@ class _Step(NamedTuple):
 
 
 class Engine:
-    """Continues prompts for many clients with one model.
+    """An engine that continues prompts for many clients with one model.
 
-    `with Engine(...) as engine` starts it, and at the end cancels what still runs.
+    `with Engine(...) as engine` starts it, and at the end cancels the requests that still run.
 
     Args:
         model: a causal language model with delta-rule layers, in evaluation mode, on the device where it stays. It must
             not change while the engine runs.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         widths: numbers of rows that a step can have; the largest is the most requests that run at once. With a single
-            one tokens are the same at any load.
+            width tokens are equal at any load.
         prompt_piece: most tokens of a prompt in one pass, and the distance of the positions where prefixes are found.
         max_queue: most requests that wait for a row.
         context_limit: most tokens of prompt and answer; default: none for models that are `unlimited`, for others the
             configuration's `max_position_embeddings`. Softmax layers reserve keys and values of so many tokens for
             every row.
-        prefix_memory: most bytes of states that the prefix cache keeps on the model's device; 0: none.
+        prefix_memory: most bytes of states that the prefix cache keeps on the model's device; 0: no cache.
         eos_token_id: tokens that end an answer; default: the model's, else the tokenizer's.
 
     Raises:
@@ -124,34 +125,34 @@ class Engine:
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._thread: threading.Thread | None = None
 
-        # What clients and the engine's thread share, under the mutex:
+        # Shared by clients and the engine's thread, under the mutex:
         self._mutex = threading.Condition()
         self._waiting: deque[Task] = deque()
         self._cancelled: set[tuple[Deliver | None, Hashable]] = set()
-        """Requests by function and key; None: any."""
+        """Cancelled requests by function and key; None: any."""
         self._refusal: str | None = _NOT_STARTED
-        """Why no request is taken. An engine that runs and takes none ends when nothing is left."""
+        """The reason why no request is taken. An engine that runs and takes none ends when nothing is left."""
 
-        # Of the engine's thread, others only read it:
+        # Written by the engine's thread alone:
         self._counters: defaultdict[str, float] = defaultdict(int)
         self._finished: Counter[str] = Counter()
         self._prefill = Prefill(self.prompts, self.prefixes)
         self._running: dict[int, Task] = {}
         self._passes: deque[Callable[[], None]] = deque()
-        """Passes over prompts that may not be done yet; the second-last is waited for before another one is begun."""
+        """Passes over prompts that may not have ended; a new one begins when the second-last has ended."""
         self._started: deque[_Step] = deque()
         self._outputs: defaultdict[Deliver, list[tuple[Any, Output]]] = defaultdict(list)
-        """What has been made, and by which function it is delivered."""
-        self._ahead = 1 if model.device.type == "cuda" else 0  # a CPU does one thing at a time
+        """New outputs, by the function that delivers them."""
+        self._ahead = 1 if model.device.type == "cuda" else 0  # a CPU computes nothing beside the host's work
         self._failures = 0
 
-    # What clients call.
+    # Methods that clients call.
 
     def start(self) -> None:
         """Start the thread, and return once it has captured its steps.
 
         Raises:
-            Exception: what the model raised meanwhile. RuntimeError: the engine has been started before.
+            Exception: the error that the model raised. RuntimeError: the engine has been started before.
         """
         if self._thread is not None:
             raise RuntimeError("the engine has been started before: make another one")
@@ -168,21 +169,22 @@ class Engine:
         self.stop(timeout=0)
 
     def submit(self, request: Request) -> Stream:
-        """Queue a request; the stream yields its output.
+        """The stream of a request's output, after queueing the request.
 
         Raises:
-            RequestError: it does not fit the model. QueueFull: too many wait. EngineStopped: the engine does not run.
+            RequestError: the request does not fit the model. QueueFull: too many wait. EngineStopped: the engine does
+                not run.
         """
         stream = Stream(request.with_seed(), lambda: self.cancel([stream], Stream.put_all))
         self.enter([(stream, stream.request)], Stream.put_all)
         return stream
 
     def enter(self, requests: Sequence[tuple[Any, Request]], deliver: Deliver) -> None:
-        """Queue requests, all or none of them, whose output a function takes.
+        """Queue requests, all or none of them; the function `deliver` takes their output.
 
         Args:
-            requests: each with a key, and with a seed.
-            deliver: called by the engine's thread with some keys and what was made for them. It must not block.
+            requests: pairs of a key and a request with a seed.
+            deliver: function that the engine's thread calls with keys and new outputs. It must not block.
 
         Raises:
             RequestError, QueueFull, EngineStopped: see `submit`.
@@ -198,13 +200,13 @@ class Engine:
             self._mutex.notify_all()
 
     def cancel(self, keys: Iterable[Hashable] | None, deliver: Deliver) -> None:
-        """End requests, named by the key and the function that they were entered with; None: all with the function."""
+        """End the requests that were entered with these keys and this function; None: all with the function."""
         with self._mutex:
             self._cancelled.update((deliver, key) for key in ([None] if keys is None else keys))
             self._mutex.notify_all()
 
     def status(self) -> Status:
-        """Whether requests are accepted; what the engine has done, and does now."""
+        """Whether requests are accepted, and the engine's counters."""
         now = {
             "running": len(self._running),
             "prefilling": len(self._prefill.tasks),
@@ -218,7 +220,7 @@ class Engine:
         """Refuse new requests, finish all accepted ones, and end the thread.
 
         Args:
-            timeout: seconds after which the requests that are left are cancelled; None: wait for all.
+            timeout: seconds after which the remaining requests are cancelled; None: wait for all.
         """
         with self._mutex:
             if self._refusal in (None, _NOT_STARTED):
@@ -231,7 +233,7 @@ class Engine:
             self._thread.join()
 
     def _task(self, key: Any, request: Request, deliver: Deliver) -> Task:
-        """The request as the engine runs it; RequestError if it does not fit the model."""
+        """The task of a request; RequestError if the request does not fit the model."""
         prompt, limit = request.prompt, self.context_limit
         most, least = request.max_tokens, request.max_tokens or 1
         if limit is not None and len(prompt) + least > limit:
@@ -255,12 +257,12 @@ class Engine:
         return Task(key, request, deliver, most, ends, sampling, prefix_keys(prompt[:-1], self.prompts.piece))
 
     def _retry_after(self) -> int:
-        """Seconds in which the queue may get shorter, from the time that requests take."""
+        """Seconds after which the queue may be shorter, estimated from the time that requests take."""
         count = sum(self._finished.values())
         mean = self._counters["request_seconds"] / count if count else 1.0
         return max(1, min(60, round(mean * len(self._waiting) / self.table.widths[-1])))
 
-    # The engine's thread.
+    # Methods that the engine's thread calls.
 
     def _run(self, ready: Future[None]) -> None:
         try:
@@ -276,12 +278,12 @@ class Engine:
         try:
             while self._wait_for_work():
                 self._turn()
-        except BaseException as error:  # whatever it is, nobody must wait for the thread
+        except BaseException as error:  # after any error nobody may wait for the thread
             _log.exception("the engine stops: %s", error)
             self._give_up(error)
 
     def _wait_for_work(self) -> bool:
-        """Return once there is something to do; False: the engine is to stop, and nothing is left."""
+        """Whether there is something to do, after waiting for it; False: the engine must stop, and nothing is left."""
 
         def has_work() -> bool:
             return bool(self._waiting or self._cancelled or self._prefill.tasks or self._running or self._started)
@@ -291,8 +293,8 @@ class Engine:
             return has_work()
 
     def _turn(self) -> None:
-        """Take in what clients want, run prompts one piece further, start a step, hand out the tokens of the last."""
-        while len(self._passes) > 1:  # a pass that is put together late has more prompts in it
+        """Admit requests, run a pass over pieces of prompts, start a step, hand out the tokens of the step before."""
+        while len(self._passes) > 1:  # a pass that is composed later has more prompts
             self._passes.popleft()()
         self._end_cancelled()
         self._admit()
@@ -303,7 +305,7 @@ class Engine:
                 self._hand_out(self._started[0])
                 self._started.popleft()
                 self._failures = 0
-        except Exception as error:  # after some such steps in a row the device is taken to be lost
+        except Exception as error:  # after several such steps in a row the device counts as lost
             self._fail_steps(error)
             self._failures += 1
             if self._failures == _FAILURES:
@@ -326,7 +328,7 @@ class Engine:
         self._deliver()
 
     def _admit(self) -> None:
-        """Begin with the prompts of waiting requests, as many as will find a row."""
+        """Begin with the prompts of waiting requests, as many as there are rows."""
         free = self.table.widths[-1] - len(self._prefill.tasks) - len(self._running)
         with self._mutex:
             tasks = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
@@ -334,7 +336,7 @@ class Engine:
             self._prefill.add(task)
 
     def _run_prompts(self) -> None:
-        """One pass over pieces of a few prompts. Those that are through become rows of the table."""
+        """Run one pass over pieces of a few prompts. Finished prompts become rows of the table."""
         tasks = self._prefill.next_tasks()
         try:
             if tasks:
@@ -360,25 +362,25 @@ class Engine:
         self._counters["prefix_tokens"] += task.cached
 
     def _start_step(self) -> None:
-        """Start the next token of all running rows, at the smallest width that holds them."""
+        """Start the step for the next token of all running rows, at the smallest width that holds them."""
         if not self._running:
             return
         began = time.monotonic()
         width = self._move_together()
         self.table.step(width, max(task.way for task in self._running.values()))
         reporting = [row for row, task in self._running.items() if task.request.logprobs is not None]
-        # Always as many, since the order of equally likely tokens depends on how many there are.
+        # The number is always the same, since the order of equally likely tokens depends on it.
         logprobs = self.table.read_log_probabilities(width, reporting, MOST_LOGPROBS) if reporting else None
         self._started.append(_Step(dict(self._running), self.table.read_tokens(width), reporting, logprobs, began))
         for row, task in [*self._running.items()]:
             task.steps += 1
-            if task.steps == task.most:  # its last token is on its way
+            if task.steps == task.most:  # its last token is being computed
                 del self._running[row]
         self._counters["steps"] += 1
         self._counters["width"] = width
 
     def _move_together(self) -> int:
-        """Move rows beyond the smallest possible width to free rows within; returns that width."""
+        """The smallest width that holds all running rows, after moving rows beyond it into free rows."""
         width = next(width for width in self.table.widths if width >= len(self._running))
         beyond = [row for row in self._running if row >= width]
         if beyond:
@@ -389,7 +391,7 @@ class Engine:
         return width
 
     def _hand_out(self, step: _Step) -> None:
-        """Wait for the tokens of a step, and pass them on; those of requests that have ended are thrown away."""
+        """Wait for the tokens of a step, and pass them on; tokens of ended requests are dropped."""
         tokens = step.tokens().tolist()
         columns = [x.tolist() for x in step.logprobs()] if step.logprobs is not None else [(), (), ()]
         logprobs = dict(zip(step.reporting, zip(*columns, strict=True), strict=True))
@@ -438,7 +440,7 @@ class Engine:
         self._outputs[task.deliver].append((task.key, last))
 
     def _fail(self, tasks: Iterable[Task], error: BaseException) -> None:
-        """End requests with the model's error."""
+        """End requests by an error of the model."""
         tasks = [task for task in tasks if not task.ended]
         _log.error("the model failed on %d requests: %s", len(tasks), error, exc_info=error)
         for task in tasks:
@@ -448,14 +450,14 @@ class Engine:
         self._deliver()
 
     def _fail_steps(self, error: BaseException) -> None:
-        """End the requests of all rows and of all steps that have been started."""
+        """End the requests of all rows and of all started steps by an error."""
         steps = [dict(self._running), *(step.tasks for step in self._started)]
         self._started.clear()
         self._fail({task for tasks in steps for task in tasks.values()}, error)
 
     def _nan_error(self, task: Task) -> FloatingPointError:
         """The error for a request whose next token is `NO_TOKEN`."""
-        # Only one piece of the prompt is run again for the message: others wait meanwhile, and its memory is at hand.
+        # For the message one piece of the prompt runs again: others wait meanwhile, and there is memory for one piece.
         ids = torch.tensor([task.request.prompt[: self.prompts.piece]], device=self.model.device)
         return FloatingPointError(
             f"it computed NaN or infinite logits for new token {task.made + 1}{origin_of_nan(self.model, ids)}"
@@ -475,7 +477,7 @@ def _logprob(token: int, task: Task, chosen: float, values: Sequence[float], ind
 
 
 def _check_device(device: torch.device) -> None:
-    """Raise what a lost GPU raises at every call; one that ran out of memory works."""
+    """Raise the error that a lost GPU raises at every call; a GPU that ran out of memory raises none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -499,7 +501,7 @@ def _context_limit(model: Any, given: int | None) -> int | None:
 
 
 def _sizes_of_passes(model: Any, *, several: bool) -> tuple[int, ...]:
-    """Numbers of prompts in one pass on a GPU; one number unless there may be several.
+    """Numbers of prompts in one pass on a GPU; one number unless `several`.
 
     A pass of 16 takes less time per prompt than one of 8, and steps wait for it longer. Softmax layers reserve keys and
     values of the whole context for each prompt. Experts multiply the tokens of all prompts together, so that one

@@ -1,7 +1,7 @@
-"""HTTP: the endpoints of OpenAI's API before an engine, `/health` and `/metrics`, and connections.
+"""HTTP: the endpoints of OpenAI's API, `/health` and `/metrics` of an engine, and connections.
 
-A client that hangs up cancels the task of its request (`_Gate`), and the end of that task, whatever ends it, cancels
-what the engine makes for it (`_Endpoints._answer`).
+If a client closes its connection, `_Gate` cancels the task of its request; the end of that task, for any reason,
+cancels the requests in the engine (`_Endpoints._answer`).
 """
 
 import asyncio
@@ -47,23 +47,23 @@ from deltazoo.serving.text import PromptTokens, TextStream, check_tokenizer
 __all__ = ["app_of", "bind", "check_key", "server_config", "url_of"]
 
 MAX_BODY = 4_000_000
-"""Bytes of a request's body at most, unless told otherwise."""
+"""Most bytes of a request's body by default."""
 _PAUSE = 0.0005
 """Seconds between two pieces of a stream, per stream that has begun. Sending a piece took 0.13 to 0.14 ms with 64
-clients on a busy CPU, so the event loop leaves time to others; tokens made meanwhile become one piece."""
+clients on a busy CPU, so the event loop leaves time for other work; tokens made meanwhile become one piece."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Proxies are to pass every event on at once; nginx does it by the second one."""
+"""Headers that ask proxies to pass every event on at once; nginx obeys the second."""
 _BACKLOG = 4096
-"""Connections that may wait to be accepted: many, as the engine's queue is what refuses, and with a reason."""
+"""Connections that may wait to be accepted. They are many, so that the engine's queue refuses, with a reason."""
 _KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open: longer than clients and proxies keep theirs, who would otherwise send a
-request on a connection that is just being closed."""
+"""Seconds that an idle connection stays open. It is longer than the time of clients and proxies, who would otherwise
+send a request on a connection that is about to close."""
 _RECEIVE_TIME = 30.0
-"""Seconds in which a request must have come, headers and body."""
+"""Seconds within which a request must arrive, headers and body."""
 
 
 def app_of(engine: Any, *, model: str, api_key: str | None = None, max_body: int = MAX_BODY) -> FastAPI:
-    """The application of `create_app` before a `RemoteEngine`."""
+    """The application of `create_app` for a `RemoteEngine`."""
     check_key(api_key)
     check_tokenizer(engine.tokenizer)
 
@@ -81,7 +81,7 @@ def app_of(engine: Any, *, model: str, api_key: str | None = None, max_body: int
 
     kinds = (ApiError, RequestValidationError, QueueFull, RequestError, EngineStopped, EngineError, Exception)
     handlers: dict[Any, Any] = {HTTPException: of_http, **dict.fromkeys(kinds, of_others)}
-    # Pages of documentation load scripts from elsewhere.
+    # FastAPI's pages of documentation would load scripts from other servers.
     app = FastAPI(title="deltazoo", docs_url=None, redoc_url=None, lifespan=lifespan, exception_handlers=handlers)
     app.add_middleware(_Gate, api_key=api_key, max_body=max_body)
     endpoints = _Endpoints(engine, model)
@@ -110,10 +110,10 @@ class _Endpoints:
         self._metrics = _Metrics(model)
         self._created = int(time.time())
         self._open = 0
-        """Choices that are being made."""
+        """Number of choices that are being made."""
 
     async def completions(self, body: CompletionBody) -> Response:
-        """Continue prompts."""
+        """The response to a request for continued prompts."""
         self._check_model(body.model)
         prompts = [await self._prompts.of_text(x) if isinstance(x, str) else x for x in body.prompt]
         echoes = None
@@ -123,7 +123,7 @@ class _Endpoints:
         return await self._answer(body, prompts, echoes)
 
     async def chat_completions(self, body: ChatBody) -> Response:
-        """The next message of a chat."""
+        """The response to a request for the next message of a chat."""
         self._check_model(body.model)
         if not self._tokenizer.chat_template:
             raise ApiError(
@@ -136,16 +136,16 @@ class _Endpoints:
         return await self._answer(body, [await self._prompts.of_chat(messages, body.chat_template_kwargs)])
 
     async def models(self) -> dict[str, Any]:
-        """The one model."""
+        """The list of models, which has one."""
         return {"object": "list", "data": [await self.model_named(self._model)]}
 
     async def model_named(self, name: str) -> dict[str, Any]:
-        """The model by its name."""
+        """The model of a name."""
         self._check_model(name)
         return {"id": name, "object": "model", "created": self._created, "owned_by": "deltazoo"}
 
     async def health(self) -> Response:
-        """200 while the engine takes requests, else 503."""
+        """Status 200 while the engine takes requests, else 503."""
         try:
             running = (await self._engine.status()).running
         except EngineStopped:
@@ -164,7 +164,7 @@ class _Endpoints:
     async def _answer(
         self, body: CompletionBody | ChatBody, prompts: Sequence[list[int]], echoes: Sequence[str] | None = None
     ) -> Response:
-        """Run the requests of all choices, and respond at once or in pieces."""
+        """The response to the requests of all choices, whole or streamed."""
         requests = [request for prompt in prompts for request in body.requests(prompt)]
         if len(requests) > (most := self._engine.max_queue):
             raise ApiError(400, f"this request makes {len(requests)} choices, and at most {most} can wait here")
@@ -208,7 +208,7 @@ class _Endpoints:
     async def _pieces(
         self, choices: Sequence[TextStream], news: asyncio.Event, last: asyncio.Event
     ) -> AsyncGenerator[tuple[int, Piece]]:
-        """Pieces with the number of their choice, and pauses between them that grow with the number of open choices."""
+        """Pieces with the number of their choice, with pauses in between that grow with the number of open choices."""
         began, left, reason = time.monotonic(), dict(enumerate(choices)), "cancelled"
         self._open += len(choices)
         try:
@@ -265,7 +265,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class _Metrics(Collector):
-    """The numbers as Prometheus reads them: names begin with `deltazoo_`, the label `model` names the model."""
+    """The numbers of a server for Prometheus: names begin with `deltazoo_`, the label `model` names the model."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -293,7 +293,7 @@ class _Metrics(Collector):
         self._request_seconds.observe(time.monotonic() - began)
 
     def text(self, status: Status) -> bytes:
-        """All of them, with the engine's counters."""
+        """All numbers, with the engine's counters, in Prometheus' text format."""
         self._status = status
         return generate_latest(self._registry)
 
@@ -307,9 +307,9 @@ class _Metrics(Collector):
 
 
 class _Gate:
-    """Refuses requests without the key, and bodies that are too large, before anything is made of them.
+    """An application that refuses requests without the key and bodies that are too large, before it reads them.
 
-    The tasks of requests that pass are cancelled when the client closes its connection.
+    The task of an accepted request is cancelled when the client closes its connection.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None, max_body: int) -> None:
@@ -317,7 +317,7 @@ class _Gate:
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer with 401 or 413."""
+        """Pass the request on, or answer with status 401 or 413."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
@@ -352,7 +352,7 @@ class _Gate:
         try:
             await self._app(scope, replay, send)
         except asyncio.CancelledError:
-            if not watch.done():  # the server ends
+            if not watch.done():  # the server is ending
                 raise
         finally:
             watch.cancel()
@@ -365,7 +365,7 @@ class _Gate:
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed where a request takes too long to come, or to make room for another one."""
+    """A connection that is closed if a request takes too long to arrive, or to make room for another connection."""
 
     most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 100)
 
@@ -387,7 +387,7 @@ class _Connection(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
+        """Stop waiting."""
         if self._receiving is not None:
             self._receiving.cancel()
         super().connection_lost(exc)
@@ -402,22 +402,22 @@ class _Connection(H11Protocol):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, before the model is loaded: an address that is taken is an error at once.
+    """A listening socket, made before the model is loaded, so that a used address is an error at once.
 
     Args:
         host: a name or an address of this machine.
         port: 0 takes a free one.
 
     Raises:
-        OSError: no such address here, or another program has it.
+        OSError: this machine has no such address, or another program uses it.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         raise OSError(f"cannot listen at {host}, port {port}: {error.strerror or error}") from error
-    # Its connections have it, too. asyncio sets it for sockets of its own alone, and without it the second part of an
-    # answer waits up to 40 ms until the client says that it has the first one.
+    # Connections inherit the option. asyncio sets it for its own sockets only, and without it the second part of an
+    # answer waits up to 40 ms until the client acknowledges the first.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
@@ -429,7 +429,7 @@ def url_of(address: socket.socket) -> str:
 
 
 def server_config(app: ASGIApp, timeout: int) -> uvicorn.Config:
-    """uvicorn's settings; `timeout`: seconds in which responses may be sent once the server has been told to stop."""
+    """uvicorn's settings; `timeout`: seconds within which responses may be sent after the order to stop."""
     return uvicorn.Config(
         app,
         http=_Connection,

@@ -1,10 +1,10 @@
-"""Servers: an engine, HTTP, and the pipe between them.
+"""Servers: an engine, its HTTP end, and the pipe between them.
 
-Reading requests, making tokens of text and text of tokens takes a processor several times as long as running the
-engine, and Python runs one thread at a time. So each has a process (`run_server`); for notebooks and tests two threads
-of one process do (`create_app`, `background_server`). Down the pipe go requests, cancellations and questions, with
-numbers of the HTTP end's choice; up come answers to them, and one message per step with what was made for all requests.
-Messages are pickled, so both ends must be the same program.
+To parse requests, to tokenize and to make text of tokens takes a processor several times as long as running the engine,
+and Python runs one thread at a time. So each has a process (`run_server`); notebooks and tests use two threads of one
+process (`create_app`, `background_server`). Requests, cancellations and questions go through the pipe with numbers that
+the HTTP end chooses; answers come back, and one message per step with the outputs of all requests. Messages are
+pickled, so both ends must be the same program.
 """
 
 import asyncio
@@ -46,16 +46,16 @@ __all__ = ["EngineEnd", "RemoteEngine", "background_server", "create_app", "run_
 _log = logging.getLogger(__name__)
 
 _AFTER_THE_ENGINE = 5
-"""Seconds in which the HTTP process sends the last responses after the engine has stopped."""
+"""Seconds within which the HTTP process sends the last responses after the engine has stopped."""
 
 
 class EngineEnd:
-    """The engine's end: enters the requests that come, and sends what is made of them.
+    """The engine's end of the pipe, which enters the requests that arrive and sends their outputs.
 
     Args:
         engine: an `Engine`.
-        pipe: to the HTTP end.
-        on_ready: called when that end takes requests.
+        pipe: pipe to the HTTP end.
+        on_ready: function called when that end takes requests.
     """
 
     def __init__(self, engine: Any, pipe: Connection, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -64,7 +64,7 @@ class EngineEnd:
         self._messages: queue.SimpleQueue[Sequence[tuple[int, Any]] | None] = queue.SimpleQueue()
 
     def serve(self) -> None:
-        """Do what the other end asks for until it is gone, and then cancel its requests."""
+        """Obey the other end until it is gone, then cancel its requests."""
         threading.Thread(target=self._send_all, name="deltazoo pipe", daemon=True).start()
         with suppress(EOFError, OSError):
             while True:
@@ -82,34 +82,34 @@ class EngineEnd:
         self.close()
 
     def close(self) -> None:
-        """Tell the other end to end, behind everything that has been made."""
+        """Tell the other end to end, after all outputs."""
         self._messages.put(None)
 
     def _send_all(self) -> None:
-        with suppress(OSError):  # the other end is gone, as `serve` finds, too
+        with suppress(OSError):  # `serve` also notices that the other end is gone
             while (message := self._messages.get()) is not None:
                 self._pipe.send(message)
             self._pipe.send(None)
 
     def _enter(self, requests: Sequence[tuple[int, Request]]) -> Exception | None:
-        """The reason why the engine does not take requests, if it does not."""
+        """The error of an engine that does not take requests; None if it takes them."""
         try:
             self._engine.enter(requests, self._messages.put)
         except (RequestError, QueueFull, EngineStopped) as error:
             return error
-        except Exception as error:  # whatever it is, the requests of others go on
+        except Exception as error:  # after any error the requests of others continue
             _log.error("requests could not be queued: %s", error, exc_info=error)
             return EngineError(f"the request could not be queued: {error}")
         return None
 
 
 class RemoteEngine:
-    """The HTTP end, in the place of an engine. All of it runs in one event loop.
+    """The HTTP end of the pipe, with the methods of an engine. It runs in one event loop.
 
     Args:
-        connect: gives the pipe to the `EngineEnd`.
-        tokenizer, max_queue, context_limit: of the engine.
-        on_end: called when the engine has ended, and all that it has made has come.
+        connect: function that gives the pipe to the `EngineEnd`.
+        tokenizer, max_queue, context_limit: those of the engine.
+        on_end: function called when the engine has ended and all its outputs have arrived.
     """
 
     def __init__(
@@ -125,32 +125,32 @@ class RemoteEngine:
         self._pipe: Connection | None = None
         self._numbers = itertools.count()
         self._receivers: dict[int, Callable[[Any], None]] = {}
-        """Functions that take what comes for a number: outputs of a request, or the answer to a question."""
+        """Functions that take the messages with a number: outputs of a request, or the answer to a question."""
         self._has_ended = False
 
     def begin(self) -> None:
-        """Say that requests are taken, and take what comes; nothing if that has been done."""
+        """Tell the engine's end that requests are taken, and begin to receive; nothing if that has been done."""
         if self._pipe is None:
             self._pipe = self._connect()
             asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._receive, self._pipe)
             self._send("ready")
 
     def close(self) -> None:
-        """Leave the engine."""
+        """Close the pipe."""
         if self._pipe is not None:
             asyncio.get_running_loop().remove_reader(self._pipe.fileno())
             self._pipe.close()
             self._pipe = None
 
     async def submit_all(self, requests: Sequence[Request], notify: Callable[[Output], None]) -> list[Stream]:
-        """Queue requests, all or none of them.
+        """The streams of requests, after queueing all or none of them.
 
         Args:
-            requests: to queue.
-            notify: called with each output of any of them.
+            requests: the requests to queue.
+            notify: function called with each output of any of them.
 
         Raises:
-            RequestError, QueueFull, EngineStopped: see `Engine.submit`. EngineError: it failed on the requests.
+            RequestError, QueueFull, EngineStopped: see `Engine.submit`. EngineError: the engine failed on the requests.
         """
         streams: dict[int, Stream] = {}
         for number, request in zip(self._numbers, requests, strict=False):
@@ -164,7 +164,7 @@ class RemoteEngine:
         return [*streams.values()]
 
     async def status(self) -> Status:
-        """The engine's; raises EngineStopped if it is gone."""
+        """The engine's status; EngineStopped if the engine is gone."""
         return await self._ask("status", {})
 
     async def _ask(self, kind: str, streams: Mapping[int, Stream]) -> Any:
@@ -174,9 +174,9 @@ class RemoteEngine:
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
 
         def receive(content: Any) -> None:
-            if answer.done():  # nobody waits any more
+            if answer.done():  # nobody waits for it
                 return
-            if isinstance(content, Piece):  # as requests get
+            if isinstance(content, Piece):  # the last output of a request
                 content = EngineStopped("its engine has ended")
             answer.set_exception(content) if isinstance(content, Exception) else answer.set_result(content)
 
@@ -186,7 +186,7 @@ class RemoteEngine:
 
     def _send(self, kind: str, number: int = 0, content: Any = None) -> None:
         if self._pipe is not None:
-            with suppress(OSError):  # the other end is gone, as `_receive` finds, too
+            with suppress(OSError):  # `_receive` also notices that the other end is gone
                 self._pipe.send((kind, number, content))
 
     def _receive(self, pipe: Connection) -> None:
@@ -210,12 +210,12 @@ def create_app(engine: Any, *, model: str, api_key: str | None = None, max_body:
 
     Args:
         engine: an `Engine`, started and stopped by the caller.
-        model: the name under which clients ask for it.
-        api_key: required of every request but `/health`, as `Authorization: Bearer KEY`; None: no key.
-        max_body: most bytes of a request's body; others get status 413.
+        model: the name by which clients ask for the model.
+        api_key: key required of every request but `/health`, as `Authorization: Bearer KEY`; None: no key.
+        max_body: most bytes of a request's body; larger ones get status 413.
 
     Raises:
-        ValueError: a key that no header can carry, or a tokenizer that is not of the tokenizers library.
+        ValueError: a key that no header can carry, or a tokenizer of another library than tokenizers.
 
     Example:
         ```python
@@ -234,14 +234,14 @@ def create_app(engine: Any, *, model: str, api_key: str | None = None, max_body:
 
 @contextmanager
 def background_server(app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """Context in which a thread serves an application, for notebooks and tests; gives the server's URL.
+    """A context in which a thread serves an application, for notebooks and tests, with the server's URL as its value.
 
-    The caller starts and stops the engine. At the end running requests are cut off.
+    The caller starts and stops the engine. The end of the context cuts running requests off.
 
     Args:
-        app: from `create_app`.
-        host: address to listen at.
-        port: 0: any free one.
+        app: result of `create_app`.
+        host: address at which to listen.
+        port: port; 0: any free one.
     """
     address = bind(host, port)
     server = uvicorn.Server(server_config(app, 1))
@@ -257,21 +257,21 @@ def background_server(app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> I
 def run_server(
     engine: Any, options: dict[str, Any], address: socket.socket, *, stop_timeout: float, ready: Callable[[], None]
 ) -> None:
-    """Serve until SIGINT or SIGTERM. What runs or waits then is finished, new requests are refused.
+    """Serve until SIGINT or SIGTERM. Then accepted requests are finished, and new ones refused.
 
     Args:
-        engine: an `Engine`, started; stopped when this returns. It stays in this process, HTTP gets another one.
-        options: of `create_app`.
-        address: of `bind`.
-        stop_timeout: seconds after a signal in which requests may finish; the rest is cancelled. A second signal
-            cancels at once, a third one ends this process by the signal's default action.
-        ready: called when connections are accepted.
+        engine: an `Engine`, started; it is stopped when this returns. It stays in this process, HTTP gets another one.
+        options: arguments of `create_app`.
+        address: result of `bind`.
+        stop_timeout: seconds after a signal within which requests may finish; the rest is cancelled. A second signal
+            cancels at once, a third ends this process by the signal's default action.
+        ready: function called when connections are accepted.
 
     Raises:
         ValueError: see `create_app`. RuntimeError: the HTTP process has ended.
     """
     check_tokenizer(engine.tokenizer)
-    context = get_context("spawn")  # a fork would have the engine's threads and GPU
+    context = get_context("spawn")  # a fork would inherit the engine's threads and GPU
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve_http, args=(theirs, address, _facts(engine), options), daemon=True)
     process.start()
@@ -312,13 +312,13 @@ def _facts(engine: Any) -> dict[str, Any]:
 
 
 def _leave_alone_what_is_loaded() -> None:
-    """Take the objects of all modules out of garbage collections, which stop a process for 0.2 s to look at them."""
+    """Exclude the objects of all modules from garbage collections, which take 0.2 s to look at them."""
     gc.collect()
     gc.freeze()
 
 
 def _serve_http(pipe: Connection, address: socket.socket, facts: dict[str, Any], options: dict[str, Any]) -> None:
-    """The HTTP process, which runs until the engine has ended."""
+    """Run the HTTP process until the engine has ended."""
 
     def end() -> None:
         server.should_exit = True

@@ -1,15 +1,15 @@
-"""Prompts on their way to a row of the table: they run piece by piece, and the states after the pieces are kept.
+"""Prompts before they become rows of the table: they run piece by piece, and states after pieces are kept.
 
-Where a kept state is found. A state depends in its last bits on how the tokens before it were divided into forward
-passes. A prompt is divided at multiples of the piece, and at its own end. So a prompt may start from a state
+A state depends in its last bits on how the tokens before it were divided into forward passes. A prompt is divided at
+multiples of the piece, and at its own end. So a prompt may start from a kept state
 
 * at a multiple of the piece, which every prompt with these first tokens reaches by the same passes;
 * at the end of a prompt, if its own end is there: the same prompt once more, for another sample.
 
-Both give the bits that running the prompt from its beginning would give. The state at the end of an answer is not kept:
-it was made token by token, and the next turn of the conversation must not depend on whether it is still there. That
-turn finds the state at the last multiple of the piece within the former prompt, and runs the former answer as a part of
-its own prompt.
+Both give the bits of a run from the prompt's beginning. The state at the end of an answer is not kept: it was computed
+token by token, and the next turn of the conversation must not depend on whether it is still kept. That turn finds the
+state at the last multiple of the piece within the former prompt, and runs the former answer as a part of its own
+prompt.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from deltazoo.serving.requests import Output, Request
 __all__ = ["Deliver", "Prefill", "PrefixCache", "Task", "prefix_keys"]
 
 Deliver = Callable[[Sequence[tuple[Any, Output]]], None]
-"""Takes what the engine made for some requests, each by its key."""
+"""A function that takes new outputs of requests, each with its key."""
 
 
 @dataclass(eq=False)
@@ -39,20 +39,20 @@ class Task:
     """A request in the engine.
 
     Args:
-        key: names the request to `deliver`.
-        request: with a seed.
-        deliver: takes its output.
-        most: new tokens after which it ends.
+        key: name of the request for `deliver`.
+        request: the request, with a seed.
+        deliver: function that takes its output.
+        most: number of new tokens after which it ends.
         ends: tokens that end it.
-        sampling: of its tokens.
-        keys: of the positions in its prompt where the state can be kept or found (`prefix_keys`).
+        sampling: settings of its draws.
+        keys: keys of the positions in its prompt at which the state can be kept or found (`prefix_keys`).
 
     Attributes:
-        done: tokens of the prompt that passes have run; the first step takes the last one.
-        cached: how many of those the prefix cache had.
-        state: after them; None at the beginning, and once it is a row of the table.
-        steps: how many steps have been started with its row.
-        made: how many tokens have been handed out.
+        done: number of the prompt's tokens that passes have run; the first step takes the last token.
+        cached: number of those that the prefix cache had.
+        state: the state after them; None at the beginning, and once it is a row of the table.
+        steps: number of steps that have been started with its row.
+        made: number of tokens that have been handed out.
         ended: whether its last output has been handed out.
     """
 
@@ -76,12 +76,12 @@ class Task:
 
     @property
     def next_end(self) -> int:
-        """Tokens of the prompt that will have been run after the next pass."""
+        """Number of the prompt's tokens that will have been run after the next pass."""
         return next(end for end in self.keys if end > self.done)
 
     @property
     def left(self) -> int:
-        """Tokens of the prompt that passes are still to run."""
+        """Number of the prompt's tokens that passes still have to run."""
         return len(self.request.prompt) - 1 - self.done
 
 
@@ -90,8 +90,8 @@ def prefix_keys(tokens: tuple[int, ...], piece: int) -> dict[int, bytes]:
     """Keys of the positions of a prompt at which its state can be kept or found, by the number of tokens before them.
 
     Args:
-        tokens: of the prompt.
-        piece: of the passes over it.
+        tokens: tokens of the prompt.
+        piece: most tokens of a pass.
 
     Returns:
         Digests of all tokens before each multiple of the piece, and before the end.
@@ -104,13 +104,13 @@ def prefix_keys(tokens: tuple[int, ...], piece: int) -> dict[int, bytes]:
 
 
 class PrefixCache:
-    """States by key; when they take too much memory, those go that have not been used for longest.
+    """States by key; when they take too much memory, the least recently used are removed.
 
     Args:
         memory: most bytes of all states; 0: keep none.
 
     Attributes:
-        nbytes: of all states.
+        nbytes: bytes of all states.
     """
 
     def __init__(self, memory: int) -> None:
@@ -122,7 +122,7 @@ class PrefixCache:
         return len(self._states)
 
     def find(self, keys: dict[int, bytes]) -> tuple[int, Snapshot | None]:
-        """The longest known beginning of a prompt: its number of tokens and the state after them; 0 and None: none."""
+        """The longest known beginning of a prompt: its number of tokens and the state after them, or 0 and None."""
         for length in reversed(keys):
             state = self._states.get(keys[length])
             if state is not None:
@@ -131,7 +131,7 @@ class PrefixCache:
         return 0, None
 
     def put(self, key: bytes, state: Snapshot) -> None:
-        """Keep a state, unless it is larger than all the memory."""
+        """Keep a state, unless it alone exceeds the memory."""
         if key in self._states:
             return self._states.move_to_end(key)
         if state.nbytes > self.memory:
@@ -147,11 +147,11 @@ class Prefill:
     """The prompts that are being run.
 
     Args:
-        prompts: rows in which they run.
-        prefixes: where states after pieces are kept.
+        prompts: rows in which the prompts run.
+        prefixes: cache of the states after pieces.
 
     Attributes:
-        tasks: of the prompts, oldest first.
+        tasks: tasks of the prompts, oldest first.
     """
 
     def __init__(self, prompts: PromptRows, prefixes: PrefixCache) -> None:
@@ -159,11 +159,11 @@ class Prefill:
         self.prefixes = prefixes
         self.tasks: list[Task] = []
         self._loaded: dict[Task, int] = {}
-        """The row that has the state of a task."""
+        """The row that holds the state of a task."""
         self._turns = itertools.count()
 
     def add(self, task: Task) -> None:
-        """Begin with a prompt, behind what the prefix cache knows of it."""
+        """Begin with a prompt, after the beginning that the prefix cache knows."""
         self._skip_known(task)
         self.tasks.append(task)
 
@@ -174,10 +174,10 @@ class Prefill:
             yield task
 
     def next_tasks(self) -> list[Task]:
-        """Those of the next pass: in turn, the oldest and those with the fewest tokens left come first.
+        """The tasks of the next pass: in turn, the oldest and those with the fewest tokens left come first.
 
-        So a short prompt does not wait for a long one, and a long one is not overtaken for ever. Of several whose next
-        piece is the same, one runs it, and the others find the state.
+        So a short prompt does not wait for a long one, and a long one is not overtaken for ever. If several have the
+        same next piece, one runs it, and the others find the state.
         """
         tasks = [task for task in self.tasks if task.left]
         if tasks and next(self._turns) % 2:
@@ -192,7 +192,7 @@ class Prefill:
         return [*chosen.values()][: self.prompts.best_count(len(chosen))]
 
     def _skip_known(self, task: Task) -> None:
-        """Go on from a state in the prefix cache, if there is one further on."""
+        """Continue from a state in the prefix cache, if it has one further on."""
         done, state = self.prefixes.find(task.keys)
         if done > task.done:
             task.cached += done - task.done
@@ -200,8 +200,8 @@ class Prefill:
             self._loaded.pop(task, None)
 
     def run(self, tasks: Sequence[Task]) -> Callable[[], None]:
-        """One pass over the next piece of each of these prompts; the result waits until the device has done it."""
-        loaded, self._loaded = self._loaded, {}  # nothing, if the pass fails
+        """A function that waits for a pass over the next piece of each of these prompts, which has been started."""
+        loaded, self._loaded = self._loaded, {}  # nothing is loaded if the pass fails
         size = self.prompts.size_for(len(tasks))
         rows = {task: loaded[task] for task in tasks if loaded.get(task, size) < size}
         free = iter(sorted({*range(size)} - {*rows.values()}))

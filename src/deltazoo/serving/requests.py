@@ -1,4 +1,4 @@
-"""Requests to the engine, streams of what it makes of them, its counters and errors: token ids, no text."""
+"""Requests to the engine, streams of their outputs, its counters and errors: token ids, no text."""
 
 import queue
 import random
@@ -25,8 +25,8 @@ MOST_LOGPROBS = 20
 """The most other tokens whose log-probabilities a request may ask for, as in OpenAI's interface."""
 
 FinishReason = Literal["stop", "length", "cancelled"]
-"""stop: an end token, or a stop string in the text of the tokens. length: `max_tokens` or the context limit. cancelled:
-by the client or a stop of the engine."""
+"""Reason of an end. stop: an end token, or a stop string in the text of the tokens. length: `max_tokens` or the context
+limit. cancelled: by the client or a stop of the engine."""
 
 
 class RequestError(ValueError):
@@ -38,7 +38,7 @@ class RequestError(ValueError):
 
 
 class QueueFull(RuntimeError):
-    """Too many requests wait; `retry_after`: seconds after which the queue may be shorter."""
+    """The error of a full queue; `retry_after`: seconds after which the queue may be shorter."""
 
     def __init__(self, waiting: int, retry_after: int) -> None:
         super().__init__(waiting, retry_after)
@@ -49,28 +49,29 @@ class QueueFull(RuntimeError):
 
 
 class EngineStopped(RuntimeError):
-    """The engine takes no requests: it has not been started, it stops, or it has failed."""
+    """The error of an engine that takes no requests: it has not been started, it stops, or it has failed."""
 
 
 class EngineError(RuntimeError):
-    """The model failed on a request, or its tokens have no text, or the engine is lost; `__cause__`: why, if known.
+    """A failure of the model, of the tokenizer or of the engine; `__cause__`: the reason, if known.
 
-    A model fails, too, where it computes NaN or infinite logits; other requests go on."""
+    The model also fails on a request if it computes NaN or infinite logits; other requests continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt, and how to continue it.
+    """A prompt, and the settings of its continuation.
 
     Attributes:
         prompt: token numbers, at least one.
-        max_tokens: the most to generate; None: until an end token or the engine's context limit.
-        temperature: divides the logits; 0 takes the likeliest token, and the filters then have no effect.
-        top_k: draw among this many of the likeliest tokens; None: among all.
-        top_p: draw among the fewest tokens, likeliest first, whose probabilities add up to this.
-        seed: of the draws: the same seed, prompt and parameters give the same tokens. None: one is drawn.
-        ignore_eos: whether to go on after end tokens.
-        logprobs: report the log-probability of every new token, and of this many of the likeliest; None: report none.
+        max_tokens: the most new tokens; None: until an end token or the engine's context limit.
+        temperature: divisor of the logits; 0 takes the likeliest token, and the filters then have no effect.
+        top_k: number of the likeliest tokens among which to draw; None: all.
+        top_p: least sum of the probabilities of the tokens among which to draw, likeliest first.
+        seed: seed of the draws: the same seed, prompt and parameters give the same tokens. None: a random one.
+        ignore_eos: whether to continue after end tokens.
+        logprobs: number of the likeliest tokens whose log-probability is reported beside that of every new token; None:
+            none is reported.
 
     Raises:
         RequestError: a value out of its range.
@@ -103,8 +104,8 @@ class Request:
                 raise RequestError(message)
 
     def with_seed(self) -> "Request":
-        """The same with a seed, if it has none."""
-        # Of numbers with more than 53 bits many readers of JSON lose digits, and could not ask for the seed again.
+        """The request, with a random seed if it has none."""
+        # Many readers of JSON lose digits of numbers with more than 53 bits, and could not send the seed again.
         return self if self.seed is not None else replace(self, seed=random.getrandbits(53))
 
 
@@ -113,11 +114,11 @@ class TokenLogprob:
     """The log-probability of one new token, before temperature and filters.
 
     Attributes:
-        token_id: of the token.
-        logprob: of the token.
+        token_id: the token.
+        logprob: its log-probability.
         top: the likeliest tokens at this position and their log-probabilities, likeliest first.
-        content: from a `TextStream`, bytes of the text that come from the token; None: a special token, without text.
-        offset: characters of the text before the token; before its character, if that has several tokens.
+        content: bytes of text that the token stands for, set by a `TextStream`; None: a special token, without text.
+        offset: characters of the text before the token; if its character has several tokens, before the character.
     """
 
     token_id: int
@@ -135,10 +136,9 @@ class Piece:
         token_ids: new tokens, an end token included.
         logprobs: one per new token, if the request asked for them.
         finish_reason: set in the last piece.
-        cached_tokens: in the first piece, tokens of the prompt that were not run, since the prefix cache had their
-            state.
-        text: of the tokens, from a `TextStream`; empty otherwise. Characters whose bytes are not all there, and the
-            possible beginning of a stop string, come with a later piece.
+        cached_tokens: in the first piece, the number of the prompt's tokens whose state the prefix cache had.
+        text: text of the tokens, set by a `TextStream`; empty otherwise. Incomplete characters, and the possible
+            beginning of a stop string, come with a later piece.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -149,7 +149,7 @@ class Piece:
 
     @staticmethod
     def joined(parts: "Sequence[int | Piece]") -> "Piece":
-        """At least one part, a token or a piece, one behind the other, as one piece."""
+        """A piece joined of tokens and pieces, of which there is at least one."""
         pieces = [part for part in parts if isinstance(part, Piece)]
         if len(pieces) == len(parts) == 1:
             return pieces[0]
@@ -164,27 +164,26 @@ class Piece:
 
 
 Output = int | Piece | EngineError
-"""A part of a request's output as the engine makes it: a token and nothing else, a piece, or an error that ends it."""
+"""A part of a request's output from the engine: a token alone, a piece, or an error that ends it."""
 
 
 class Stream:
     """The output of one request: an iterator over its pieces, which blocks until one has come.
 
-    Tokens that a reader has not taken become one piece, so a slow reader gets fewer and larger ones. The last has a
-    `finish_reason`. One thread reads; `cancel` may be called from anywhere.
+    Tokens that a reader has not taken become one piece, so a slow reader gets fewer and larger ones. The last piece has
+    a `finish_reason`. One thread reads; `cancel` may be called from anywhere.
 
     Args:
-        request: whose output it is, with a seed.
-        on_cancel: called by `cancel`.
-        notify: called with each output that has come.
+        request: the request, with a seed.
+        on_cancel: function that `cancel` calls.
+        notify: function called with each new output.
 
     Attributes:
-        cached_tokens: tokens of the prompt that were not run, since the prefix cache had their state; known with the
-            first piece.
-        completion_tokens: new tokens read so far, an end token included.
+        cached_tokens: number of the prompt's tokens whose state the prefix cache had; known with the first piece.
+        completion_tokens: number of new tokens read so far, an end token included.
 
     Raises:
-        EngineError: on reading, if the model failed on the request, or the engine is lost.
+        EngineError: when read, if the model failed on the request or the engine is lost.
     """
 
     def __init__(
@@ -195,10 +194,10 @@ class Stream:
         self._on_cancel, self._notify = on_cancel, notify
         self._outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
         self._has_ended = False
-        """Whether the reader has had the last piece or an error."""
+        """Whether the reader has received the last piece or an error."""
 
     def cancel(self) -> None:
-        """End the request; its row of the batch is free at the next step. After its end nothing happens."""
+        """End the request, which frees its row of the batch for the next step; no effect after its end."""
         if not self._has_ended:
             self._on_cancel()
 
@@ -212,13 +211,13 @@ class Stream:
         return not self._outputs.empty()
 
     def take(self) -> Piece:
-        """The next piece: all tokens that have come; without any, raises the error that has."""
+        """The next piece: all tokens that have arrived; an error that has arrived is raised after them."""
         made: list[int | Piece] = []
         while not made or self.has_news:
             output = self._outputs.get()
             if isinstance(output, EngineError):
                 if made:
-                    self._outputs.put(output)  # it is the last one
+                    self._outputs.put(output)  # the last output can be taken again
                     break
                 self._has_ended = True
                 raise output
@@ -230,14 +229,14 @@ class Stream:
         return piece
 
     def put(self, output: Output) -> None:
-        """Add what the engine has made."""
+        """Add an output of the engine."""
         self._outputs.put(output)
         if self._notify is not None:
             self._notify(output)
 
     @staticmethod
     def put_all(outputs: "Iterable[tuple[Stream, Output]]") -> None:
-        """Add to several streams what the engine has made."""
+        """Add outputs of the engine to several streams."""
         for stream, output in outputs:
             stream.put(output)
 
@@ -249,13 +248,13 @@ def is_last(output: Any) -> bool:
 
 @dataclass(frozen=True)
 class Status:
-    """Numbers of an engine.
+    """The numbers of an engine.
 
     Attributes:
         running: whether it takes requests.
-        counters: `running`, `waiting`, `steps` and so on: the numbers of docs/serving.md, by name.
-        finished: ended requests by finish reason; "error" for those that the model failed on. The engine knows no
-            text, so a request that a stop string ended is among the cancelled ones.
+        counters: the numbers of docs/generation.md (`running`, `waiting`, `steps` and so on), by name.
+        finished: number of ended requests by finish reason, "error" for those on which the model failed. The engine
+            knows no text, so it counts a request that a stop string ended as cancelled.
     """
 
     running: bool

@@ -1,4 +1,4 @@
-"""Text and tokens: prompts become token ids, and new tokens become text up to a stop string; here and nowhere else."""
+"""Text and tokens: prompts become token ids, and new tokens become text up to a stop string."""
 
 import asyncio
 import copy
@@ -25,24 +25,24 @@ __all__ = ["PromptTokens", "TextStream", "bytes_of", "check_tokenizer", "text_of
 _log = logging.getLogger(__name__)
 
 _LONG = 100_000
-"""Characters of a text whose tokens are made in a process of its own."""
+"""Characters of a text from which on a process of its own tokenizes it."""
 _CHILD = """
 import pickle, sys
 tokenizer, text, options = pickle.load(sys.stdin.buffer)
 pickle.dump(tokenizer(text, **options)["input_ids"], sys.stdout.buffer)
 """
 _CONTEXT = 6
-"""Tokens of the prompt that are decoded with the first new one: some tokenizers drop a space where a text begins."""
+"""Tokens of the prompt that are decoded with the first new one, since some tokenizers drop a space at the beginning."""
 _INCOMPLETE = "\ufffd"
-"""Mark in place of bytes that are no character yet, or never become one."""
+"""The replacement character, in place of bytes that are not or not yet a character."""
 _MOST_PENDING = 8
-"""Tokens without text after which their text is made of them as they are: twice the bytes of a character."""
+"""Number of tokens without text that are decoded although incomplete: twice the bytes of a character."""
 _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 _ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise ValueError for a tokenizer of another library than tokenizers, whose tokens do not become text here."""
+    """Raise ValueError for a tokenizer of another library than tokenizers, which cannot decode streams."""
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         name = type(tokenizer).__name__
         raise ValueError(f"text is made by the tokenizers library (tokenizer.json), and {name} is not of it")
@@ -51,12 +51,12 @@ def check_tokenizer(tokenizer: Any) -> None:
 class PromptTokens:
     """Token ids of texts and chats.
 
-    A thread makes them, as a tokenizer is not made for several threads; the tokenizers library divides the texts that
-    wait among all processors. A long text gets a process, so that others do not wait for it, and it ends when the
-    request is cancelled, with its memory.
+    A thread makes them, since a tokenizer does not serve several threads; the tokenizers library divides the waiting
+    texts among all processors. A long text gets a process, so that others do not wait for it; when its request is
+    cancelled, the process ends.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         context_limit: most tokens of a prompt; None: any number.
     """
 
@@ -66,11 +66,12 @@ class PromptTokens:
         self._longest = max(map(len, tokenizer.get_vocab()))
         self._thread = ThreadPoolExecutor(1, "deltazoo tokenizer")
         self._waiting: dict[bool, deque[tuple[str, Future[list[int]]]]] = {True: deque(), False: deque()}
-        """Short texts and where their tokens go, by whether special tokens are added."""
+        """Short texts and the futures of their tokens, by whether special tokens are added."""
         self._processes = asyncio.Semaphore(2)
 
     async def of_text(self, text: str) -> list[int]:
-        """Token ids of a prompt; RequestError if it is no text, or certainly longer than the context limit."""
+        """Token ids of a prompt; RequestError for a string that is no Unicode text, or certainly exceeds the context
+        limit."""
         self._check("prompt", [text])
         return await self._tokens(text)
 
@@ -85,12 +86,12 @@ class PromptTokens:
         options = {"tokenize": False, "add_generation_prompt": True, **variables}
         try:
             text = await self._in_thread(self.tokenizer.apply_chat_template, messages, **options)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise errors of any class
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
         return await self._tokens(text, special=False)
 
     async def text_of(self, tokens: list[int]) -> str:
-        """Text of a prompt of token ids, to be repeated before the answer."""
+        """Text of token ids of a prompt, to be repeated before the answer."""
         try:
             return await self._in_thread(self.tokenizer.decode, tokens)
         except (OverflowError, TypeError, ValueError) as error:
@@ -110,11 +111,11 @@ class PromptTokens:
             raise RequestError(f"{param} is no text: {error}", param=param) from None
 
     async def _in_thread(self, work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """The result of work; one that waits is forgotten when it is cancelled."""
+        """The result of work in the thread; work that waits is dropped when it is cancelled."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **options))
 
     def _make_tokens(self, special: bool) -> None:
-        """Make the tokens of texts that wait, of no more characters together than one text may have."""
+        """Make the tokens of waiting texts, with no more characters together than one text may have."""
         batch, length = list[tuple[str, Future[list[int]]]](), 0
         while (waiting := self._waiting[special]) and length + len(waiting[0][0]) <= _LONG:
             text, tokens = waiting.popleft()
@@ -127,7 +128,7 @@ class PromptTokens:
             )
             for (_, tokens), ids in zip(batch, found, strict=True):
                 tokens.set_result(ids)
-        except Exception:  # of one text, for which the others must not fail
+        except Exception:  # an error about one text must not fail the others
             for text, tokens in batch:
                 try:
                     tokens.set_result(self.tokenizer(text, add_special_tokens=special)["input_ids"])
@@ -138,7 +139,7 @@ class PromptTokens:
         if len(text) <= _LONG:
             tokens: Future[list[int]] = Future()
             self._waiting[special].append((text, tokens))
-            self._thread.submit(self._make_tokens, special)  # one call per text, so the last makes what is left
+            self._thread.submit(self._make_tokens, special)  # one call per text, so that no text is left
             return await asyncio.wrap_future(tokens)
         async with self._processes:
             work = await self._in_thread(pickle.dumps, (self.tokenizer, text, {"add_special_tokens": special}))
@@ -156,20 +157,21 @@ class PromptTokens:
 
 
 class TextStream:
-    """A stream whose pieces have text, and which a stop string ends. The request is cancelled then.
+    """A stream whose pieces have text. A stop string ends it and cancels the request.
 
-    Text is held back while it may be the beginning of a stop string, and log-probabilities until their text has come.
+    Text is held back while it may be the beginning of a stop string, and log-probabilities until their text is
+    complete.
 
     Args:
-        stream: of `Engine.submit`.
-        tokenizer: of the model; one of the tokenizers library.
+        stream: result of `Engine.submit`.
+        tokenizer: tokenizer of the model, of the tokenizers library.
         stop: texts that end the output and are not part of it.
 
     Attributes:
         completion_tokens: new tokens read so far, up to the one that completes a stop string.
 
     Raises:
-        EngineError: on reading, by the stream, or since the tokenizer failed.
+        EngineError: when read, from the stream, or because the tokenizer failed.
     """
 
     def __init__(self, stream: Stream, tokenizer: Any, stop: Sequence[str] = ()) -> None:
@@ -177,7 +179,7 @@ class TextStream:
         self.completion_tokens = 0
         self._tokenizer, self._stop = tokenizer, stop
         self._characters: _Characters | None = None
-        self._length = 0  # of the text that has come
+        self._length = 0  # length of the text so far
         self._held = ""
         self._entries: list[TokenLogprob] = []
 
@@ -192,7 +194,7 @@ class TextStream:
         piece = self.stream.take()
         try:
             piece = self._extended(piece)
-        except Exception as error:  # tokenizers raise what they like for tokens that they do not know
+        except Exception as error:  # tokenizers raise errors of any class for unknown tokens
             self.stream.cancel()
             _log.error("the tokenizer failed on a request: %s", error, exc_info=error)
             raise EngineError(f"the tokenizer failed: {error}") from error
@@ -202,7 +204,7 @@ class TextStream:
     def _extended(self, piece: Piece) -> Piece:
         characters = self._characters = self._characters or _Characters(self._tokenizer, self.stream.request.prompt)
         ends, tokens = piece.finish_reason in ("stop", "length"), piece.token_ids
-        with_text = tokens[:-1] if piece.finish_reason == "stop" else tokens  # an end token has none
+        with_text = tokens[:-1] if piece.finish_reason == "stop" else tokens  # an end token has no text
         text, stopped, count = "", False, len(tokens)
         if not self._stop and piece.logprobs is None:
             text, tokens = characters.add_all(with_text), ()
@@ -233,17 +235,17 @@ class TextStream:
         )
 
     def _describe(self, logprob: TokenLogprob, at: int, new: str, whole: bool) -> None:
-        """Keep a log-probability until its text, which begins at a place, has come."""
+        """Keep a log-probability until its text, which begins at `at`, is complete."""
         content = bytes_of(self._tokenizer, logprob.token_id)
         own = None if content is None else content.decode(errors="ignore")
         if whole and new:  # without the space that a tokenizer drops where a text begins
             content = new.encode()
-        elif own and content == own.encode() and new.endswith(own):  # behind bytes that are no character
+        elif own and content == own.encode() and new.endswith(own):  # after bytes that are no character
             at += len(new) - len(own)
         self._entries.append(replace(logprob, content=content, offset=at))
 
     def _certain(self, new: str) -> tuple[str, bool]:
-        """Text that no stop string can take back, up to the first one; whether there is one."""
+        """Text that cannot be part of a stop string, up to the first one, and whether there is one."""
         text = self._held + new
         found = [start for start in map(text.find, self._stop) if start >= 0]
         if found:
@@ -255,19 +257,19 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
 
 class _Characters:
-    """Whole characters of one request's tokens, special tokens left out.
+    """The whole characters of one request's tokens, without special tokens.
 
-    `DecodeStream` waits for a character as long as the last bytes are none, and fails where they undo the characters
-    before them. Then the waiting tokens become text by themselves, all but those that may begin a character.
+    `DecodeStream` waits for a character while the last bytes are incomplete, and fails if they change the characters
+    before them. Then the waiting tokens are decoded by themselves, except those that may begin a character.
 
     Attributes:
-        pending: tokens that no text has come of.
+        pending: tokens that have given no text.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
@@ -278,9 +280,9 @@ class _Characters:
         self._stream = DecodeStream(self._context, skip_special_tokens=True)
 
     def add_all(self, tokens: Sequence[int]) -> str:
-        """Text that becomes certain with tokens, the same as one by one, in fewer calls."""
+        """New text of several tokens, equal to that of `add` for each, in fewer calls."""
         ahead = text = None
-        with suppress(Exception):  # tokenizers before 0.23 copies no stream
+        with suppress(Exception):  # tokenizers before 0.23 cannot copy a stream
             ahead = copy.copy(self._stream)
             text = ahead.step(self._backend, list(tokens))
         if ahead is None or text is None or _INCOMPLETE in text:
@@ -289,11 +291,11 @@ class _Characters:
         return text
 
     def add(self, token: int) -> str:
-        """Text that becomes certain with a token."""
+        """New text after a token."""
         self.pending.append(token)
         try:
             text = self._stream.step(self._backend, token)
-        except Exception:  # "Invalid prefix": the bytes before are no characters together with these
+        except Exception:  # "Invalid prefix": the earlier bytes are no characters together with these
             return self.finish()
         if text is not None:
             self.pending = []
@@ -307,7 +309,7 @@ class _Characters:
         return text or ""
 
     def finish(self, kept: int = 0) -> str:
-        """Text of the waiting tokens, though they are no characters; the last ones go on waiting."""
+        """Text of the waiting tokens although they may be incomplete; the last `kept` tokens continue to wait."""
         over, last = self.pending[: len(self.pending) - kept], self.pending[len(self.pending) - kept :]
         self._stream, self.pending = DecodeStream(self._context, skip_special_tokens=True), last
         if last:
@@ -318,10 +320,10 @@ class _Characters:
 
 @lru_cache(65_536)
 def bytes_of(tokenizer: Any, token: int) -> bytes | None:
-    """Bytes of text that a token stands for; None for special tokens, and for numbers that no token has.
+    """Bytes of text that a token stands for; None for special tokens and unused numbers.
 
-    `tokenizer.decode([token])` is no answer: part of a character decodes to a replacement mark, and some tokenizers
-    drop a space at the beginning.
+    `tokenizer.decode([token])` does not give them: part of a character decodes to a replacement character, and some
+    tokenizers drop a space at the beginning.
     """
     name = tokenizer.convert_ids_to_tokens(token)
     if name is None or token in tokenizer.all_special_ids:  # the vocabulary of a model may be padded
@@ -334,7 +336,7 @@ def bytes_of(tokenizer: Any, token: int) -> bytes | None:
 
 
 def text_of(tokenizer: Any, token: int, content: bytes | None) -> str:
-    """A token as OpenAI's API writes it: its text, `bytes:\\xe2\\x82` for part of a character, a special one's name."""
+    """A token in the notation of OpenAI's API: its text, `bytes:\\xe2\\x82` for part of a character, or its name."""
     if content is None:
         return tokenizer.convert_ids_to_tokens(token) or ""
     try:

@@ -17,7 +17,7 @@ __all__ = ["FAMILIES", "ModelFamily", "decoder_layers_of", "family_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """One family of transformers models; the defaults are Llama's."""
+    """One family of transformers models; the defaults fit Llama."""
 
     model_type: str
     layers: str = "layers"
@@ -25,25 +25,26 @@ class ModelFamily:
     attention: str = "self_attn"
     """Name of the attention module in a decoder layer."""
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """Names of the query, key and value projections, or of the one that holds all three."""
+    """Names of the query, key and value projections, or name of one projection that holds all three."""
     fused: Literal["stacked", "by_head"] | None = None
-    """Order in one that holds all three: queries, then keys, then values; or the three of each head in turn."""
+    """Order of rows in a projection that holds all three: queries, keys, values ("stacked"), or head by head."""
     transposed: bool = False
     """Whether weights are `[in, out]` (transformers' Conv1D) instead of `[out, in]` (nn.Linear)."""
     output: str = "o_proj"
     """Name of the output projection."""
     norms: tuple[str, str] | None = None
-    """Names of the norms of queries and keys, before rotary embedding; their size says whether per head or over all."""
+    """Names of the norms of queries and keys, before rotary embedding; their size tells whether they act on each head
+    or on all."""
     norm_offset: float = 0.0
-    """A number that those norms add to their weight (Gemma: 1)."""
+    """Number that these norms add to their weight (Gemma: 1)."""
     input_norm: str | None = "input_layernorm"
     """Name of the norm before attention in a decoder layer; None where attention reads the residual stream itself."""
     rope: bool = True
     """Whether queries and keys get rotary embeddings."""
     rope_switch: str | None = None
-    """Attribute of the attention module that says whether this layer has them; None: all layers as `rope` says."""
+    """Attribute of the attention module that says whether the layer has rotary embeddings; None: as `rope` says."""
     cache_argument: str | None = None
-    """Name of the argument by which the decoder layer passes its cache to attention; None: as all models are called."""
+    """Name of the argument by which the decoder layer passes its cache to attention; None: transformers' usual name."""
 
 
 _QUERY_KEY_NORMS = ("q_norm", "k_norm")
@@ -103,7 +104,7 @@ def family_of(config: PreTrainedConfig) -> ModelFamily:
 
 
 def decoder_layers_of(model: PreTrainedModel, family: ModelFamily) -> list[nn.Module]:
-    """Decoder layers of a model (base model or with a head), in order; each has attention as `family.attention`."""
+    """Decoder layers of a model (base model or with a head), in order; each has its attention at `family.attention`."""
     layers = model.base_model.get_submodule(family.layers)
     assert isinstance(layers, nn.ModuleList)
     return list(layers)

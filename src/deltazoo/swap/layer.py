@@ -21,28 +21,28 @@ from deltazoo.swap.families import ModelFamily
 __all__ = ["DropInDeltaAttention", "SwappedAttention", "build_swapped_attention", "drop_in_class", "swapped_layers"]
 
 _LEFT_TO_THE_MODEL = ("position_ids", "use_cache", "output_router_logits")
-"""Arguments of softmax attention that say nothing to a delta-rule layer that `delta_batch` does not say."""
+"""Arguments of softmax attention that tell a delta-rule layer nothing beyond `delta_batch`."""
 
 
 class DropInDeltaAttention(DeltaRuleAttention, stands_for=DeltaRuleAttention):
-    """`DeltaRuleAttention` that can hold every parameter of a softmax attention layer, so that they can be copied.
+    """`DeltaRuleAttention` that can hold a copy of every parameter of a softmax attention layer.
 
     Args:
         rule: name of a registered rule.
-        hidden_size, num_heads, head_dim: as in `DeltaRuleAttention`.
+        hidden_size, num_heads, head_dim: see `DeltaRuleAttention`.
         num_kv_heads: heads that the key and value projections make, a divisor of `num_heads`; each serves a group of
             neighbouring heads, as in grouped-query attention. Step sizes, decays and states stay one per head. (The
             other grouping, `num_v_heads`, has queries shared by several values, which no known model family has.)
-        qkv_bias: biases on the query, key and value projections.
-        o_bias: a bias on the output projection.
-        gate_bias: a bias on a full-rank output gate; without one a SiLU gate cannot start open.
+        qkv_bias: whether the query, key and value projections have biases.
+        o_bias: whether the output projection has a bias.
+        gate_bias: whether a full-rank output gate has a bias; without one a SiLU gate cannot start open.
         qk_norm: RMSNorms of queries and keys before rotary embedding and L2 norm: one for the channels of a "head", or
             one over the "width" of all heads; None for none.
-        qk_norm_eps: their epsilon.
-        options: further ones of `DeltaRuleAttention`.
+        qk_norm_eps: epsilon of these norms.
+        options: further options of `DeltaRuleAttention`.
 
     Raises:
-        ValueError: as for `DeltaRuleAttention`; options that do not fit together.
+        ValueError: see `DeltaRuleAttention`; options that do not fit together.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DropInDeltaAttention(DeltaRuleAttention, stands_for=DeltaRuleAttention):
         for name, width in widths.items():
             setattr(self, f"{name}_proj", nn.Linear(hidden_size, width, bias=qkv_bias))
             if self.conv_size:
-                # Without the L2 norm, which comes after the original attention's norms.
+                # These convolutions do not normalise: the L2 norm comes after the original attention's norms.
                 setattr(self, f"{name}_conv1d", self.short_convolution(width))
         self.o_proj = nn.Linear(self.o_proj.in_features, hidden_size, bias=o_bias)
         if gate_bias:
@@ -114,7 +114,7 @@ class DropInDeltaAttention(DeltaRuleAttention, stands_for=DeltaRuleAttention):
 
     @property
     def step_form(self) -> StepForm | None:
-        """The form of the layer it extends; None where queries and keys have norms, or heads share keys and values."""
+        """The form of the rule's layer; None where queries and keys have norms, or heads share keys and values."""
         plain = self.qk_norm is None and self.num_kv_heads == self.num_heads
         return super().step_form if plain else None
 
@@ -125,7 +125,7 @@ class DropInDeltaAttention(DeltaRuleAttention, stands_for=DeltaRuleAttention):
         return {name: ones if name in ("q_norm.weight", "k_norm.weight") else start for name, start in known.items()}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a class that `drop_in_class` has made by the layer class it was made from."""
+        """Pickle a layer by the class from which `drop_in_class` made its own."""
         if self.stands_for is type(self):
             return super().__reduce_ex__(protocol)
         return _unfilled, (self.stands_for,), vars(self)
@@ -151,13 +151,13 @@ def _unfilled(layer: Any) -> DropInDeltaAttention:
 
 
 class SwappedAttention(nn.Module):
-    """A delta-rule layer that is called like the attention it replaces.
+    """A delta-rule layer with the call of the attention that it replaces.
 
     Args:
         delta: the delta-rule layer.
-        family: of the model, which says how attention is called.
+        family: the model's family, which says how attention is called.
         layer_idx: the layer's number in the model and its cache.
-        rope: apply the model's rotary embedding to queries and keys.
+        rope: whether the model's rotary embedding turns queries and keys.
         teacher: the attention module that was replaced, kept for distillation and `unswap_attention`; not part of
             parameters and checkpoints.
     """
@@ -176,12 +176,12 @@ class SwappedAttention(nn.Module):
         self.layer_idx = layer_idx
         self.rope = rope
         self._cache_argument = family.cache_argument
-        # In a tuple, where nn.Module does not look for parameters.
+        # A tuple, in which nn.Module does not look for parameters.
         self._teacher: tuple[nn.Module, ...] = () if teacher is None else (teacher,)
 
     @property
     def teacher(self) -> nn.Module | None:
-        """The softmax attention that was replaced, called as before; None unless kept."""
+        """The softmax attention that was replaced; None unless kept."""
         return self._teacher[0] if self._teacher else None
 
     def freeze_teacher(self) -> None:
@@ -191,7 +191,7 @@ class SwappedAttention(nn.Module):
             teacher.requires_grad_(False).eval()
 
     def release_teacher(self) -> nn.Module:
-        """The teacher as it was before `freeze_teacher`, to be put back in its slot."""
+        """The teacher in its state before `freeze_teacher`, to be put back in its slot."""
         (teacher,) = self._teacher
         for name, parameter in teacher.named_parameters():
             parameter.requires_grad_(self._trainable[name])
@@ -214,9 +214,9 @@ class SwappedAttention(nn.Module):
             position_embeddings: the model's cosines and sines `[B or 1, T, d]`.
             attention_mask: the model's mask over pairs of tokens, which a recurrence does not use; padding and packing
                 come in `delta_batch`.
-            cache: of the model; the layer's state goes into it.
-            delta_batch: as the base model describes it to its swapped layers; None: every row is one whole sequence.
-            kwargs: further arguments of the model, and the cache where the family calls it by another name.
+            cache: the model's cache, which takes the layer's state.
+            delta_batch: the base model's description of the batch; None: every row is one whole sequence.
+            kwargs: further arguments of the model, and the cache if the family calls it by another name.
 
         Returns:
             `[B, T, hidden_size]`, and None in place of attention weights.
@@ -245,7 +245,7 @@ class SwappedAttention(nn.Module):
         return self.delta(hidden_states, past_key_values=states, sequences=sequences, rotary=rotary), None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast the teacher too, whose parameters are not the module's."""
+        """Move or cast the teacher too, whose parameters are not among the module's."""
         for teacher in self._teacher:
             teacher._apply(fn)
         return super()._apply(fn, recurse)
@@ -258,7 +258,7 @@ class SwappedAttention(nn.Module):
 def build_swapped_attention(
     family: ModelFamily, config: PreTrainedConfig, index: int, options: dict[str, Any], teacher: nn.Module | None = None
 ) -> SwappedAttention:
-    """The module for one slot, from what the configuration records; parameters start as in the rule's paper."""
+    """The module that a configuration records for a slot; its parameters start as in the rule's paper."""
     options = dict(options)
     rope, rule = options.pop("rope"), get_rule(options.pop("variant"), options.pop("revision", 1))
     delta = drop_in_class(rule)(
@@ -268,5 +268,5 @@ def build_swapped_attention(
 
 
 def swapped_layers(model: nn.Module) -> dict[int, SwappedAttention]:
-    """The swapped layers of a model by number, whatever it is wrapped in."""
+    """The swapped layers of a model by number, also inside wrappers."""
     return {module.layer_idx: module for module in model.modules() if isinstance(module, SwappedAttention)}

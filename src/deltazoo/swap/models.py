@@ -1,8 +1,8 @@
 """Model and configuration classes of swapped models, made from the original classes when they are first needed.
 
 A swapped Llama is a `DeltazooLlamaForCausalLM` with a `DeltazooLlamaConfig` of model type `deltazoo_llama`, whose
-`delta_layers` records what each swapped layer is. The Auto classes load such a checkpoint after `import deltazoo`.
-transformers alone refuses it, so nobody loads it with softmax attention and random weights by mistake.
+`delta_layers` records the options of each swapped layer. The Auto classes load such a checkpoint after `import
+deltazoo`. transformers alone refuses it, so nobody loads it with softmax attention and random weights by mistake.
 """
 
 import inspect
@@ -55,24 +55,24 @@ __all__ = [
 _AUTO_CLASSES: tuple[Any, ...] = tuple(getattr(transformers, auto_class_name(head)) for head in HEADS)
 _PREFIX = "Deltazoo"
 _ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan", "_fsdp_plan")
-"""Properties that transformers collects when a model is made, and that depend on the layers."""
+"""Properties that transformers collects from the layers when a model is made."""
 _TOKEN_MASK = "delta_token_mask"
-"""The argument by which `generate` tells of padding where it has prepared the masks of softmax layers."""
+"""The argument by which `generate` passes the padding when it has prepared the masks of softmax layers."""
 
 
 def recorded_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
-    """Options of the swapped layers among those that run, by number (JSON has strings for numbers)."""
+    """Options of the swapped layers that run, by number; the configuration has strings for numbers, as JSON does."""
     if not config.delta_layers:
         raise ValueError(
             f"a {type(config).__name__} without delta_layers describes no model; swap_attention writes them"
         )
     layers = {int(index): options for index, options in config.delta_layers.items()}
-    # from_pretrained(..., num_hidden_layers=n) keeps the first n layers, and so does early exit for a while.
+    # from_pretrained(..., num_hidden_layers=n) keeps the first n layers, and so does early exit during a call.
     return {index: options for index, options in layers.items() if index < config.num_hidden_layers}
 
 
 class SwappedModel(ModelWithDeltaLayers):
-    """Additions of a swapped model to the original, whatever its head."""
+    """Additions of a swapped model, with any head, to the original."""
 
     original_class: ClassVar[type[PreTrainedModel]]
 
@@ -82,14 +82,14 @@ class SwappedModel(ModelWithDeltaLayers):
         family = FAMILIES[config.original_model_type]
         decoder_layers = decoder_layers_of(self, family)
         for index, options in recorded_layers(config).items():
-            # Says what is missing.
+            # Raises if the rule's module is missing.
             module_of_rule(options["variant"], config.mixer_module, remote_code=False)
             attention = build_swapped_attention(family, config, index, options)
             setattr(decoder_layers[index], family.attention, attention)
         _adapt(self)
         self.set_runtime(**runtime)
 
-    # transformers reads these off the source of a class's module, and remembers them.
+    # transformers reads these from the source of a class's module and remembers them, so they ask the original class.
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -108,7 +108,7 @@ class SwappedModel(ModelWithDeltaLayers):
         """Save the model as transformers does.
 
         Raises:
-            ValueError: a swapped layer is not what the configuration describes, and would load as another;
+            ValueError: a swapped layer is not of the kind that the configuration describes, and would load as another;
                 `remote_code=True`, which transformers would ignore.
         """
         if kwargs.pop("remote_code", False):
@@ -120,7 +120,7 @@ class SwappedModel(ModelWithDeltaLayers):
         super().save_pretrained(*args, **kwargs)
 
     def refuse_undescribed_layers(self) -> None:
-        """Raise ValueError if a swapped layer is not what the configuration would load in its slot."""
+        """Raise ValueError if a swapped layer differs from the layer that the configuration would load in its slot."""
         family, config = FAMILIES[self.config.original_model_type], self.config
         for index, options in recorded_layers(config).items():
             found: Any = decoder_layers_of(self, family)[index].get_submodule(family.attention)
@@ -137,7 +137,7 @@ class SwappedGeneration(CapturedGeneration, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *, attention_mask: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Inputs of the original, which also tell of padding where masks are prepared ahead of the model."""
+        """Inputs of the original, and the padding where masks are prepared before the model is called."""
         given = {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds, **kwargs}
         inputs = super().prepare_inputs_for_generation(input_ids, **given)
         return inputs | _token_mask_argument(attention_mask, inputs)
@@ -167,12 +167,12 @@ def turn_back(model: PreTrainedModel) -> None:
         del part._original_properties
         part.__class__ = part.original_class  # type: ignore[assignment]
     model.config.__class__ = model.config_class  # type: ignore[assignment]
-    if model.config.architectures == [swapped_name]:  # by a save in between
+    if model.config.architectures == [swapped_name]:  # a save in between has set it
         model.config.architectures = [type(model).__name__]
 
 
 def _adapt(model: PreTrainedModel) -> None:
-    """Adapt the base model's class and hook, parallel plans and float32 parameters to the swapped layers."""
+    """Set the base model's class and hook, parallel plans and float32 parameters for the swapped layers."""
     base = model.base_model
     if not isinstance(base, SwappedModel):
         base.__class__ = swapped_class(type(base))
@@ -193,7 +193,7 @@ def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 def _matches(model: nn.Module, entry: str) -> bool:
-    """Whether an entry of a tensor-parallel plan names a module or parameter that is there; `*` stands for a number."""
+    """Whether an entry of a tensor-parallel plan names a module or parameter that exists; `*` stands for a number."""
     pattern = re.compile(re.escape(entry).replace(r"\*", r"\d+"))
     return any(pattern.fullmatch(name) for name, _ in (*model.named_modules(), *model.named_parameters()))
 
@@ -221,7 +221,7 @@ def swapped_class(original_class: type[Any]) -> type[Any]:
         "original_class": original_class,
     }
     made = _make(_PREFIX + original_class.__name__, bases, members)
-    # Models register this when they are made, and output_hidden_states needs it: a changed class does not register.
+    # Models register this at construction, and output_hidden_states needs it; a class changed later does not register.
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), original_class._can_record_outputs)
     return made
 
@@ -238,7 +238,7 @@ def _make(
     members: dict[str, Any],
     decorate: Callable[[type[Any]], type[Any]] = lambda made: made,
 ) -> type[Any]:
-    """The class of that name in this module, where pickle finds it; made at the first call."""
+    """The class of a name in this module, where pickle finds it; made at the first call."""
     made = globals()
     if name not in made:
         made[name] = decorate(type(name, bases, {**members, "__module__": __name__, "__qualname__": name}))
@@ -246,7 +246,7 @@ def _make(
 
 
 def __getattr__(name: str) -> type[Any]:
-    """The swapped class of that name, for pickled models and configurations that a fresh process reads."""
+    """The swapped class of a name, for pickled models and configurations that a new process reads."""
     original_class = getattr(transformers, name.removeprefix(_PREFIX), None) if name.startswith(_PREFIX) else None
     config = getattr(original_class, "config_class", original_class)
     if getattr(config, "model_type", None) not in FAMILIES:
@@ -256,7 +256,7 @@ def __getattr__(name: str) -> type[Any]:
 
 
 def register_swapped_classes(model_type: str) -> None:
-    """Make the Auto classes know one family's swapped models; `model_type` is the original one."""
+    """Register one family's swapped models with the Auto classes; `model_type` is the original one."""
     original_config = CONFIG_MAPPING[model_type]
     config = _swapped_config_class(original_config)
     AutoConfig.register(config.model_type, config, exist_ok=True)
@@ -270,16 +270,16 @@ def register_swapped_classes(model_type: str) -> None:
 def _describe(
     names: tuple[str, ...], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Forward pre-hook of a base model: describe the batch to its swapped layers.
+    """The forward pre-hook of a base model, which describes the batch to its swapped layers.
 
     The mask that reaches an attention layer is about pairs of tokens, perhaps within a sliding window, and no longer
-    says which tokens are padding. So the description (`generation/batch.py`) is made from what the caller
-    passed. It is one more keyword argument, which every model passes on to its attention. An argument survives
-    recomputation under gradient checkpointing and leaves compiled code nothing to guard.
+    says which tokens are padding. So the description (`generation/batch.py`) is made of the caller's arguments. It
+    becomes one more keyword argument, which every model passes on to its attention. An argument survives recomputation
+    under gradient checkpointing, and compiled code needs no guard for it.
 
     Args:
-        names: of the forward pass's positional arguments.
-        model, args, kwargs: as torch calls a hook.
+        names: names of the positional arguments of the forward pass.
+        model, args, kwargs: the arguments with which torch calls a hook.
     """
     kwargs = dict(zip(names, args, strict=False)) | kwargs
     context: ContextParallel | None = model.deltazoo_context
@@ -288,7 +288,7 @@ def _describe(
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")
     if tokens is None or kwargs.get("delta_batch") is not None:
-        return (), kwargs  # the model raises; the batch is described already
+        return (), kwargs  # the model itself raises; or the batch is described already
     cache, position_ids = cache_in(kwargs), kwargs.get("position_ids")
     past_length: int | Tensor = 0
     if cache is not None:
@@ -302,9 +302,10 @@ def _describe(
     if context is not None:
         kwargs |= {"attention_mask": None, "position_ids": batch.position_ids, "use_cache": False}
     elif position_ids is None and isinstance(mask, Tensor):
-        # Else padding on the left would rotate keys further, and a decay per channel does not follow a rotation.
+        # Otherwise padding on the left would turn keys further, and a decay per channel does not commute with
+        # rotations.
         kwargs["position_ids"] = batch.position_ids
-    kwargs.pop("cu_seqlens", None)  # the one name of ours that transformers does not know
+    kwargs.pop("cu_seqlens", None)  # transformers does not know this name
     if batch.packed:
         # The softmax layers that remain tell documents apart by position_ids, and only without a mask.
         masked = kwargs.pop("attention_mask", None) is not None
@@ -314,7 +315,7 @@ def _describe(
 
 
 def _token_mask(kwargs: dict[str, Any]) -> Tensor | Mapping[str, Tensor | None] | None:
-    """The mask of real tokens: the caller's, or that of `_token_mask_argument` where `generate` has prepared masks."""
+    """The mask of real tokens: the caller's, or that of `_token_mask_argument` if `generate` has prepared masks."""
     mask = kwargs.get("attention_mask")
     if _TOKEN_MASK in kwargs:
         return {"linear_attention": kwargs.pop(_TOKEN_MASK)}
@@ -328,11 +329,11 @@ def _token_mask(kwargs: dict[str, Any]) -> Tensor | Mapping[str, Tensor | None] 
 
 
 def _token_mask_argument(attention_mask: Tensor | None, inputs: Mapping[str, Any]) -> dict[str, Tensor | None]:
-    """The padding among the tokens of a generation step whose masks are prepared already, as an argument.
+    """An argument with the padding among the tokens of a generation step whose masks are prepared already.
 
     Args:
-        attention_mask: `[B, past + T]` as the user gave it.
-        inputs: what `prepare_inputs_for_generation` made of it.
+        attention_mask: the user's mask `[B, past + T]`.
+        inputs: the result of `prepare_inputs_for_generation`.
 
     Returns:
         An argument for the base model; it is None for single tokens, which are never padding, so that compiled decoding

@@ -1,4 +1,4 @@
-"""The plan of a swap: which layers of a model become what, decided and checked before anything is changed."""
+"""The plan of a swap: the layers to be replaced and the options of the new ones, checked before anything is changed."""
 
 import re
 from collections import defaultdict
@@ -29,30 +29,30 @@ __all__ = [
 ]
 
 LayerChoice = str | Sequence[int] | Callable[[int], bool]
-"""`"all"`, a ratio `"3:1"`, numbers (a sequence, or written `"0,2,5"`), or a predicate of the number."""
+"""`"all"`, a ratio `"3:1"`, numbers (a sequence, or text such as `"0,2,5"`), or a function from number to bool."""
 _DECIDED = frozenset({"hidden_size", "layer_idx", "initializer_range", "beta_bias"})
 """Options of layers that follow from the layer's index, the original weights or arguments of `swap_attention`."""
 _SIZES = ("num_heads", "head_dim", "num_v_heads", "expand_v", "num_micro_steps", "conv_initializer_range")
-"""Options that copied weights decide; convolutions start as the identity then."""
+"""Options that copied weights decide; convolutions then start as the identity."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer to be swapped."""
+    """The plan of one layer."""
 
     index: int
     attention: nn.Module
-    """The softmax attention that is there."""
+    """The softmax attention to be replaced."""
     shape: HeadShape
     options: dict[str, Any]
-    """Options of the new layer, as the configuration will record them."""
+    """Options of the new layer, which the configuration will record."""
 
 
 def check_model(model: nn.Module) -> ModelFamily:
     """The entry of `FAMILIES` for a model that can be swapped.
 
     Raises:
-        TypeError: not a transformers model.
+        TypeError: a model that is not of transformers.
         ValueError: an unknown family, cross-attention, attention that looks ahead, models swapped before, quantised
             models, layers that share their attention.
     """
@@ -86,7 +86,7 @@ def check_model(model: nn.Module) -> ModelFamily:
 
 
 def _check_unshared(model: PreTrainedModel, family: ModelFamily) -> None:
-    """Refuse layers that share weights: a swapped one would get a copy while the other keeps the original."""
+    """Refuse layers that share weights, since only one of them would get a copy."""
     owners = defaultdict(list)
     for index, decoder_layer in enumerate(decoder_layers_of(model, family)):
         attention = decoder_layer.get_submodule(family.attention)
@@ -103,7 +103,7 @@ def choose_layers(choice: LayerChoice, num_layers: int) -> list[int]:
     Args:
         choice: one of the forms of `LayerChoice`. A ratio of delta-rule to softmax layers is repeated from the first
             layer on: `"3:1"` is three delta-rule layers, one softmax layer, and so on.
-        num_layers: of the model.
+        num_layers: number of the model's layers.
 
     Raises:
         ValueError: an unreadable choice, a number outside the model or twice, or no layer at all.
@@ -124,10 +124,10 @@ def choose_layers(choice: LayerChoice, num_layers: int) -> list[int]:
 
 
 def parse_layers(choice: LayerChoice) -> Sequence[int] | Callable[[int], bool]:
-    """The numbers or the predicate that a choice stands for.
+    """The numbers or the predicate of a choice.
 
     Raises:
-        ValueError: it has none of the forms of `LayerChoice`.
+        ValueError: the choice has none of the forms of `LayerChoice`.
     """
     if not isinstance(choice, str) and (callable(choice) or isinstance(choice, Iterable)):
         return choice
@@ -150,9 +150,9 @@ def check_layer_options(options: Mapping[str, Any], init: str, rule: str, argume
     """Refuse layer options that the rule does not have or that copied weights decide.
 
     Args:
-        options: of layers, by name.
-        init, rule: as given to `swap_attention`.
-        arguments: names of its own keyword arguments, one of which an unknown option may be meant to be.
+        options: options of layers, by name.
+        init, rule: the arguments of `swap_attention`.
+        arguments: names of its keyword arguments, among which the message also looks for the nearest.
 
     Raises:
         TypeError: an unknown option.
@@ -181,7 +181,7 @@ def plan_layers(
     """Plans of all chosen layers; the arguments are those of `swap_attention`.
 
     Raises:
-        ValueError: a choice that fits no layers, or attention that is not as the family's entry says.
+        ValueError: a choice that fits no layers, or attention that differs from the family's entry.
     """
     decoder_layers = decoder_layers_of(model, family)
     plans, spec = [], get_rule(rule)

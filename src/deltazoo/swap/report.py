@@ -1,4 +1,4 @@
-"""The report of a swap, done or planned: per layer, in parameters, and in memory per sequence."""
+"""The report of a swap, done or planned: layers, numbers of parameters, and memory per sequence."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ _CONTEXTS = (1024, 32 * 1024, 1024 * 1024)
 
 @dataclass(frozen=True)
 class LayerSwap:
-    """One swapped layer, with names of parameters as they are within the layer."""
+    """One swapped layer, with the names of parameters inside the layer."""
 
     index: int
     copied: tuple[str, ...]
     """Parameters of the new layer, copied from the original weights."""
     created: tuple[str, ...]
-    """Parameters of the new layer, started by rule."""
+    """Parameters of the new layer, with new initial values."""
     dropped: tuple[str, ...]
     """Parameters and properties of the original attention that have no counterpart."""
     state_bytes: int
@@ -42,7 +42,7 @@ class SwapReport:
     rule: str
     init: str
     dry_run: bool
-    """True: nothing was changed."""
+    """Whether the swap was only planned."""
     layers: tuple[LayerSwap, ...]
     num_layers: int
     """Number of the model's layers, swapped or not."""
@@ -51,7 +51,7 @@ class SwapReport:
     memory: Mapping[int, tuple[int, int]]
     """Bytes that the cache of one sequence takes before and after the swap, by the sequence's length in tokens."""
     only_windows_left: bool
-    """Softmax layers that saw all tokens were swapped, and all that remain have sliding windows."""
+    """Whether all softmax layers that remain have sliding windows, and layers that saw all tokens were swapped."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Group(self._layer_table(), self._summary_table())
@@ -137,7 +137,7 @@ def report_swap(
 def _memory(
     num_tokens: int, per_token: int, windows: Sequence[int | None], states: Mapping[int, int]
 ) -> tuple[int, int]:
-    """Caches before and after, of softmax layers with these windows, some of which get states of a fixed size."""
+    """Bytes of the cache before and after; softmax layers with these windows get states of a fixed size in part."""
     kept = [per_token * min(num_tokens, window or num_tokens) for window in windows]
     after = [states.get(index, size) for index, size in enumerate(kept)]
     return sum(kept), sum(after)

@@ -32,35 +32,35 @@ def swap_attention(
 ) -> SwapReport:
     """Replace attention layers of a transformers model by delta-rule layers, in place.
 
-    Everything else stays bit for bit: MLPs, norms, embeddings, and the softmax attention of layers not chosen, with
-    its masks, windows and cache. The model saves with `save_pretrained` and comes back through the Auto classes after
-    `import deltazoo`. Either all chosen layers are swapped or, after an error, none.
+    MLPs, norms, embeddings and the other softmax layers, with their masks, windows and cache, stay bit for bit. The
+    model saves with `save_pretrained` and comes back through the Auto classes after `import deltazoo`. An error leaves
+    all layers unswapped.
 
     Args:
-        model: with any head, or the base model, of a family in `deltazoo.swap.FAMILIES`.
-        rule: one of `deltazoo.list_rules()`.
+        model: a model with any head, or a base model, of a family in `deltazoo.swap.FAMILIES`.
+        rule: name of the rule, one of `deltazoo.list_rules()`.
         layers: `"all"`, a ratio of delta-rule to softmax layers such as `"3:1"`, numbers from 0 (also as text:
             `"0,2,5"`), or a function from number to bool.
-        init: `"transfer"` copies projections and starts the rest so that the first forward pass is sane
-            (`deltazoo.swap.transfer` says how); `"random"` starts every parameter as in the rule's paper.
-        rope: keep the rotary embedding of queries and keys, where the model has one.
-        qk_norm: keep the norms of queries and keys, where the model has them, before the rule's own L2 norm.
-        grouped: keep keys and values of grouped-query attention shared, in the original matrices, instead of giving
-            every head a copy. The states have the same size either way, since every head has its own step sizes and
-            decays.
-        keep_teacher: keep the attention modules, frozen, as `SwappedAttention.teacher`: for distillation, and for
-            `unswap_attention`.
-        dry_run: change nothing; report what would happen.
+        init: `"transfer"` copies the projections and starts everything else so that it hardly changes the first forward
+            pass (`deltazoo.swap.transfer`); `"random"` starts every parameter as in the rule's paper.
+        rope: whether to keep the rotary embedding of queries and keys, if the model has one.
+        qk_norm: whether to keep the norms of queries and keys, if the model has them, before the rule's own L2 norm.
+        grouped: whether keys and values of grouped-query attention stay shared, in the original matrices; otherwise
+            every head gets a copy. The states have the same size either way, since every head has its own step sizes
+            and decays.
+        keep_teacher: whether to keep the attention modules, frozen, as `SwappedAttention.teacher`, for distillation and
+            for `unswap_attention`.
+        dry_run: whether to change nothing and only report what would happen.
         layer_options: further options of `deltazoo.layers.DeltaRuleAttention`, such as `conv_size` or
             `allow_neg_eigval`. Sizes (`num_heads`, `head_dim`, ...) only with `init="random"`. `backend` and
             `fused_kernels` say how the layers run: they are not saved, and `model.set_runtime` changes them.
 
     Returns:
-        What was copied, created and dropped per layer, and parameters and memory before and after.
+        The report: parameters copied, created and dropped per layer, and parameters and memory before and after.
 
     Raises:
         ValueError: a model that cannot be swapped, or arguments that do not fit it or each other.
-        TypeError: not a transformers model, or an unknown option.
+        TypeError: a model that is not of transformers, or an unknown option.
     """
     family = check_model(model)
     switches = {"rope": rope, "qk_norm": qk_norm, "grouped": grouped, "keep_teacher": keep_teacher, "dry_run": dry_run}
@@ -108,7 +108,7 @@ def _build(
 
 
 def unswap_attention(model: PreTrainedModel) -> None:
-    """Put the attention layers back that `swap_attention(..., keep_teacher=True)` kept; the model is as it was before.
+    """Put the attention layers back that `swap_attention(..., keep_teacher=True)` kept; the model is then unswapped.
 
     Raises:
         ValueError: the model was not swapped, or its attention layers were not kept.

@@ -1,19 +1,19 @@
-"""The first weights of a delta-rule layer that replaces softmax attention: copied ones, and starts for the rest.
+"""The first weights of a delta-rule layer that replaces softmax attention: copied weights, and initial values.
 
 Softmax attention answers a query with an average of past values, weighted by how well their keys fit. A delta rule with
 the same queries, keys and values answers `q^T S`, also a sum of past values weighted by `q . k`, so the projections can
 be copied. Everything else in a delta-rule layer starts so that it hardly changes that answer:
 
-* **Convolutions** are the identity (last tap 1) and have no SiLU after them, as softmax attention has none. So at the
-  first forward pass the queries, keys and values are the original ones.
+* **Convolutions** are the identity (last tap 1), without SiLU after them, which softmax attention does not have. So at
+  the first forward pass the queries, keys and values are the original ones.
 * **Rotary embedding** stays, unless the user drops it. It multiplies the score by a function of the distance alone, as
-  it did in the original. Keys keep their length under it, so unit keys stay unit keys.
+  in the original. Keys keep their length under it, so unit keys stay unit keys.
 * **Norms of queries and keys** stay too. The rule's L2 norm comes after them and removes the length alone, so the
   original norms' factors per channel still count.
-* **Step size** is the same for all tokens (`b_proj` is nearly zero, its bias decides): `beta |k|^2 = 1/2`, where the
+* **Step size** is equal for all tokens (`b_proj` is nearly zero, its bias decides): `beta |k|^2 = 1/2`, where the
   sigmoid is steepest and an old value under the same key is half replaced. For rules that keep the length of their
   keys the bias is set from the length that the copied projection gives to random inputs; with the plain `b = 1/2` a
-  key of length 8 would overwrite all it touches.
+  key of length 8 would overwrite everything under it.
 * **Decay** is slow and the same for all tokens (its projection is nearly zero): softmax attention has none. The time
   constants of the heads, or of the channels of each head, are spaced evenly in the logarithm from 8 to 4,096 tokens,
   since attention is local in some heads and not in others. (On a small Llama, starting at 8 instead of 64 was a little
@@ -24,12 +24,12 @@ be copied. Everything else in a delta-rule layer starts so that it hardly change
   half the length of the original values, measured on random inputs to the model's own norm and value projection. An
   average of values is shorter than a value; that of four independent ones is half as long.
 
-* **Parameters that a rule adds** start where the rule is the one it extends, or close to it
+* **Parameters that a rule adds** start where the rule equals the one that it extends, or close to that
   (`DeltaRuleAttention.neutral_initializers`).
 
 "Nearly zero" means rows of length 1e-4: DoRA divides by the length of a row, and rows of zeros would give NaN.
 
-Copies are exact. `init="random"` does none of this: every parameter starts as in the rule's paper.
+Copies are exact. With `init="random"` every parameter starts as in the rule's paper instead.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ from deltazoo.swap.layer import DropInDeltaAttention
 __all__ = ["AttentionWeights", "HeadShape", "copied_parameters", "read_attention", "read_shape", "transfer"]
 
 _AVERAGE_LENGTH = 0.5
-"""Length of an average of values over the length of a value, as softmax attention is assumed to return it."""
+"""Assumed length of the average of values that softmax attention returns, over the length of a value."""
 _OPEN = 1.278464542761074
 """Input at which SiLU is one: the bias of every output gate whose activation is zero at zero."""
 _PROBES = 256
@@ -61,7 +61,7 @@ _PROBES = 256
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Sizes of an attention layer and which parts it has: what is needed to build its replacement."""
+    """Sizes and parts of an attention layer, from which its replacement is built."""
 
     num_heads: int
     num_kv_heads: int
@@ -76,18 +76,19 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Tensors of an attention layer, as views of its parameters where possible."""
+    """Tensors of an attention layer, which are views of its parameters where possible."""
 
     weights: dict[str, Tensor]
     """Weights `[out, in]` by "q", "k", "v" and "o"."""
     biases: dict[str, Tensor]
     """Biases `[out]` by the same names, those that exist."""
     norms: dict[str, Tensor]
-    """Factors `[head_dim]` or `[heads * head_dim]` by "q" and "k", offset included; empty without norms."""
+    """Factors of the norms, `[head_dim]` or `[heads * head_dim]`, by "q" and "k", offset included; empty without
+    norms."""
 
 
 def read_shape(family: ModelFamily, attention: Any, config: PreTrainedConfig, index: int) -> HeadShape:
-    """Sizes of one attention layer, after checking that it is as the family's entry says.
+    """Sizes of one attention layer, which must fit the family's entry.
 
     Raises:
         ValueError: projections that are not plain matrices (quantised, adapted, offloaded), or of unexpected sizes.
@@ -164,7 +165,7 @@ def _rows(weight: Tensor, transposed: bool) -> Tensor:
 
 
 def _split(x: Tensor, family: ModelFamily, shape: HeadShape) -> list[Tensor]:
-    """Queries, keys and values out of one tensor whose rows hold all three."""
+    """Queries, keys and values from one tensor whose rows hold all three."""
     if family.fused == "by_head":
         by_head = x.unflatten(0, (shape.num_heads, 3, shape.head_dim))
         return [part.flatten(0, 1) for part in by_head.unbind(1)]
@@ -183,8 +184,8 @@ def transfer(delta: DropInDeltaAttention, original: AttentionWeights, input_norm
     """Fill all parameters of a layer from the attention it replaces, in place.
 
     Args:
-        delta: built with the heads of the original attention; parameters on its device and in its dtype.
-        original: the attention layer's projections.
+        delta: the layer, built with the heads of the original attention, on its device and in its dtype.
+        original: weights of the attention layer.
         input_norm: the norm just before attention; None if there is none.
     """
     _copy_projections(delta, original)
@@ -198,7 +199,7 @@ def transfer(delta: DropInDeltaAttention, original: AttentionWeights, input_norm
     if delta.spec.corrects:
         nearly_zero_rows_(delta.b_proj.weight)
         nn.init.constant_(delta.b_proj.bias, _step_bias(delta, original, probe))
-    if hasattr(delta, "A_log"):  # any other decay starts by neutral_initializers
+    if hasattr(delta, "A_log"):  # neutral_initializers start any other decay
         _start_decay(delta)
     gate = _start_gate(delta)
     length = _AVERAGE_LENGTH * _root_mean_square(_project(probe, original, "v"))
@@ -218,7 +219,7 @@ def _copy_projections(delta: DropInDeltaAttention, original: AttentionWeights) -
 
 
 def _to_all_heads(source: Tensor, target: Tensor, delta: DropInDeltaAttention, name: str) -> Tensor:
-    """Keys and values of shared heads, once for every head that uses them if the target has that many heads."""
+    """Rows of shared keys or values, repeated for every head that uses them if the target has so many heads."""
     if name not in ("k", "v") or source.shape[0] == target.shape[0]:
         return source
     copies = target.shape[0] // source.shape[0]
@@ -226,7 +227,7 @@ def _to_all_heads(source: Tensor, target: Tensor, delta: DropInDeltaAttention, n
 
 
 def _probe(weight: Tensor, input_norm: nn.Module | None) -> Tensor:
-    """Random hidden states `[tokens, hidden_size]` as the projections receive them, the same ones at every call."""
+    """Random hidden states `[tokens, hidden_size]` in the form that the projections receive, equal at every call."""
     noise = torch.randn(_PROBES, weight.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
     noise = noise.to(weight.device, weight.dtype)
     return noise if input_norm is None else input_norm(noise)
@@ -283,7 +284,7 @@ def _start_decay(delta: DropInDeltaAttention) -> None:
 
 
 def _bias_of_rate(delta: DropInDeltaAttention, rate: Tensor) -> Tensor:
-    """The `dt_bias` for which the decay gate, without input, gives a log-decay of `-rate`; by bisection, any gate."""
+    """The `dt_bias` for which the decay gate, without input, gives a log-decay of `-rate`, found by bisection."""
     shape = (1, 1, delta.num_v_heads) if delta.spec.decay == "scalar" else (1, 1, delta.num_v_heads, delta.head_k_dim)
     no_input, A_log = rate.new_zeros(shape), rate.new_zeros(delta.num_v_heads)
 
@@ -291,12 +292,12 @@ def _bias_of_rate(delta: DropInDeltaAttention, rate: Tensor) -> Tensor:
         return -delta.decay_gate(no_input, A_log, bias).flatten() - rate
 
     found = _root(excess, torch.full_like(rate, -60.0), torch.full_like(rate, 60.0))
-    # Another gate may not reach a rate, or may decrease as the bias grows; its own start stays then.
+    # A gate that does not reach the rate, or decreases as the bias grows, keeps its own initial value.
     return torch.where(excess(found).abs() <= 1e-3 * rate, found, delta.dt_bias.double())
 
 
 def _start_gate(delta: DropInDeltaAttention) -> float:
-    """Make the output gate constant, and return its value."""
+    """The value of the output gate, which is made constant."""
     if delta.spec.output_gate == "none":
         return 1.0
     last: nn.Linear = delta.g_proj if delta.spec.output_gate == "full" else delta.g_proj[1]  # type: ignore[index, assignment]

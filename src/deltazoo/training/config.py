@@ -1,4 +1,4 @@
-"""The configuration of a training run: keys and ranges of its YAML file, overrides, and the presets in ``configs/``."""
+"""The configuration of a training run: keys and ranges of its YAML file, and overrides."""
 
 import dataclasses
 import json
@@ -16,12 +16,12 @@ from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 
 STDLIB = "python_stdlib"
 RUN_CONFIG = "config.yaml"  # in the folder of a run: the configuration that it began with
-MODEL_CONFIG = "training.yaml"  # in the folder of a model: the configuration that it was trained with
+MODEL_CONFIG = "training.yaml"  # in the folder of a model: the configuration of its training
 BY_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")  # keys of a model's own configuration
-NATIVE_RUNTIME_OPTIONS = ("backend", "fused_kernels", "captured_training")  # those that act on models of transformers
+NATIVE_RUNTIME_OPTIONS = ("backend", "fused_kernels", "captured_training")  # options that act on models of transformers
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-"""For a section: unknown keys, infinite numbers and values of another type (true or "3" for a number) are refused."""
+"""Rules of a section: unknown keys, infinite numbers and values of another type (true or "3" for a number) raise."""
 
 STAGES = ("align", "distill", "finetune")
 """Names of the stages of a distillation, in order."""
@@ -40,14 +40,15 @@ class DataConfig:
     Attributes:
         text: ``python_stdlib``, a text file, a ``.jsonl``/``.json`` or ``.parquet`` file, a folder of such files, or a
             name for ``datasets.load_dataset``.
-        pattern: which files of a folder are read as text, as a glob relative to it.
+        pattern: files of a folder that are read as text, a glob relative to it.
         subset: configuration name of a Hub dataset; only for Hub datasets.
         split: split of a Hub dataset; only for Hub datasets.
         text_field: the column that holds the text of JSONL, Parquet and Hub records.
-        streaming: read records while training instead of holding the text in memory; JSONL, Parquet and Hub only.
+        streaming: whether to read records while training instead of holding the text in memory; JSONL, Parquet and Hub
+            only.
         validation_fraction: share of the documents held out, chosen by a hash of their name (files) or text (records);
-            if the hash leaves one part empty, as with a single file, this share at the end of the text.
-        max_validation_bytes: stop after this many bytes of held-out text; needed with ``streaming``.
+            if the hash leaves one part empty, as with a single file, the share at the end of the text.
+        max_validation_bytes: bytes of held-out text after which to stop; needed with ``streaming``.
     """
 
     text: str = STDLIB
@@ -60,19 +61,19 @@ class DataConfig:
     max_validation_bytes: Count | None = None
 
     def __post_init__(self) -> None:
-        """Check what a stream needs."""
+        """Raise ValueError for a stream without a limit of the held-out text."""
         if self.streaming and self.max_validation_bytes is None:
             raise ValueError("streaming needs data.max_validation_bytes: the held-out text is kept in memory")
 
 
 @dataclass(frozen=True, config=STRICT)
 class TokenizerConfig:
-    """The tokenizer.
+    """The tokenizer of a run.
 
     Attributes:
         kind: ``bpe`` trains a byte-level BPE on the training text, ``byte`` has one token per byte, ``pretrained``
             loads an existing tokenizer.
-        vocab_size: entries of the trained BPE at most, the two special tokens included; a small text yields fewer.
+        vocab_size: most entries of the trained BPE, the two special tokens included; a small text yields fewer.
             Only for ``bpe``.
         path: folder or Hub name of the tokenizer; only for ``pretrained``.
     """
@@ -82,7 +83,7 @@ class TokenizerConfig:
     path: str | None = None
 
     def __post_init__(self) -> None:
-        """Check that the keys fit the kind."""
+        """Raise ValueError unless the keys fit the kind."""
         if self.kind == "bpe" and self.vocab_size is None:
             raise ValueError("vocab_size is missing, which kind bpe needs: 259 or more")
         if self.kind != "bpe" and self.vocab_size is not None:
@@ -98,28 +99,29 @@ class OptimizationConfig:
     Attributes:
         steps: optimizer steps.
         row_length: tokens per packed row; gradients reach back no further.
-        rows_per_batch: at most this many rows in one forward pass; `context_parallel` devices share them.
+        rows_per_batch: most rows of a forward pass; `context_parallel` devices share them.
         rows_per_step: rows of an optimizer step, over all devices; default: ``rows_per_batch``. The number of forward
             passes follows from it and from the number of devices.
         learning_rate: peak learning rate of AdamW.
-        schedule: after the warm-up, along a cosine or a line down to ``min_learning_rate_ratio``, or constant.
+        schedule: the learning rate after the warm-up: a cosine or a line down to ``min_learning_rate_ratio``, or
+            constant.
         warmup: share of the steps over which the learning rate rises linearly from 0.
         min_learning_rate_ratio: final over peak learning rate; 1.0 is refused (that is ``schedule: constant``).
-        weight_decay: AdamW decay; never on A_log, dt_bias, norms and biases.
+        weight_decay: AdamW's decay, which leaves A_log, dt_bias, norms and biases alone.
         betas: decay rates of AdamW's two moments.
-        max_grad_norm: gradients are scaled down to this global norm.
+        max_grad_norm: global norm to which larger gradients are scaled down.
         precision: ``auto`` is bf16 on a GPU that has it and fp32 elsewhere; parameters stay fp32 in any case.
-        gradient_checkpointing: recompute each block in the backward pass; slower, less memory.
-        compile: run the model through ``torch.compile``.
-        context_parallel: how many devices share the tokens of a forward pass; with more devices, groups of as many
-            have rows of their own.
-        fully_shard: divide parameters, gradients and optimizer state among all devices (FSDP2).
+        gradient_checkpointing: whether to recompute each block in the backward pass, slower with less memory.
+        compile: whether to run the model through ``torch.compile``.
+        context_parallel: number of devices that share the tokens of a forward pass; with more devices, groups of so
+            many have rows of their own.
+        fully_shard: whether to divide parameters, gradients and optimizer state among all devices (FSDP2).
         log_every: steps between two log entries of the training loss, each the mean since the previous one.
         evaluate_every: steps between two validation losses.
         evaluation_rows: held-out rows of a validation loss, evenly spread; ``deltazoo eval`` reads all of the text.
         save_every: steps between checkpoints; a multiple of ``log_every``, so that resumed runs log the same means.
             The model with the lowest validation loss so far is saved as well.
-        keep_checkpoints: how many checkpoints to keep beside the one with the lowest validation loss; older ones are
+        keep_checkpoints: number of checkpoints to keep beside the one with the lowest validation loss; older ones are
             removed.
         diagnose_every: steps between two diagnoses (`deltazoo.diagnose`) of the model on held-out rows, as many as a
             batch has, beginning before the first step; default: none.
@@ -149,7 +151,7 @@ class OptimizationConfig:
     diagnose_every: Count | None = None
 
     def __post_init__(self) -> None:
-        """Fill in ``rows_per_step``, and check what goes together."""
+        """Fill in ``rows_per_step``; raise ValueError for values that do not fit together."""
         if self.rows_per_step is None:
             object.__setattr__(self, "rows_per_step", self.rows_per_batch)
         if self.schedule == "constant" and self.min_learning_rate_ratio:
@@ -171,7 +173,7 @@ class OptimizationConfig:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warm-up: all but the last at most."""
+        """Steps of the warm-up, at most all but the last."""
         return min(round(self.warmup * self.steps), self.steps - 1)
 
     def divided(self, processes: int) -> tuple[int, int]:
@@ -204,7 +206,7 @@ class OptimizationConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class RunConfig:
-    """One training run.
+    """The configuration of a training run.
 
     Attributes:
         output: folder of the run: checkpoints, the finished model, the loss curve, the resolved configuration.
@@ -212,10 +214,10 @@ class RunConfig:
             transformers) and fields of that type's own configuration; without the vocabulary size.
         training: see `OptimizationConfig`.
         data: see `DataConfig`.
-        runtime: how the model runs, see `RuntimeOptions`; not saved with the model. With ``architecture``, ``backend``
-            and ``fused_kernels`` alone.
+        runtime: options that say how the model runs, see `RuntimeOptions`; not saved with the model. With
+            ``architecture``, ``backend``, ``fused_kernels`` and ``captured_training`` alone.
         tokenizer: see `TokenizerConfig`.
-        seed: of the initial weights and the order of the documents.
+        seed: seed of the initial weights and of the order of the documents.
     """
 
     output: str
@@ -227,7 +229,7 @@ class RunConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the model section."""
+        """Raise ValueError for a wrong model section."""
         for key in RUNTIME_OPTIONS:
             if key in self.model:
                 raise ValueError(f"model.{key} says how the model runs, not what it is: give runtime.{key} instead")
@@ -269,7 +271,7 @@ class StageConfig(OptimizationConfig):
     """A stage of a distillation: an `OptimizationConfig`, in one process, and the parameters that it trains.
 
     Attributes:
-        trains: ``swapped``: the new layers only; ``all``: the whole model.
+        trains: ``swapped``, the new layers only, or ``all``.
     """
 
     trains: Literal["swapped", "all"] = "all"
@@ -279,10 +281,10 @@ class StageConfig(OptimizationConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class AlignConfig(StageConfig):
-    """Each new layer learns the output of the attention it replaces, on that attention's inputs.
+    """The stage in which each new layer learns the output of the attention it replaces, on that attention's inputs.
 
-    The loss depends on no parameter of other layers, and each layer's is taken inside the forward pass, which therefore
-    is neither compiled nor recomputed.
+    The loss of a layer depends on no parameter of other layers, and is computed inside the forward pass, which is
+    therefore neither compiled nor recomputed.
     """
 
     trains: Literal["swapped"] = "swapped"
@@ -292,7 +294,7 @@ class AlignConfig(StageConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class DistillConfig(StageConfig):
-    """The model learns the original's predictions: Kullback-Leibler divergence at temperature 1, token by token.
+    """The stage in which the model learns the original's predictions: KL divergence at temperature 1, token by token.
 
     Attributes:
         text_weight: weight of the cross-entropy on the text, which is added to the divergence.
@@ -307,11 +309,11 @@ class Recipe:
 
     Attributes:
         output: folder of the run: a subfolder per stage, the model, the scores, the loss curves.
-        align: see `AlignConfig`; None leaves the stage out, as with the next two.
+        align: see `AlignConfig`; None leaves the stage out, also for the next two.
         distill: see `DistillConfig`.
         finetune: see `StageConfig`; the model learns the text itself.
         data: the text of all stages; see `DataConfig`.
-        seed: of the order of the documents, which differs between stages.
+        seed: seed of the order of the documents, which differs between stages.
     """
 
     output: str
@@ -322,7 +324,7 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check that there is a stage."""
+        """Raise ValueError unless there is a stage."""
         if not self.stages:
             raise ValueError("none of the stages align, distill and finetune is configured: name at least one")
 
@@ -334,7 +336,7 @@ class Recipe:
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """A `RunConfig` read from a YAML file; arguments and errors as of `load_as`."""
+    """A `RunConfig` read from a YAML file; see `load_as` for arguments and errors."""
     return load_as(RunConfig, path, overrides)
 
 
@@ -342,7 +344,7 @@ def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ..
     """A configuration read from a YAML file.
 
     Args:
-        cls: its class, a dataclass of pydantic.
+        cls: class of the configuration, a dataclass of pydantic.
         path: the YAML file.
         overrides: ``section.key=value`` strings that replace values of the file; a value is read as YAML, or as a
             string if it is not YAML. Another ``tokenizer.kind`` replaces the whole section: its keys belong to a kind.
@@ -374,7 +376,7 @@ def from_mapping(cls: type[T], values: Any) -> T:
             another type or out of range.
     """
     given = {key: value for key, value in values.items() if value is not None}
-    try:  # as JSON, in which a list may be a tuple and a mapping a section, and true is no number
+    try:  # read as JSON, in which a list may be a tuple and a mapping a section, and true is no number
         return TypeAdapter(cls).validate_json(json.dumps(given, default=str))
     except ValidationError as error:
         raise ValueError(_sentence(cls, error)) from error
@@ -442,10 +444,10 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, and a key that is given twice an error instead of its last value."""
+    """A loader of YAML that reads 1e-3 as a number, and raises for a key that is given twice."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """As YAML's own."""
+        """The node of a mapping; ValueError for a repeated key."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for number, key in enumerate(keys):

@@ -14,7 +14,7 @@ console = Console(stderr=True)
 
 
 def say(line: str) -> None:
-    """Print one line on standard error as it is: no markup, no line breaks."""
+    """Print one line on standard error, without markup or line breaks."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -27,7 +27,7 @@ def track(items: Iterable[T], description: str) -> Iterable[T]:
 
 @contextmanager
 def no_transformers_bars() -> Iterator[None]:
-    """Hide the progress bars of transformers, which shows one for every file that it loads or saves."""
+    """A context without the progress bars that transformers shows for every file that it loads or saves."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

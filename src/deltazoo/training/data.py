@@ -1,4 +1,4 @@
-"""The text of a run, as documents: where they are read, and which of them are held out. Imports no torch."""
+"""The text of a run as documents: their sources, and the choice of held-out ones. This module imports no torch."""
 
 import hashlib
 import mimetypes
@@ -14,7 +14,7 @@ from deltazoo.training.console import say, track
 from deltazoo.training.loading import check_on_hub, training_config_of
 
 RECORD_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-MAX_DOCUMENT = 2**20  # characters; a larger file comes as several documents, since each is tokenized as a whole
+MAX_DOCUMENT = 2**20  # characters; a larger file becomes several documents, since each is tokenized as a whole
 TOKENIZER_SAMPLE = 50_000_000  # bytes of a stream that a tokenizer is trained on
 # Tests, third-party packages and build products are not the library's own prose and code.
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
@@ -36,14 +36,14 @@ class TextFiles:
 
     @property
     def description(self) -> str:
-        """The place of the text, and how many of its files are read, once they are."""
+        """The place of the text, and the number of its files that have been read."""
         count = len(self.paths) - len(self._left_out)
         if self.paths == [Path(self._name).expanduser()]:
             return self._name
         return f"{count} {'file' if count == 1 else 'files'} of {self._name}"
 
     def documents(self) -> Iterator[Document]:
-        """Read file after file. Files that are not UTF-8 text are left out and named in one message.
+        """The documents, file after file. Files that are not UTF-8 text are left out and named in one message.
 
         Raises:
             ValueError: a file cannot be read, or none of them is text.
@@ -77,15 +77,15 @@ class TextFiles:
 
 
 class Records:
-    """One text column of a dataset read by ``datasets``; split by the text, so that duplicates stay together."""
+    """A text column of a data set read by ``datasets``; split by the text, so that duplicates stay together."""
 
     def __init__(self, data: DataConfig, path: str, left_out: int = 0, **options: Any) -> None:
-        """``path`` and ``options`` as of ``datasets.load_dataset``; ``left_out`` other files are not read."""
+        """``path`` and ``options`` are those of ``datasets.load_dataset``; ``left_out`` other files are not read."""
         self.description = f"column {data.text_field!r} of {data.text}"
         self._data, self._path, self._options, self._left_out = data, path, options, left_out
 
     def documents(self) -> Iterator[Document]:
-        """Record after record, empty ones left out."""
+        """The documents, record after record, without empty ones."""
         if self._left_out:
             say(
                 f"{self.description}: {self._left_out} other files are not read; data.pattern would choose them instead"
@@ -101,7 +101,7 @@ class Records:
         try:
             records = datasets.load_dataset(self._path, streaming=self._data.streaming, **self._options)
         except OSError as error:
-            if error.errno is not None:  # of its cache, such as a full disk
+            if error.errno is not None:  # an error of its cache, such as a full disk
                 raise
             raise ValueError(f"cannot read {self.description}: {error}") from error
         except Exception as error:  # datasets raises many unrelated types for a file or a name that it cannot read
@@ -113,7 +113,7 @@ class Records:
         return records
 
     def documents_of(self, records: Any) -> Iterator[Document]:
-        """The documents of an already opened dataset (one whose position may have been restored)."""
+        """The documents of an opened data set, whose position may have been restored."""
         for index, record in enumerate(records):
             text = record.get(self._data.text_field)
             if not isinstance(text, str):
@@ -123,7 +123,7 @@ class Records:
 
 
 def open_text(data: DataConfig) -> TextFiles | Records:
-    """The text that ``data.text`` names; nothing of it is read.
+    """The text that ``data.text`` names, not yet read.
 
     Raises:
         ValueError: nothing readable there, or keys that do not act on this kind of text.
@@ -195,7 +195,7 @@ def _record_files(data: DataConfig, files: list[Path], left_out: int = 0) -> Rec
 
 
 def _refuse(data: DataConfig, kind: str, *names: str) -> None:
-    """Raise if one of these keys is set, which have no effect on this kind of text."""
+    """Raise ValueError if one of these keys is set, which have no effect on this kind of text."""
     for name in names:
         if getattr(data, name) != getattr(DataConfig, name):
             raise ValueError(f"data.{name} does not act on {kind} (data.text: {data.text})")
@@ -203,12 +203,12 @@ def _refuse(data: DataConfig, kind: str, *names: str) -> None:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The texts of both parts. Of a streamed text, ``train`` holds a sample from the beginning.
+    """The texts of both parts. For a streamed text, ``train`` holds a sample from the beginning.
 
     Attributes:
-        train: to train on.
-        validation: held out.
-        description: where they come from.
+        train: texts to train on.
+        validation: held-out texts.
+        description: the source of the texts.
     """
 
     train: list[str]
@@ -230,9 +230,9 @@ class Corpus:
 
 
 def read_corpus(source: TextFiles | Records, data: DataConfig) -> Corpus:
-    """Read both parts into memory; of a stream ``TOKENIZER_SAMPLE`` bytes to train on, and all the held-out text.
+    """Both parts of a text, in memory; of a stream ``TOKENIZER_SAMPLE`` bytes to train on, and all the held-out text.
 
-    A hash of each document's key decides which part it belongs to. If that leaves one part empty (a single file, a few
+    A hash of each document's key decides its part. If that leaves one part empty (a single file, a few
     files), the last ``validation_fraction`` of the text is held out.
 
     Raises:
@@ -274,7 +274,7 @@ def is_held_out(split_key: str, fraction: float) -> bool:
 
 
 def _hold_out_end(texts: list[str], data: DataConfig) -> dict[bool, list[str]]:
-    """Hold out the end of the text, cut at the end of a line; for a single file, or a few."""
+    """Both parts of a single file or a few: the end of the text, cut at the end of a line, is held out."""
     total = sum(map(len, texts))
     wanted = round(total * data.validation_fraction)
     if data.max_validation_bytes is not None:
@@ -320,18 +320,18 @@ def first_texts(source: TextFiles | Records, max_bytes: int | None = None) -> li
 def choose_documents(
     path: str, text: str | None = None, text_field: str = DataConfig.text_field, max_bytes: int | None = None
 ) -> Corpus:
-    """The text that a model is scored on, as ``validation``, and that it was trained on, empty if unknown.
+    """The text on which a model is scored, as ``validation``, and the text of its training, empty if unknown.
 
     The first is the held-out part of the second, or a text of the caller's.
 
     Args:
-        path: of the model, see `resolve_checkpoint`.
-        text: all of this text (``data.text``) instead; nothing of it is held out.
+        path: path of the model, see `resolve_checkpoint`.
+        text: a text (``data.text``) to score instead, the whole of it.
         text_field: the column of its records.
-        max_bytes: of ``text``, from its beginning.
+        max_bytes: bytes of ``text`` to read, from its beginning.
 
     Raises:
-        ValueError: no ``text`` for a model that does not say what it was trained on, or there is no text.
+        ValueError: no ``text`` for a model without a record of its training, or there is no text.
     """
     config = training_config_of(path)
     source = None if text is None else open_text(DataConfig(text=text, text_field=text_field))

@@ -51,9 +51,9 @@ class Distillation:
 
     Attributes:
         model_path: folder for ``AutoModelForCausalLM.from_pretrained``, with the tokenizer.
-        scores: held-out bits per byte of ``original``, ``transfer`` (before the first stage) and every stage; all with
+        scores: held-out bits per byte of ``original``, ``transfer`` (before the first stage) and every stage, all with
             the longest row length of any stage.
-        histories: by stage, the Trainer's log entries, including those before a resume.
+        histories: the Trainer's log entries by stage, including those before a resume.
     """
 
     model_path: Path
@@ -69,14 +69,14 @@ def distill(
     *,
     resume: bool = False,
 ) -> Distillation:
-    """Train a swapped model through the stages of a recipe.
+    """The result of training a swapped model through the stages of a recipe.
 
     Args:
-        model: swapped. The first stage trains it in place. The result is the model on disk.
+        model: a swapped model. The first stage trains it in place. The result is the model on disk.
         original: the model whose attention was swapped; it becomes frozen.
-        tokenizer: of both models.
+        tokenizer: tokenizer of both models.
         recipe: stages, text and folder.
-        resume: continue the run in ``recipe.output``.
+        resume: whether to continue the run in ``recipe.output``.
 
     Raises:
         ValueError: the model is not swapped, or from another ``original``; rows exceed its learned positions; there is
@@ -111,7 +111,7 @@ def distill(
 
 
 class _Run:
-    """The text of a distillation, and its files: what it began with, scores, results of stages."""
+    """The text of a distillation, and its files: swap and recipe, scores, results of stages."""
 
     def __init__(
         self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, resume: bool
@@ -127,15 +127,15 @@ class _Run:
             if _read(self.folder / SWAP) != json.loads(json.dumps(swap)):
                 raise ValueError(f"the run in {self.folder} began with another swap: see {self.folder / SWAP}")
         else:
-            (self.folder / SCORES).unlink(missing_ok=True)  # left by a run that saved nothing else
+            (self.folder / SCORES).unlink(missing_ok=True)  # a run that saved nothing else left it
         begin_run(recipe, self.folder, corpus)
         write_json(self.folder / SWAP, swap)
         self.scores: dict[str, float] = _read(self.folder / SCORES) if (self.folder / SCORES).is_file() else {}
 
     def score(self, name: str, model: PreTrainedModel) -> None:
-        """Keep and print bits per byte of the held-out text, unless they are known from before a resume.
+        """Keep and print bits per byte of the held-out text, unless a run before a resume has them.
 
-        No row has context from before its beginning, so scores compare with one row length alone: the longest.
+        No row has context from before its beginning, so only scores of one row length compare: the longest.
         """
         if name in self.scores:
             return
@@ -162,10 +162,10 @@ class _Run:
 
 
 class DistillationTrainer(PackedTrainer):
-    """Trainer of one stage: layers aligned with the original's attention, its predictions learned, or the text alone.
+    """The Trainer of a stage, whose loss is about the original's attention, its predictions, or the text alone.
 
     Args:
-        stage: which of the three losses, and its settings.
+        stage: settings of the stage, whose class decides the loss.
         original: the model before the swap, frozen.
         given: arguments of `PackedTrainer`, beginning with the swapped model.
     """
@@ -179,7 +179,7 @@ class DistillationTrainer(PackedTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The stage's loss on one batch.
+        """The stage's loss on a batch.
 
         ``align``: relative squared error of a layer's output, averaged over the layers, all in one forward pass.
         ``distill``: KL(original || model) in nats, mean over tokens, temperature 1, plus ``text_weight`` times the
@@ -206,17 +206,17 @@ class DistillationTrainer(PackedTrainer):
 
 @contextmanager
 def teacher_forced(model: nn.Module, original: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Inside, each swapped layer returns the output of the original's attention and records its own relative error.
+    """A context in which each swapped layer returns the output of the original's attention and records its own error.
 
     Errors do not add up from layer to layer, because the next layer gets the original attention's output.
 
     Args:
-        model: swapped.
+        model: a swapped model.
         original: the model before the swap.
 
     Yields:
-        the errors ``|y - t|^2 / |t|^2`` of the forward passes so far, over all tokens, ``t`` the original's output: one
-        scalar per layer and pass, differentiable in the new layers' parameters.
+        The errors ``|y - t|^2 / |t|^2`` of the forward passes so far, over all tokens, with ``t`` the original's
+        output: one scalar per layer and pass, differentiable in the new layers' parameters.
     """
     family = family_of(original.config)
     originals = [getattr(layer, family.attention) for layer in decoder_layers_of(original, family)]
@@ -265,7 +265,7 @@ def choose_trained_parameters(model: PreTrainedModel, stage: StageConfig) -> Non
 
 
 def _check_models(model: PreTrainedModel, original: PreTrainedModel, recipe: Recipe) -> None:
-    """Raise ValueError unless a model is swapped, could have been made from ``original``, and can be trained."""
+    """Raise ValueError unless a model is swapped, may come from ``original``, and can be trained."""
     if not swapped_layers(model):
         raise ValueError(f"{type(model).__name__} has no swapped layer to train: `deltazoo swap` writes such models")
     sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
@@ -303,7 +303,7 @@ def _as_run(name: str, recipe: Recipe, rule: str) -> RunConfig:
 
 
 def _model_path(name: str, recipe: Recipe) -> Path:
-    """The last stage's model is in the run's folder, where ``deltazoo eval`` looks; others in their stage's."""
+    """Folder of a stage's model: for the last stage in the run's folder, where ``deltazoo eval`` looks."""
     last = name == list(recipe.stages)[-1]
     return Path(recipe.output) / ("model" if last else f"{name}/model")
 

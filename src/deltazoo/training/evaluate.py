@@ -32,7 +32,7 @@ from deltazoo.training.folder import write_json
 from deltazoo.training.loading import check_vocabulary
 from deltazoo.training.tokens import IGNORED, Row, collate, collate_side_by_side, encode_documents, pack_in_order
 
-_BYTES_PER_TOKEN = 16  # more than with any tokenizer on ordinary text, so that enough text is read
+_BYTES_PER_TOKEN = 16  # more than any tokenizer has on ordinary text, so that enough text is read
 
 
 @torch.no_grad()
@@ -45,14 +45,14 @@ def score_rows(
 ) -> tuple[float, int]:
     """Total negative log-likelihood of packed rows in nats, and the number of predicted tokens.
 
-    A sum over all tokens, so that those of short rows do not weigh more than others.
+    It is a sum over all tokens, so that the tokens of short rows do not weigh more.
 
     Args:
-        model: in training or not.
-        rows: to score.
+        model: the model, in training mode or not.
+        rows: rows to score.
         rows_at_once: rows of a forward pass.
-        collate_rows: makes a batch of rows.
-        empty_passes: as many forward passes as these rows in all, the further ones on these rows and not counted.
+        collate_rows: function that makes a batch of rows.
+        empty_passes: rows for further forward passes that do not count, one each.
     """
     nats, tokens = 0.0, 0
     passes = [rows[first : first + rows_at_once] for first in range(0, len(rows), rows_at_once)]
@@ -74,7 +74,7 @@ def _packed_nats(model: PreTrainedModel, batch: dict[str, Any]) -> float:
 
 
 def _targets(batch: dict[str, Any]) -> torch.Tensor:
-    """What each token predicts `[B, T]`: of a piece its own `shift_labels`, whose last one another rank holds."""
+    """The label `[B, T]` of each token's prediction; a piece has `shift_labels`, whose last one another rank holds."""
     return batch["shift_labels"] if "shift_labels" in batch else F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
 
 
@@ -85,7 +85,7 @@ def _nats(logits: torch.Tensor, targets: torch.Tensor) -> float:
 
 
 def _forward(model: PreTrainedModel, **inputs: Any) -> Any:
-    """The model's forward pass as in training: with bf16 autocast on a GPU that supports it."""
+    """The output of the model's forward pass, with bf16 autocast on a GPU that supports it, as in training."""
     on_gpu = model.device.type == "cuda" and torch.cuda.is_bf16_supported()
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=on_gpu):
         return model(**inputs)
@@ -133,7 +133,7 @@ def score_documents(
     *,
     tokens_at_once: int = 8192,
 ) -> Score:
-    """Score whole documents, each after the beginning token.
+    """The score of whole documents, each after the beginning token.
 
     If the model supports packed sequences, documents are packed to ``tokens_at_once`` tokens; otherwise they are scored
     one by one. A longer document is read in pieces, with the model's cache carried from piece to piece; if the model
@@ -142,7 +142,7 @@ def score_documents(
     Args:
         model: a causal language model.
         tokenizer: its tokenizer.
-        texts: of the documents.
+        texts: texts of the documents.
         tokens_at_once: tokens of a forward pass.
 
     Raises:
@@ -181,7 +181,7 @@ def packs_documents(model: PreTrainedModel) -> bool:
 
 
 def _groups(encoded: Sequence[np.ndarray], tokens_at_once: int) -> list[list[np.ndarray]]:
-    """Documents, sorted by length, in groups of at most ``tokens_at_once`` tokens."""
+    """Groups of documents, sorted by length, of at most ``tokens_at_once`` tokens."""
     groups: list[list[np.ndarray]] = []
     size = 0
     for ids in sorted(encoded, key=len):
@@ -209,7 +209,7 @@ def _score_alone(model: PreTrainedModel, ids: np.ndarray, tokens_at_once: int, *
 
 @dataclass(frozen=True)
 class Baseline:
-    """A compressor on the held-out documents: its name, its score, and the text that it had seen before."""
+    """A compressor on the held-out documents: its name, its score, and the text that it had read before."""
 
     name: str
     bits_per_byte: float
@@ -217,12 +217,12 @@ class Baseline:
 
 
 def baselines(train: Sequence[str], held_out: Sequence[str], *, primed: bool = False) -> list[Baseline]:
-    """``gzip -9`` and ``xz -9`` on the held-out texts, concatenated in this order.
+    """The scores of ``gzip -9`` and ``xz -9`` on the held-out texts, concatenated in this order.
 
     Args:
         train: training texts; empty if unknown.
         held_out: scored texts.
-        primed: also measure xz with the training text, if there is any, before the scored one (seconds per 10 MB).
+        primed: whether to measure xz also after the training text, if there is any (seconds per 10 MB).
 
     Raises:
         ValueError: there is no byte to compress.
@@ -247,8 +247,8 @@ class Ranking:
     """Losses of a model with each layer swapped alone, in nats per token.
 
     Attributes:
-        rule: of the new layers.
-        loss: of the original model.
+        rule: rule of the new layers.
+        loss: loss of the original model.
         tokens: number of predicted tokens.
         losses: one entry per layer, in the model's order.
     """
@@ -259,12 +259,12 @@ class Ranking:
     losses: tuple[float, ...]
 
     def best(self, count: int) -> list[int]:
-        """The ``count`` layers whose swap raises the loss least, in the model's order."""
+        """Numbers of the ``count`` layers whose swap raises the loss least, in the model's order."""
         return sorted(self.order[:count])
 
     @property
     def order(self) -> list[int]:
-        """The layers, the smallest rise first and NaN last."""
+        """Numbers of the layers, the smallest rise first and NaN last."""
         return sorted(range(len(self.losses)), key=lambda layer: (math.isnan(self.losses[layer]), self.losses[layer]))
 
     def save(self, path: Path) -> None:
@@ -293,13 +293,13 @@ def rank_layers(
     rows_at_once: int = 8,
     **options: Any,
 ) -> Ranking:
-    """Swap each layer alone, measure the loss, and restore the original.
+    """The losses of a model with each layer swapped alone, after which the original is restored.
 
     Args:
-        model: not swapped; unchanged afterwards.
-        rule: of the new layers.
-        rows: packed rows of text, as ``deltazoo.training.tokens.pack_in_order`` makes them.
-        rows_at_once: rows in one forward pass.
+        model: a model that is not swapped; it is unchanged afterwards.
+        rule: rule of the new layers.
+        rows: packed rows of text, see ``deltazoo.training.tokens.pack_in_order``.
+        rows_at_once: rows of a forward pass.
         options: further options of ``swap_attention``, such as ``init``.
 
     Raises:
@@ -330,8 +330,8 @@ def rank_layers(
 def run_harness(arguments: Sequence[str]) -> None:
     """Run the command `lm_eval` with these arguments, and a model type `deltazoo` that runs on our operators.
 
-    `--model deltazoo` is `--model hf` whose delta-rule layers of transformers are accelerated. It raises ValueError for
-    a model without a delta-rule layer, and on scoring FloatingPointError if logits hold NaN.
+    `--model deltazoo` is `--model hf` whose delta-rule layers of transformers are accelerated. A model without a
+    delta-rule layer raises ValueError, and NaN in logits raises FloatingPointError.
     """
     from lm_eval.__main__ import cli_evaluate
 
@@ -342,7 +342,7 @@ def run_harness(arguments: Sequence[str]) -> None:
 
 @cache
 def _register_harness_model() -> None:
-    """Make the harness know `--model deltazoo`; it takes a name once."""
+    """Register `--model deltazoo` with the harness, which takes a name once."""
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 
@@ -350,12 +350,12 @@ def _register_harness_model() -> None:
     class DeltazooLM(HFLM):
         def _create_model(self, *args: Any, **kwargs: Any) -> None:
             super()._create_model(*args, **kwargs)
-            if not delta_rule_layers(self.model):  # ours and swapped ones need no more
+            if not delta_rule_layers(self.model):  # our and swapped layers need no acceleration
                 accelerate(self.model)
 
         def _model_call(self, *args: Any, **kwargs: Any) -> Any:
             logits = super()._model_call(*args, **kwargs)
-            if bool(logits.isnan().any()):  # the harness would compare it, and average it
+            if bool(logits.isnan().any()):  # the harness would compare and average NaN
                 raise FloatingPointError(
                     "the model computed NaN: deltazoo diagnose says in which module it comes first"
                 )

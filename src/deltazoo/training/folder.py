@@ -1,6 +1,6 @@
-"""The folder of a run: held by one process, checked before it begins or resumes, its files written whole or not at all.
+"""The folder of a run: one process holds it, it is checked before a run, and its files are written whole or not at all.
 
-Imports no torch, so that commands can check the folder at once.
+This module imports no torch, so that commands can check the folder at once.
 """
 
 import errno
@@ -39,7 +39,7 @@ RESULT, SCORES, SWAP, LOSS_PICTURE = "result.json", "scores.json", "swap.json", 
 _TEXT, _LOCK = "text.json", ".lock"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = ".unfinished-"
-# What a run writes before its first checkpoint, and the picture at its end.
+# Names of the files that a run writes before its first checkpoint, and of the picture at its end.
 _OF_A_TRAINING = (RUN_CONFIG, _TEXT, "tokenizer", LOSS_PICTURE)
 _OF_A_DISTILLATION = (RUN_CONFIG, _TEXT, SWAP, SCORES, LOSS_PICTURE)
 # Keys that a resumed run may change: they do not affect the losses of earlier steps.
@@ -47,7 +47,7 @@ _FREE_TO_CHANGE = {"output", "training.steps", "training.save_every", "training.
 _FREE_TO_CHANGE |= {"training.evaluate_every", "training.evaluation_rows"}
 _FREE_TO_CHANGE |= {"training.rows_per_batch", "training.context_parallel", "training.fully_shard"}
 _DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# safetensors, tokenizers, torch and datasets raise errors of their own, with the system's words or these.
+# safetensors, tokenizers, torch and datasets raise errors of their own, in the system's words or in these.
 _SAYS_FULL = re.compile("|".join([*map(os.strerror, _DISK_IS_FULL), "file write failed", "unexpected pos"]))
 
 
@@ -57,10 +57,10 @@ class SaveError(OSError):
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Make the folder of a run and hold it; the operating system lets go of it however the process ends.
+    """A context that makes the folder of a run and holds it; the operating system releases it when the process ends.
 
-    Of several processes of a run the first one holds it. A folder in which nothing was written is removed again. A full
-    disk is one sentence, whatever library noticed it.
+    Of several processes of a run the first holds it. A folder in which nothing was written is removed again. A full
+    disk gives one sentence, whichever library noticed it.
 
     Raises:
         ValueError: another process holds it, or nothing can be written there.
@@ -74,7 +74,7 @@ def held(folder: Path) -> Iterator[None]:
         raise ValueError(f"cannot write into {folder}: {error.strerror}") from error
     try:
         yield
-    except BaseException as error:  # as that of torch's sharded checkpoints is
+    except BaseException as error:  # the error of torch's sharded checkpoints is one
         said = _full_disk(error)
         if said is None:
             raise
@@ -89,7 +89,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def _lock(folder: Path, flags: int = 0) -> int | None:
-    """A file descriptor that holds the folder; None where nothing is to be held.
+    """A file descriptor that holds the folder; None where there is nothing to hold.
 
     Raises:
         ValueError: another process holds it.
@@ -103,12 +103,12 @@ def _lock(folder: Path, flags: int = 0) -> int | None:
         os.close(descriptor)
         raise ValueError(f"another process trains in {folder}: wait for its end, or choose another output") from error
     except OSError:
-        pass  # a file system without locks
+        pass  # the file system has no locks
     return descriptor
 
 
 def _full_disk(error: BaseException | None) -> str | None:
-    """The words in which an error, or what caused it, says that the disk took no more; None: it is something else."""
+    """The words in which an error, or its cause, says that the disk is full; None: it is another error."""
     while error is not None:
         if isinstance(error, SaveError):
             return None
@@ -127,13 +127,13 @@ def _what_is_left(folder: Path) -> str:
 
 
 def check_run(config: Any, resume: bool) -> None:
-    """Check that the folder is free for a new run, or holds this run to resume; writes nothing.
+    """Check, without writing, that the folder is free for a new run, or holds this run to resume.
 
-    A folder is free if no checkpoint and no result was saved in it, and nothing that the run would replace is there but
-    what a run began with.
+    A folder is free if no checkpoint and no result was saved in it, and it has no file that the run would replace
+    except those with which a run began.
 
     Args:
-        config: of the run, a `RunConfig` or a `Recipe`.
+        config: configuration of the run, a `RunConfig` or a `Recipe`.
         resume: whether the folder must hold the run already.
 
     Raises:
@@ -143,7 +143,7 @@ def check_run(config: Any, resume: bool) -> None:
     """
     folder, stages = Path(config.output), STAGES if isinstance(config, Recipe) else ()
     lock = _lock(folder)
-    if lock is not None:  # left by a run that was killed
+    if lock is not None:  # a killed run may have left it
         os.close(lock)
     written, saved = folder / RUN_CONFIG, has_saved(folder, stages)
     if not resume:
@@ -197,7 +197,7 @@ def begin_run(config: Any, folder: Path, corpus: Corpus) -> None:
 
 
 def refuse_other_text(corpus: Corpus, folder: Path, data: DataConfig) -> None:
-    """Raise ValueError unless the text is the one that the run began with.
+    """Raise ValueError unless the text is the one with which the run began.
 
     Another Python version, for example, has another standard library. Of a stream only the beginning is known, and the
     Hub may change its order.
@@ -223,7 +223,7 @@ def latest_checkpoint(folder: Path, steps: int) -> Path:
     """The checkpoint from which a run of ``steps`` steps resumes.
 
     Raises:
-        ValueError: none is left, or it is further than that.
+        ValueError: no checkpoint is left, or the latest is beyond ``steps``.
     """
     found = checkpoints(folder)
     if not found:
@@ -264,7 +264,7 @@ def _damage(checkpoint: Path) -> str | None:
         if not any(checkpoint.glob(needed)):
             return f"{checkpoint} holds no {needed}"
     for path in sorted(checkpoint.iterdir()):
-        if path.suffix in (".pt", ".pth") and not zipfile.is_zipfile(path):  # what torch.save writes
+        if path.suffix in (".pt", ".pth") and not zipfile.is_zipfile(path):  # torch.save writes zip files
             return f"{path} is damaged or incomplete"
         try:
             if path.suffix == ".safetensors":
@@ -279,22 +279,22 @@ def _damage(checkpoint: Path) -> str | None:
 
 @contextmanager
 def whole_or_not_at_all(target: Path) -> Iterator[Path]:
-    """Yield a temporary path for the block to write a folder to; the folder replaces ``target`` when it is complete.
+    """A context with a temporary path for a folder, which replaces ``target`` when it is complete.
 
-    A process killed inside the block leaves only a folder named ``.unfinished-...``, which the next attempt removes.
+    A process killed inside the context leaves only a folder named ``.unfinished-...``, which the next attempt removes.
     An existing ``target`` stays until the new one is complete on disk.
     """
     staging = unfinished(target)
     replaced = target.with_name(f"{_UNFINISHED}old-{target.name}")
     if replaced.exists() and not target.exists():
-        replaced.rename(target)  # killed between the two renames below: the old folder is complete
+        replaced.rename(target)  # after a kill between the two renames below the old folder is complete
     shutil.rmtree(staging.parent, ignore_errors=True)
     try:
         staging.parent.mkdir(parents=True)
         yield staging
         for path in filter(Path.is_file, staging.rglob("*")):
             with path.open("rb") as file:
-                os.fsync(file.fileno())  # or a power cut might leave a renamed folder whose files have no contents
+                os.fsync(file.fileno())  # without it a power cut might leave a renamed folder of empty files
     except BaseException:
         shutil.rmtree(staging.parent, ignore_errors=True)
         raise

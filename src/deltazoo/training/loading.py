@@ -1,6 +1,6 @@
-"""A name looked up: a configuration that comes with the project, a run, a model here or on the Hub, which is loaded.
+"""Names of configurations, runs and models, here or on the Hub: their files are found, and models loaded.
 
-Imports torch only to load a model.
+This module imports torch only to load a model.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parents[1] / "configs"
 
-# What the names of configurations say.
+# Parts of the names of configurations.
 _RECIPE = "swap_"  # a recipe to train a swapped model
-_FOR_CPUS = "_cpu"  # the comments of all others name GPUs
+_FOR_CPUS = "_cpu"  # the comments in all other files name GPUs
 _PAPER, _HYBRID = "paper_", "hybrid_"  # models in the shape of a paper, which a rule brings along
-_EARLIER = re.compile(r"(neg_(?=kda))?(\w+?)(_hybrid)?_(340m|1\.3b)")  # when there was one for every rule
+_EARLIER = re.compile(r"(neg_(?=kda))?(\w+?)(_hybrid)?_(340m|1\.3b)")  # names with a rule in them
 
 
 def presets(*, recipes: bool = False) -> dict[str, Path]:
@@ -37,10 +37,10 @@ def presets(*, recipes: bool = False) -> dict[str, Path]:
 
 
 def find_config(name: str, *, recipes: bool = False) -> Path:
-    """The file that ``name`` means: a path, the folder of a run, or a configuration that ships with the project.
+    """The configuration file of a name: a path, the folder of a run, or a configuration that comes with the project.
 
     Raises:
-        ValueError: nothing of that name; the message names the nearest.
+        ValueError: there is no such name; the message has the nearest.
     """
     path = Path(name)
     if path.is_file():
@@ -71,7 +71,7 @@ def nearest_run(path: Path) -> str:
 
 
 def _successor(name: str) -> str | None:
-    """The command that trains what a preset of that name trained; None: there was no such preset."""
+    """The command in place of a former preset; None: there was no such preset."""
     found = _EARLIER.fullmatch(name)
     if found is None:
         return None
@@ -85,16 +85,16 @@ def _successor(name: str) -> str | None:
 
 
 def is_for_gpus(name: str) -> bool:
-    """Whether a name or path, as for `find_config`, means a training configuration of the project that is for GPUs."""
+    """Whether a name or path for `find_config` is that of a training configuration of the project for GPUs."""
     path = find_config(name).resolve()
     return path in presets().values() and not path.stem.endswith(_FOR_CPUS)
 
 
 def rule_overrides(config: Path, rule: str) -> list[str]:
-    """Overrides, as of `load_config`, that train a rule by a configuration.
+    """Overrides for `load_config` that change the rule of a configuration.
 
-    A preset of a paper's size gets the shape and the learning rate of the rule's own paper, and a preset writes into a
-    folder of its own for each rule.
+    A preset of a paper's size gets the shape and the learning rate of the rule's own paper, and a preset writes into
+    another folder for each rule.
 
     Raises:
         ValueError: no such rule, or a configuration of a model of transformers.
@@ -118,7 +118,7 @@ def rule_overrides(config: Path, rule: str) -> list[str]:
 
 
 def paper_shape(spec: RuleSpec, hidden_size: int = 1024) -> dict[str, Any]:
-    """`RuleSpec.paper_shape` with its defaults, for a model of that width."""
+    """`RuleSpec.paper_shape` with its defaults, for a model of width `hidden_size`."""
     usual = {"head_dim": spec.head_dim, "expand_v": spec.expand_v, "num_heads": 1024 // spec.head_dim}
     shape = {**usual, "num_hidden_layers": 24, **spec.paper_shape}
     return {**shape, "num_heads": shape["num_heads"] * hidden_size // 1024}
@@ -141,13 +141,13 @@ def resolve_checkpoint(path: str) -> str:
 
 
 def training_config_of(path: str) -> RunConfig | None:
-    """The configuration that a model was trained with by deltazoo; None for any other model."""
+    """The configuration with which deltazoo trained a model; None for any other model."""
     written = Path(resolve_checkpoint(path)) / MODEL_CONFIG
     return load_config(written) if written.is_file() else None
 
 
 def check_on_hub(name: str, kind: Literal["model", "dataset"]) -> None:
-    """Return if ``name`` is on the Hub or in this machine's cache of it.
+    """Raise ValueError unless ``name`` is on the Hub or in this machine's cache of the Hub.
 
     transformers and datasets ask the Hub for every file up to six times, so without this check a mistyped local path
     takes half a minute per file until it is refused.
@@ -175,7 +175,7 @@ def check_on_hub(name: str, kind: Literal["model", "dataset"]) -> None:
             f"{missing}, and the Hub has no {kind} of that name (or your token does not see it)"
         ) from error
     except HfHubHTTPError:
-        return  # an error of the Hub's server: loading will ask again
+        return  # an error of the Hub's server: loading asks again
     except Exception as error:  # types of the HTTP library, which differ between versions of huggingface_hub
         raise ValueError(f"{missing}, and the Hub cannot be asked for it: {error}") from error
 
@@ -204,12 +204,12 @@ def check_device(name: str) -> None:
 def load_checkpoint(
     path: str, device: str | None = None, dtype: torch.dtype | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, ready for inference, and its tokenizer; one of transformers' delta-rule models is accelerated.
+    """A model, ready for inference, and its tokenizer; transformers' own delta-rule models are accelerated.
 
     Args:
         path: see `resolve_checkpoint`.
-        device: such as ``cuda:0`` or ``cpu``; by default the first GPU if there is one.
-        dtype: of the weights; by default the one they are saved in.
+        device: device such as ``cuda:0`` or ``cpu``; by default the first GPU if there is one.
+        dtype: dtype of the weights; by default the saved one.
 
     Raises:
         ValueError: no checkpoint or tokenizer, damaged files, missing weights, a tokenizer of another model.
@@ -236,7 +236,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def load_model(path: str, device: str | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Load the model alone; arguments and errors as for `load_checkpoint`."""
+    """The model alone; see `load_checkpoint` for arguments and errors."""
     path = resolve_checkpoint(path)
 
     import torch

@@ -21,7 +21,7 @@ _LOSSES = {
 
 
 def curves(log_history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """``(step, loss in nats per token)`` pairs of both losses from the Trainer's log history."""
+    """Pairs ``(step, loss in nats per token)`` of both losses in the Trainer's log history."""
     return {
         name: [(int(entry["step"]), float(entry[key])) for entry in log_history if key in entry]
         for name, key in (("training", "loss"), ("validation", "eval_loss"))
@@ -29,12 +29,12 @@ def curves(log_history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, f
 
 
 def draw_loss_curve(log_history: Sequence[dict[str, Any]], path: str | Path, title: str, tokens_per_step: int) -> Path:
-    """Draw both losses of a run as a PNG.
+    """Path of a PNG with both losses of a run, which is drawn.
 
     Args:
         log_history: the Trainer's log history.
-        path: where the PNG goes.
-        title: above the picture.
+        path: path of the PNG.
+        title: title of the picture.
         tokens_per_step: tokens per optimizer step, for the upper axis.
 
     Raises:
@@ -61,17 +61,17 @@ def draw_loss_curve(log_history: Sequence[dict[str, Any]], path: str | Path, tit
 def draw_distillation(
     path: Path, histories: Mapping[str, Sequence[Mapping[str, Any]]], scores: Mapping[str, float], title: str
 ) -> Path:
-    """One panel per stage: its own loss on the left axis, held-out bits per byte of the whole model on the right.
+    """Path of a PNG with a panel per stage: its loss on the left axis, held-out bits per byte on the right.
 
     Args:
-        path: where the PNG goes.
-        histories: stage -> the Trainer's log history, in the order of the stages.
+        path: path of the PNG.
+        histories: the Trainer's log history by stage, in the order of the stages.
         scores: bits per byte of all held-out rows, for ``original``, ``transfer`` and each stage. The Trainer's
             history has those of some rows, which may differ slightly.
-        title: above the plot.
+        title: title of the picture.
     """
     count = len(histories)
-    columns = min(5, 2 * count - 1)  # of the legend, which is as wide as three panels in one line
+    columns = min(5, 2 * count - 1)  # columns of the legend, which in one line is as wide as three panels
     figure, panels = new_figure(count, width=_PANEL * count, height=3.9 + 0.3 * math.ceil(5 / columns))
     rights = [axis.twinx() for axis in panels]
     for axis, right, (stage, history) in zip(panels, rights, histories.items(), strict=True):
@@ -79,7 +79,7 @@ def draw_distillation(
         bits = [(entry["step"], entry["eval_bits_per_byte"]) for entry in history if "eval_bits_per_byte" in entry]
         axis.plot(*zip(*losses, strict=True), color=BLUE, linewidth=1.5, label="the stage's loss (left)")
         right.plot(*zip(*bits, strict=True), "o--", color=ORANGE, markersize=4, label="held-out, some rows (right)")
-        star = {"color": ORANGE, "markersize": 13, "clip_on": False}  # whole, also on the edge
+        star = {"color": ORANGE, "markersize": 13, "clip_on": False}  # drawn whole, also on the edge
         right.plot(losses[-1][0], scores[stage], "*", label="held-out, all rows (right)", **star)
         right.axhline(scores["original"], color=BLACK, linestyle=":", label="original, all rows (right)")
         right.axhline(scores["transfer"], color=GREY, linestyle="-.", label="after transfer, all rows (right)")

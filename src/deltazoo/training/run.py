@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from deltazoo.compat.transformers.new_model import build_native_model, refuse_replaced_tokenizer, refuse_unrunnable
-from deltazoo.models import DeltaRuleConfig  # registers our model types with the Auto classes, too
+from deltazoo.models import DeltaRuleConfig  # the import also registers our model types with the Auto classes
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import get_rule
 from deltazoo.training.config import RunConfig
@@ -54,8 +54,8 @@ class TrainingResult:
         tokens_per_second: training tokens over ``seconds``.
         device: name of the device.
         precision: ``bf16`` or ``fp32``.
-        passes: how often the training text was read; None for a stream.
-        finished_before: whether the run was finished already, and nothing was trained.
+        passes: number of times that the training text was read; None for a stream.
+        finished_before: whether the run was finished before, so that nothing was trained.
     """
 
     model_path: Path
@@ -72,15 +72,15 @@ class TrainingResult:
 
 
 def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
-    """Train a model from scratch, or resume from the latest checkpoint in the run's folder.
+    """The result of training a model from scratch, or from the latest checkpoint in the run's folder.
 
-    A resumed run has the losses that the uninterrupted run would have had. With more ``training.steps`` than before it
-    continues past its former end, with the learning rates of a run of that many steps. A finished run is not trained
-    again; its result is returned. Nothing is written before the configuration, the text and the model are checked.
+    A resumed run has the losses of an uninterrupted run. With more ``training.steps`` than before it continues past its
+    former end, with the learning rates of a run of so many steps. A finished run is not trained again; its result is
+    returned. Nothing is written before the configuration, the text and the model are checked.
 
     Args:
-        config: what to train.
-        resume: continue the run in ``config.output``.
+        config: configuration of the run.
+        resume: whether to continue the run in ``config.output``.
 
     Raises:
         ValueError: another process trains there; the folder holds a run and ``resume`` is false, or no checkpoint and
@@ -112,7 +112,7 @@ def _train(config: RunConfig, folder: Path, resume: bool) -> TrainingResult:
     if stored is not None and finished and stored.model_path.is_dir():
         return stored
     latest = latest_checkpoint(folder, steps) if resume else None
-    processes.wait_for_everyone()  # all have checked the folder before one writes into it
+    processes.wait_for_everyone()  # all processes check the folder before one writes into it
     with processes.main_process_first():
         tokenizer = _tokenizer(config, corpus, folder, resume or not processes.is_main_process)
     text = TokenizedText(source, config.data, corpus, tokenizer)
@@ -124,7 +124,7 @@ def _train(config: RunConfig, folder: Path, resume: bool) -> TrainingResult:
     else:
         tokens = config.training.row_length * config.training.rows_of_a_step
         model.config.training_data = f"{corpus.description}; {steps:,} steps of {tokens:,} tokens."
-    # transformers' softmax layers would compare each token with those of all rows in one packed sequence.
+    # In one packed sequence transformers' softmax layers would compare each token with those of all rows.
     side_by_side = native and config.training.context_parallel == 1
     trainer = PackedTrainer(model, config, arguments, text, side_by_side=side_by_side)
     if latest is not None:
@@ -152,9 +152,9 @@ def _stored_result(folder: Path, corpus: Corpus) -> TrainingResult | None:
 
 
 def _as_begun(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]:
-    """The model section, with the revision of the rule that a checkpoint was trained with.
+    """The model section, with the revision of the rule at the time of the checkpoint.
 
-    Files from before there were several name none, and have the first.
+    Files of versions without revisions name none, which means the first.
     """
     if config.architecture is not None or checkpoint is None:
         return config.model
@@ -163,7 +163,7 @@ def _as_begun(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]:
 
 
 def _tokenizer(config: RunConfig, corpus: Corpus, folder: Path, exists: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer in the folder if it ``exists``; else a new one. Begins the run."""
+    """The tokenizer in the folder if it ``exists``; otherwise a new one, which begins the run."""
     if exists:
         if PartialState().is_main_process:
             begin_run(config, folder, corpus)
@@ -178,13 +178,13 @@ def _tokenizer(config: RunConfig, corpus: Corpus, folder: Path, exists: bool) ->
 def build_model(
     section: dict[str, Any], tokenizer: PreTrainedTokenizerBase, runtime: RuntimeOptions | None = None
 ) -> PreTrainedModel:
-    """A new model, its weights drawn from torch's global generator.
+    """A new model, with weights drawn from torch's global generator.
 
     Args:
         section: ``mixer`` and keys of ``DeltaRuleConfig``. A rule with a Hub type of its own gets it, any other
             the model type ``delta_rule``. With ``architecture`` instead, see `build_native_model`.
         tokenizer: gives the vocabulary size and the ids of the special tokens.
-        runtime: how the model runs; by default the model decides.
+        runtime: options that say how the model runs; by default the model decides.
 
     Raises:
         ValueError: an unknown rule or key, a value of the wrong type, or sizes that do not fit together.
@@ -202,7 +202,7 @@ def build_model(
 
 def _own_configuration(section: dict[str, Any], tokens: dict[str, Any]) -> PreTrainedConfig:
     keys = dict(section)
-    # A preset's default ratio may stand beside a width that is set for one run.
+    # A preset's default ratio may stay beside a width that is set for one run.
     usual = (None, DeltaRuleConfig.hidden_ratio)
     if keys.get("intermediate_size") is not None and keys.get("hidden_ratio") not in usual:
         raise ValueError("model.hidden_ratio has no effect beside model.intermediate_size: leave one of them out")

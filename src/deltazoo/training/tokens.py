@@ -25,14 +25,14 @@ from deltazoo.training.loading import check_on_hub
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 IGNORED = -100  # the label that the loss of transformers ignores
-_ENCODE_AT_ONCE = 256  # documents per call: enough for all cores, few enough for a smooth progress bar
+_ENCODE_AT_ONCE = 256  # documents per call, enough for all cores and few enough for a smooth progress bar
 
 Row = list[np.ndarray]
 """Pieces of documents, at most row_length tokens together."""
 
 
 def build_tokenizer(config: TokenizerConfig, texts: Sequence[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer that ``config`` asks for; ``texts`` are the training part.
+    """The tokenizer of a configuration; ``texts`` are the training part.
 
     Raises:
         ValueError: there is no such pretrained tokenizer, or it has no token that can begin a document.
@@ -72,13 +72,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def train_bpe(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE of ``vocab_size`` entries, ``<|bos|>`` and ``<|eos|>`` included.
 
-    A text without so many distinct pairs yields fewer, which one line of output says.
+    A text without so many distinct pairs yields fewer entries, and a line of output says so.
 
     Args:
         texts: the training part, never held-out text.
         vocab_size: at least 259.
     """
-    # The time that a word takes grows with the square of its length; emoji and Chinese stand without spaces.
+    # The time for a word grows with the square of its length, and emoji and Chinese text have no spaces.
     pieces = (piece for text in texts for piece in re.sub(r"\S{1000}(?=\S)", r"\g<0>\0", text).split("\0"))
     with console.status(f"training a tokenizer with {vocab_size} entries"):
         tokenizer = byte_tokenizer().train_new_from_iterator(pieces, vocab_size, show_progress=False)
@@ -106,12 +106,12 @@ def encode_documents(
 
     Args:
         tokenizer: any tokenizer with a BOS or an EOS token.
-        texts: of the documents.
-        description: shown next to the progress bar.
-        with_end: append the tokenizer's EOS token, if it has one, to each document, so that a model learns to stop.
+        texts: texts of the documents.
+        description: text next to the progress bar.
+        with_end: whether to append the tokenizer's EOS token, if it has one, so that a model learns to stop.
 
     Returns:
-        one array per document, uint16 where the vocabulary fits into it, else int32.
+        One array per document, uint16 if the vocabulary fits into it, else int32.
     """
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.int32
     first = [begin_id(tokenizer)]
@@ -128,7 +128,7 @@ def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> l
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         backend = tokenizer.backend_tokenizer
         previous = backend.encode_special_tokens
-        # The spelling of a special token inside a document, as in this file, is ordinary text.
+        # A document that spells a special token, such as this file, is ordinary text.
         backend.encode_special_tokens = True
         try:
             return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -143,10 +143,10 @@ def text_batch(
     """The beginnings of documents as `input_ids` and `attention_mask` `[B, T]`, padded on the right.
 
     Args:
-        tokenizer: of the model.
-        texts: of one document or more.
-        length: tokens of a document at most.
-        max_tokens: no document is added beyond this many tokens in all; the first one is always there.
+        tokenizer: tokenizer of the model.
+        texts: texts of one or more documents.
+        length: most tokens of a document.
+        max_tokens: most tokens in all: no document is added beyond them, except the first.
     """
     rows: list[torch.Tensor] = []
     for text in texts:
@@ -175,7 +175,7 @@ class PackedRows:
         lengths = np.array([len(document) for document in documents], dtype=np.int64)
         self._begins = np.concatenate([[0], np.cumsum(lengths)])
         self._row_length, self._num_rows, self._seed = row_length, num_rows, seed
-        # Rows that are read at about the same time lie in neighbouring epochs and blocks.
+        # Rows that are read at about the same time are in neighbouring epochs and blocks.
         self._epoch = lru_cache(maxsize=3)(self._make_epoch)
         self._block = lru_cache(maxsize=3)(self._make_block)
 
@@ -218,8 +218,8 @@ class PackedRows:
 class StreamedRows:
     """The first ``num_rows`` training rows of a stream, which begins again after its last record.
 
-    A map-style data set whose indices must be read in rising order. ``position_after(n)`` is what a resumed run needs
-    to go on after row ``n`` without reading earlier records again; index 0 is then the row after that.
+    It is a map-style data set whose indices must be read in rising order. A resumed run continues after row ``n`` from
+    ``position_after(n)`` without reading earlier records again; index 0 is then the row after that.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class StreamedRows:
         num_rows: int,
         remembered: int,
     ) -> None:
-        """``remembered``: the number of latest rows whose position is kept; at least those read ahead."""
+        """``remembered``: number of the latest rows whose position is kept, at least those read ahead."""
         self._source, self._data, self._tokenizer, self._row_length = source, data, tokenizer, row_length
         self._num_rows, self._remembered = num_rows, remembered
         self._positions: OrderedDict[int, dict[str, Any]] = OrderedDict()
@@ -244,7 +244,7 @@ class StreamedRows:
         Raises:
             KeyError: that row is not among the latest.
         """
-        while self._read < num_rows:  # by other processes only
+        while self._read < num_rows:  # rows that only other processes read
             self._advance()
         return self._positions[num_rows]
 
@@ -291,7 +291,7 @@ class StreamedRows:
 
 
 def num_tokens(pieces: Iterable[np.ndarray]) -> int:
-    """Tokens of a row, or of pieces that wait for one."""
+    """Number of tokens of a row, or of pieces that wait for one."""
     return sum(map(len, pieces))
 
 
@@ -320,9 +320,9 @@ class TokenizedText:
     """The text of a run for its tokenizer: rows to train on, and the held-out documents.
 
     Attributes:
-        tokenizer: of the run.
+        tokenizer: tokenizer of the run.
         validation: token ids of each held-out document.
-        bytes_per_token: of the held-out text.
+        bytes_per_token: bytes per token of the held-out text.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class TokenizedText:
 
 
 def spread(rows: Sequence[Row], count: int) -> list[Row]:
-    """At most ``count`` of the rows, evenly spread over all of them."""
+    """At most ``count`` of the rows, evenly spread."""
     count = min(count, len(rows))
     return [rows[index * len(rows) // count] for index in range(count)]
 

@@ -1,6 +1,6 @@
-"""The HF Trainer for packed rows: our parameter groups, an exact validation loss, whole checkpoints, a stop on signals.
+"""The HF Trainer for packed rows, with our parameter groups, an exact validation loss, whole checkpoints and signals.
 
-``compute_loss`` makes the loss of a training step, ``_save_checkpoint`` writes what a resumed run needs.
+``compute_loss`` makes the loss of a training step, ``_save_checkpoint`` writes the files that a resumed run needs.
 """
 
 import json
@@ -41,9 +41,9 @@ from deltazoo.training.tokens import (
 )
 
 _STREAM_POSITION = "stream_position.json"
-_PASSED_ON = 2.0  # seconds within which torchrun repeats a signal that the terminal has already sent to its processes
+_PASSED_ON = 2.0  # seconds within which torchrun repeats a signal that the terminal has sent to its processes
 _MUST_BE_FINITE = {"loss": "training loss", "grad_norm": "norm of the gradients", "eval_loss": "held-out loss"}
-"""Entries of Trainer's log. A step whose gradients are NaN leaves NaN in the weights, which the next loss shows."""
+"""Entries of Trainer's log. NaN in the gradients of a step leaves NaN in the weights, which the next loss shows."""
 
 
 class TrainingDiverged(FloatingPointError):
@@ -54,7 +54,7 @@ class TrainingInterrupted(KeyboardInterrupt):
     """A signal ended the training: the first one with a checkpoint, the second at once.
 
     Attributes:
-        signal: its number.
+        signal: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -63,7 +63,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 class PackedTrainer(ShardedTrainer):
-    """Trains on packed rows. Methods that are not overridden here are Trainer's own."""
+    """A Trainer on packed rows. Methods that are not overridden here are Trainer's own."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class PackedTrainer(ShardedTrainer):
         *,
         side_by_side: bool = False,
     ) -> None:
-        """``side_by_side`` keeps the rows of a batch apart, for models that cannot read them as one sequence."""
+        """``side_by_side``: whether rows of a batch stay apart, for models that cannot read them as one sequence."""
         settings = config.training
         self._rows, self._accumulation = settings.divided(arguments.world_size)
-        if settings.fully_shard and arguments.world_size == 1:  # a divided run may go on in one process
+        if settings.fully_shard and arguments.world_size == 1:  # a divided run may continue in one process
             say("training.fully_shard divides nothing in one process: torchrun starts several")
         self.monitor = Monitor(tokens_per_step=settings.rows_of_a_step * settings.row_length)
         self._stop = StopOnSignal()
@@ -109,7 +109,7 @@ class PackedTrainer(ShardedTrainer):
             self.add_callback(DiagnoseCallback(self, batch, settings.diagnose_every))
 
     def run(self, checkpoint: Path | None, model_path: Path) -> dict[str, Any]:
-        """Train from the beginning or from a checkpoint, save the model, and return the figures of the run.
+        """The figures of a run, after training from the beginning or from a checkpoint and saving the model.
 
         Raises:
             ValueError: a file of the checkpoint is damaged or missing.
@@ -139,7 +139,7 @@ class PackedTrainer(ShardedTrainer):
         if checkpoint is not None:
             refuse_damaged(checkpoint)
             reached = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-            if reached.global_step >= self._settings.steps:  # the Trainer's loop would go on with a stream
+            if reached.global_step >= self._settings.steps:  # the Trainer's loop would continue with a stream
                 self.state = reached
                 self._load_from_checkpoint(str(checkpoint))
                 return
@@ -165,10 +165,10 @@ class PackedTrainer(ShardedTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The model's own loss of a batch, as Trainer asks for it, and the experts' load balancing loss as a mean.
+        """The model's loss of a batch, with the experts' load balancing loss as a mean.
 
         Cross-entropies are sums over all tokens of a step, divided by their number. A model that adds its load
-        balancing loss to each would have it as often as there are forward passes.
+        balancing loss to each would add it once per forward pass.
         """
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         balancing = outputs.get("aux_loss")
@@ -199,15 +199,15 @@ class PackedTrainer(ShardedTrainer):
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         best = loss == min(entry["eval_loss"] for entry in self.state.log_history if "eval_loss" in entry)
-        if best and self.state.global_step % self._settings.log_every == 0:  # the training loss has been logged too
+        if best and self.state.global_step % self._settings.log_every == 0:  # the training loss has also been logged
             self.control.should_save = True
         return metrics
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write Trainer's checkpoint, and the position of a stream, whole or not at all.
 
-        It holds model, tokenizer, optimizer, learning rate schedule, random states and the log: all that a resumed run
-        needs to go on bit for bit.
+        It holds model, tokenizer, optimizer, learning rate schedule, random states and the log: everything that a
+        resumed run needs to continue bit for bit.
         """
         target, first = self._folder / f"checkpoint-{self.state.global_step}", self.args.should_save
         with self.monitor.pause():
@@ -236,12 +236,12 @@ class PackedTrainer(ShardedTrainer):
             write_served_names(self._model, Path(output_dir or self._folder))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the weights as users do; Trainer expects parameters' own names, and transformers' models save others."""
+        """Load the weights by `from_pretrained`: Trainer expects parameters' own names, and models may save others."""
         self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(resume_from_checkpoint).state_dict())
 
 
 class Monitor(TrainerCallback):
-    """Show the progress on a terminal and a line per validation; stop a run that computes NaN or infinity.
+    """A callback that shows the progress and a line per validation, and stops a run that computes NaN or infinity.
 
     ``seconds`` and ``steps`` count training only: validation and saving run inside ``pause()``.
     """
@@ -265,13 +265,13 @@ class Monitor(TrainerCallback):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Do not count the time spent inside."""
+        """A context whose time does not count."""
         self._counted, self._began = self.seconds, None
         yield
         self._began = time.perf_counter()
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Start the meter."""
+        """Start the clock."""
         state.compute_steps(args, state.max_steps)  # a loaded checkpoint carries the intervals of the earlier run
         self._began = time.perf_counter()
         if state.is_world_process_zero:
@@ -311,15 +311,15 @@ class Monitor(TrainerCallback):
             )
 
     def stop(self) -> None:
-        """Stop the meter, and show the terminal's cursor again."""
+        """Stop the display, and show the terminal's cursor again."""
         self._counted, self._began = self.seconds, None
         self._progress.stop()
 
 
 class StopOnSignal(TrainerCallback):
-    """Ends the training after the current step, with a checkpoint, on SIGINT or SIGTERM.
+    """A callback that ends the training after the current step, with a checkpoint, on SIGINT or SIGTERM.
 
-    Several processes agree on it at logging steps, which synchronise them anyway.
+    Several processes agree on it at logging steps, at which they wait for each other anyway.
     """
 
     def __init__(self) -> None:
@@ -329,7 +329,7 @@ class StopOnSignal(TrainerCallback):
 
     @contextmanager
     def listening(self, *, several_processes: bool) -> Iterator[None]:
-        """Inside, the first signal is recorded and the second raises; outside Python's main thread nothing happens."""
+        """A context in which the first signal is recorded and the second raises; no effect outside the main thread."""
         self._several = several_processes
         in_main_thread = threading.current_thread() is threading.main_thread()
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if in_main_thread}
@@ -351,7 +351,7 @@ class StopOnSignal(TrainerCallback):
             raise TrainingInterrupted(number)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """After a signal, ask for a log entry, a checkpoint and the end, unless this was the last step."""
+        """Request a log entry, a checkpoint and the end after a signal, unless this was the last step."""
         if self._several:
             if not control.should_log:
                 return
@@ -363,7 +363,7 @@ class StopOnSignal(TrainerCallback):
 
 
 def training_arguments(config: RunConfig) -> TrainingArguments:
-    """The Trainer's arguments, without those that the overrides above make redundant; joins the other processes."""
+    """The Trainer's arguments, except those that the overrides above make redundant; this joins the other processes."""
     settings = config.training
     arguments = TrainingArguments(
         output_dir=config.output,
@@ -372,10 +372,10 @@ def training_arguments(config: RunConfig) -> TrainingArguments:
         warmup_steps=settings.warmup_steps,
         max_grad_norm=settings.max_grad_norm,
         bf16=use_bf16(settings.precision),
-        use_cpu=not torch.accelerator.is_available(),  # otherwise bf16 without an accelerator is refused
+        use_cpu=not torch.accelerator.is_available(),  # otherwise Trainer refuses bf16 without an accelerator
         torch_compile=settings.compile,
         logging_steps=settings.log_every,
-        logging_nan_inf_filter=False,  # it would wait for the device in every step
+        logging_nan_inf_filter=False,  # the filter would wait for the device in every step
         eval_strategy="steps",
         eval_steps=settings.evaluate_every,
         save_strategy="steps",
@@ -401,7 +401,7 @@ def training_arguments(config: RunConfig) -> TrainingArguments:
 
 
 def _schedule(settings: OptimizationConfig) -> dict[str, Any]:
-    """The learning rate schedule among those of transformers."""
+    """Arguments that choose the learning rate schedule among those of transformers."""
     lowest = settings.min_learning_rate_ratio
     if settings.schedule == "cosine":
         return {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": lowest}}
@@ -412,7 +412,7 @@ def _schedule(settings: OptimizationConfig) -> dict[str, Any]:
 
 
 def use_bf16(precision: str) -> bool:
-    """Whether to train under bf16 autocast; ``auto`` does on a GPU that supports it."""
+    """Whether to train under bf16 autocast; ``auto``: on a GPU that supports it."""
     if precision == "auto":
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return precision == "bf16"

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from interpreter import remap_once_per_launch
+from interpreter import quicken_the_interpreter
 from torch import Tensor
 
 from deltazoo.ops.fused import short_conv, short_conv_kernels
@@ -20,13 +20,16 @@ from deltazoo.ops.fused.short_conv_kernels import short_convs
 LENGTHS = (1, 9, 0, 3)
 
 
-def alone(x: Tensor, weight: Tensor, sequence: Tensor | None, cu_seqlens: Tensor | None, head: int) -> Tensor:
-    return short_convs(x, None, None, weight, None, None, None, sequence, cu_seqlens, True, head, True)[0]
+def alone(
+    x: Tensor, weight: Tensor, past: Tensor | None, sequence: Tensor | None, cu_seqlens: Tensor | None, head: int
+) -> Tensor:
+    return short_convs(x, None, None, weight, None, None, past, sequence, cu_seqlens, True, head, True)[0]
 
 
 def results(
-    together: bool, device: str, dtype: torch.dtype, channels: tuple[int, ...], head: int, v_head: int, packed: bool
-) -> list[Tensor]:
+    together: bool, device: str, dtype: torch.dtype, channels: tuple[int, ...], head: int, v_head: int, packed: bool,
+    continued: bool,
+) -> list[Tensor]:  # fmt: skip
     """Outputs, gradients of the inputs, and of the taps, by one call or by three."""
     generator = torch.Generator().manual_seed(0)
     rows, T = (1, sum(LENGTHS)) if packed else (2, 13)
@@ -41,11 +44,15 @@ def results(
         cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     inputs, weights = [draw(rows, T, C) for C in channels], [draw(C, 1, 4) for C in channels]
     heads, packing = (head, head, v_head), (sequence, cu_seqlens)
+    past, pasts = None, [None] * 3
+    if continued:
+        past = draw(len(LENGTHS) if packed else rows, sum(channels), 3).detach()
+        pasts = past.split(channels, 1)
     if together:
-        outputs = short_convs(*inputs, *weights, None, *packing, True, head, v_head == head)
+        outputs = short_convs(*inputs, *weights, past, *packing, True, head, v_head == head)
     else:
-        calls = zip(inputs, weights, heads, strict=True)
-        outputs = [alone(x, weight, *packing, size) for x, weight, size in calls]
+        calls = zip(inputs, weights, pasts, heads, strict=True)
+        outputs = [alone(x, weight, part, *packing, size) for x, weight, part, size in calls]
     gradients = torch.autograd.grad(outputs, [*inputs, *weights], [draw(*y.shape).detach() for y in outputs])
     return [*(y.detach() for y in outputs), *gradients]
 
@@ -63,7 +70,7 @@ def check(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
         ((150, 20, 300), 0, 0),
     ]
     for dtype, (channels, head, v_head), packed in product(dtypes, sizes, (False, True)):
-        options = device, dtype, channels, head, v_head, packed
+        options = device, dtype, channels, head, v_head, packed, channels[2] == 40
         with mock.patch.object(short_conv_kernels, "launch", side_effect=short_conv_kernels.launch) as launch:
             found = results(True, *options)
         assert launch.call_count == 2, options
@@ -81,7 +88,7 @@ def check_apart(device: str) -> None:
     for heads in ((8, 0, 0), (8, 4, 0), (8, 8, 4)):
         found = short_conv.short_convolutions(tuple(x), tuple(taps), head_dims=heads, fused=True)
         for mine, a, weight, head in zip(found, x, taps, heads, strict=True):
-            assert torch.equal(mine, alone(a, weight, None, None, head))
+            assert torch.equal(mine, alone(a, weight, None, None, None, head))
 
 
 def test_interpreted() -> None:
@@ -96,7 +103,7 @@ def test_on_a_gpu() -> None:
 
 
 if __name__ == "__main__":
-    remap_once_per_launch()
+    quicken_the_interpreter()
     check("cpu", (torch.float32,))
     check_apart("cpu")
     x, taps = torch.randn(3, 1, 5, 16, requires_grad=True), torch.randn(3, 16, 4, requires_grad=True)

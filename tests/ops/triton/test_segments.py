@@ -16,11 +16,12 @@ pytest.importorskip("triton")
 CODE = """
 import torch
 import torch.nn.functional as F
-from interpreter import remap_once_per_launch
+from interpreter import quicken_the_interpreter
 from deltazoo.ops import ContextParallel, delta_rule
-from deltazoo.ops.context.product import transition_product
+from deltazoo.ops.context.product import pair_of_two, with_middles
+from deltazoo.ops.context.product import transition_halves, transition_pair, transition_product
 
-remap_once_per_launch()
+quicken_the_interpreter()
 
 def inputs(tokens, steps, decay, erase):
     torch.manual_seed(0)
@@ -53,6 +54,16 @@ for K, X in ((16, 16), (24, 40), (96, 16)):
         expected = (a.mT if transposed else a) @ b
         torch.testing.assert_close(transition_product(a, b, None, transposed), expected, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(transition_product(a, b, c, transposed), expected + c, rtol=1e-5, atol=1e-4)
+        found = transition_halves(a, b, c, transposed)
+        torch.testing.assert_close(found, with_middles(a, b, c, transposed), rtol=1e-5, atol=1e-4)
+
+    pairs = torch.randn(6, 2, K, K + X)
+    halves = [x for half in (pairs[::2], pairs[1::2]) for x in (half[..., :K], half[..., K:])]
+    found = transition_pair(*halves)
+    torch.testing.assert_close(found, pair_of_two(*halves), rtol=1e-5, atol=1e-4)
+    earlier_M, earlier_X, M, X = halves
+    assert torch.equal(found[..., :K], transition_product(M, earlier_M, None, False))
+    assert torch.equal(found[..., K:], transition_product(M, earlier_X, X, False))
 """
 
 

@@ -3,7 +3,7 @@
     from deltazoo.compat.fla import chunk_gated_delta_rule  # was: from fla.ops.gated_delta_rule import ...
 
 Arguments, their meanings and the results are those of flash-linear-attention 0.6; modules have its parameters' names.
-docs/coming_from_fla.md lists what differs. The package `fla` is not needed, imported or replaced.
+docs/other_libraries.md lists what differs. The package `fla` is not needed, imported or replaced.
 """
 
 from deltazoo.compat.fla.functions import (

@@ -1,6 +1,6 @@
 """Checkpoints of fla-hub, old and new, as models of ours.
 
-The parameter names of today's fla-hub checkpoints are ours, so the Auto classes load them. Older ones have other names:
+Today's fla-hub checkpoints have our parameter names, so the Auto classes load them. Older ones have other names:
 `load_fla_checkpoint` reads both.
 """
 
@@ -31,11 +31,11 @@ _SHOWN = 5
 def load_fla_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausalLM:
     """A causal language model from an fla-hub checkpoint of any age, even while fla's classes own the Auto classes.
 
-    Checkpoints in today's names need no more than `from_pretrained`. What `save_pretrained` writes carries those names.
+    For checkpoints with today's names `from_pretrained` is enough. `save_pretrained` writes today's names.
 
     Args:
         path: a directory with `config.json` and safetensors files.
-        kwargs: for `from_pretrained`, such as `dtype`.
+        kwargs: arguments of `from_pretrained`, such as `dtype`.
 
     Raises:
         ValueError: the directory holds no safetensors files, or a model type that is not ours; a file of its index or a
@@ -69,7 +69,7 @@ def model_of_weights(
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Files that the index names; all if there is none, or one file of all weights beside an older index."""
+    """The files that the index names; all files without an index, or with an older one beside a file of all weights."""
     index = path / "model.safetensors.index.json"
     if not index.is_file() or (path / "model.safetensors").is_file():
         return sorted(path.glob("*.safetensors"))
@@ -90,11 +90,11 @@ _GATE_AND_UP = re.compile(r"\.mlp\.gate_proj\.weight$")
 
 
 def modernize_state_dict(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of an older fla-hub checkpoint under the names of today; those of a current one pass unchanged.
+    """The parameters of an older fla-hub checkpoint under the names of today; those of a current one stay.
 
     Older ones call the output norm `norm`, keep the MLP's gate and up projections in one matrix, carry a parameter `D`
-    that nothing read (Comba's, beside `decay`, is another), give `A_log` axes of length one, and name the two halves of
-    a low-rank projection `*_a`, `*_b`. GLA models made with `fuse_norm=False` call the output norm `g_norm`.
+    that nothing reads (Comba's, beside `decay`, is another), give `A_log` axes of length one, and name the two halves
+    of a low-rank projection `*_a`, `*_b`. GLA models made with `fuse_norm=False` call the output norm `g_norm`.
     """
     modern: dict[str, Tensor] = {}
     for name, x in state.items():
@@ -116,8 +116,8 @@ def refuse_missing_weights(missing: Collection[str], path: str | Path) -> None:
     """Raise ValueError if weights are missing.
 
     Args:
-        missing: `missing_keys` of transformers' loading info, which leaves out tied weights.
-        path: of the checkpoint.
+        missing: `missing_keys` of transformers' loading info, in which tied weights are left out.
+        path: path of the checkpoint.
     """
     if missing:
         names = sorted(missing)

@@ -1,6 +1,6 @@
 """The rules' functions of flash-linear-attention: `chunk_*` and `fused_recurrent_*` of DeltaNet, Gated DeltaNet, KDA.
 
-Ours choose the way to compute by themselves, so the two forms of a rule give the same results, and both have gradients.
+The operator chooses how to compute, so both forms of a rule give the same results, and both have gradients.
 """
 
 import warnings
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _HINTS = ("chunk_size", "chunk_indices", "cu_seqlens_cpu", "safe_gate", "disable_recompute")
-"""Options that choose how flash-linear-attention computes and do not change what; ours needs none of them."""
+"""Options by which flash-linear-attention chooses how to compute; they change no result, and we ignore them."""
 
 
 def chunk_delta_rule(
@@ -44,14 +44,14 @@ def chunk_delta_rule(
     cu_seqlens_cpu: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The delta rule without decay (DeltaNet), as `deltazoo.delta_rule` computes it.
+    """The delta rule without decay (DeltaNet), computed by `deltazoo.delta_rule`.
 
     Args:
         q, k: `[B, T, H, K]`.
         v: `[B, T, H, V]`.
-        beta: `[B, T, H]`, the step size itself, after its sigmoid.
+        beta: `[B, T, H]`, the step size, after its sigmoid.
         initial_state: `[N, H, K, V]`.
-        scale, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu: as of `chunk_gated_delta_rule`.
+        scale, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu: see `chunk_gated_delta_rule`.
         kwargs: hints of flash-linear-attention, and `head_first=False`.
 
     Returns:
@@ -71,10 +71,10 @@ def fused_recurrent_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_delta_rule`; one token after a state, without gradients, is computed by `deltazoo.delta_rule_step`.
+    """`chunk_delta_rule`; `deltazoo.delta_rule_step` computes one token after a state without gradients.
 
     Args:
-        q, k, v, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens: as `chunk_delta_rule`.
+        q, k, v, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens: see `chunk_delta_rule`.
         beta: `[B, T, H]`; ones unless given.
 
     Raises:
@@ -102,25 +102,25 @@ def chunk_gated_delta_rule(
     cp_context: object = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The delta rule with one decay per head (Gated DeltaNet), as `deltazoo.delta_rule` computes it.
+    """The delta rule with one decay per head (Gated DeltaNet), computed by `deltazoo.delta_rule`.
 
     Args:
         q, k: `[B, T, H, K]`.
         v: `[B, T, HV, V]`, HV a multiple of H.
-        g: `[B, T, HV]`, log-decay, natural logarithm, at most 0. With `use_gate_in_kernel` what the gate reads.
-        beta: `[B, T, HV]`, the step size; with `use_beta_sigmoid_in_kernel` what the sigmoid reads.
+        g: `[B, T, HV]`, log-decay, natural logarithm, at most 0. With `use_gate_in_kernel` the input of the gate.
+        beta: `[B, T, HV]`, the step size; with `use_beta_sigmoid_in_kernel` the input of the sigmoid.
         scale: factor on q, `K ** -0.5` unless given.
         initial_state: `[N, HV, K, V]`; N = B, or the number of packed sequences.
-        output_final_state: return the final state; otherwise None is returned in its place.
-        use_qk_l2norm_in_kernel: first `l2norm` q and k.
+        output_final_state: whether to return the final state; otherwise None stands in its place.
+        use_qk_l2norm_in_kernel: whether `l2norm` acts on q and k first.
         use_beta_sigmoid_in_kernel: the step size is `sigmoid(beta)`.
         allow_neg_eigval: the step size is `2 * sigmoid(beta)`; needs `use_beta_sigmoid_in_kernel`.
         state_v_first: the initial and the final state are `[N, HV, V, K]`.
         cu_seqlens: `[N + 1]`, boundaries of sequences packed along T, with B = 1.
-        cu_seqlens_cpu, chunk_indices: of the same boundaries. Like `chunk_size` hints that change no result.
+        cu_seqlens_cpu, chunk_indices: further forms of the boundaries; like `chunk_size` hints that change no result.
         cp_context: None.
         kwargs: `use_gate_in_kernel=True` with `A_log` `[HV]` and, if wanted, `dt_bias` `[HV]`: the log-decay is
-            `-exp(A_log) * softplus(g + dt_bias)`; without it they are not read. Also hints, `head_first=False`, and
+            `-exp(A_log) * softplus(g + dt_bias)`; without it they are not read. Further hints, `head_first=False`, and
             `transpose_state_layout`, the old name of `state_v_first`.
 
     Returns:
@@ -154,9 +154,9 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_gated_delta_rule`; one token after a state, without gradients, is computed by `deltazoo.delta_rule_step`.
+    """`chunk_gated_delta_rule`; `deltazoo.delta_rule_step` computes one token after a state without gradients.
 
-    Arguments as there, and:
+    Arguments are those of `chunk_gated_delta_rule` and:
 
     Args:
         g: `[B, T, HV]`; no decay per head unless given.
@@ -195,9 +195,9 @@ def chunk_kda(
     max_num_seqs: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The delta rule with one decay per key channel (Kimi Delta Attention), as `deltazoo.delta_rule` computes it.
+    """The delta rule with one decay per key channel (Kimi Delta Attention), computed by `deltazoo.delta_rule`.
 
-    Arguments as in `chunk_gated_delta_rule`, and:
+    Arguments are those of `chunk_gated_delta_rule` and:
 
     Args:
         g: `[B, T, HV, K]`.
@@ -207,7 +207,7 @@ def chunk_kda(
             where `A_log` may be left out.
         safe_gate, disable_recompute: hints that change no result.
         return_intermediate_states, use_graph: False.
-        max_num_seqs: read with `use_graph` alone.
+        max_num_seqs: only read with `use_graph`.
 
     Raises:
         NotImplementedError: `cp_context`, `return_intermediate_states` or `use_graph`.
@@ -235,9 +235,9 @@ def fused_recurrent_kda(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_kda`; one token after a state, without gradients, is computed by `deltazoo.delta_rule_step`.
+    """`chunk_kda`; `deltazoo.delta_rule_step` computes one token after a state without gradients.
 
-    Arguments as there; `A_log` and `dt_bias` are read with `use_gate_in_kernel` alone.
+    Arguments are those of `chunk_kda`; `A_log` and `dt_bias` are only read with `use_gate_in_kernel`.
 
     Raises:
         NotImplementedError: a step size per value channel.
@@ -257,12 +257,12 @@ _WIDTH_ONE = (
 def _compute(
     function: str, arguments: dict[str, Any], *, further: tuple[str, ...] = ()
 ) -> tuple[Tensor, Tensor | None]:
-    """Output and final state of one of the functions: an option has the same meaning in all that have it.
+    """Output and final state of one of the functions; an option means the same in all functions that have it.
 
     Args:
-        function: its name, for messages.
-        arguments: all of its arguments by name.
-        further: options that it takes among its `kwargs`, besides those that all take.
+        function: name of the function, for messages.
+        arguments: all its arguments by name.
+        further: options that it takes among its `kwargs`, besides those that all functions take.
     """
     given, others = dict(arguments), dict(arguments.get("kwargs", {}))
     given |= {name: others.pop(name, None) for name in further}
@@ -305,7 +305,7 @@ def _compute(
 
 
 def _refuse_options(function: str, given: dict[str, Any]) -> None:
-    """Raise for what flash-linear-attention computes with some options and we do not."""
+    """Raise for options with which flash-linear-attention computes something that we do not."""
     if given.get("gv") is not None:
         raise NotImplementedError(f"{function} has no decay per value channel (gv): {_WIDTH_ONE}")
     if given.get("return_intermediate_states"):
@@ -323,7 +323,7 @@ def _refuse_options(function: str, given: dict[str, Any]) -> None:
 
 
 def _step_size(function: str, beta: Tensor | None, v: Tensor) -> Tensor:
-    """`[B, T, HV]`, ones for None."""
+    """The step size `[B, T, HV]`, ones for None."""
     if beta is None:
         return v.new_ones(v.shape[:3], dtype=torch.float32)
     if beta.shape == v.shape:
@@ -344,7 +344,7 @@ def _activated_step(beta: Tensor, use_sigmoid: bool, allow_neg_eigval: bool) -> 
 
 
 def _log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None) -> Tensor:
-    """The log-decay of a gate, float32 (float64 stays), of `A_log` and `dt_bias` of any shape with as many elements."""
+    """The log-decay of a gate, float32 (float64 stays); `A_log` and `dt_bias` may have any shape of that size."""
     if A_log is None:
         if lower_bound is None:
             raise ValueError("use_gate_in_kernel=True needs A_log, the logarithm of the decay rate of each value head")
@@ -376,7 +376,7 @@ _OTHER_DECAY = {
 
 
 def _take_state_layout(function: str, state_v_first: bool, options: dict[str, Any]) -> bool:
-    """`state_v_first` as given, or under its old name in the further keyword arguments; others are refused."""
+    """The value of `state_v_first`, given by its name or its old name; other further arguments are refused."""
     options = {name: value for name, value in options.items() if name not in _HINTS}
     if options.pop("head_first", False):
         raise ValueError(

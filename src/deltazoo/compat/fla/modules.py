@@ -1,7 +1,7 @@
-"""The modules of flash-linear-attention around a rule, with its constructors, parameters and results.
+"""The modules of flash-linear-attention around a rule, with the constructors, parameters and results of the originals.
 
-They are norms and the short causal convolution, both also as functions. The convolution's state holds the last W
-inputs, one more than it reads, where ours holds W - 1.
+They are norms and the short causal convolution; each also exists as a function. The convolution's state holds the last
+W inputs, one more than it reads, where our own layer holds W - 1.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ __all__ = [
 _ACTIVATIONS = ("silu", "swish")
 _BACKENDS = ("triton", "cuda", "mix")
 _GATE_ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
-"""Their names of a gate's activation, and ours."""
+"""Our names of a gate's activation, by those of flash-linear-attention."""
 
 
 def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
@@ -40,7 +40,7 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
     Args:
         x: `[..., D]`.
         eps: added to the sum of squares.
-        output_dtype: of the result; None: x's.
+        output_dtype: dtype of the result; None: that of x.
     """
     if output_dtype is None:
         return fused.l2_norm(x, eps)
@@ -64,20 +64,20 @@ def causal_conv1d(
 ) -> tuple[Tensor, Tensor | None]:
     """Causal depthwise convolution: `y_t = activation(sum_i w_i x_{t-i} + bias) + residual_t`.
 
-    One Triton kernel each way on an NVIDIA GPU with the activation, without a bias, and unless the initial state wants
-    a gradient; plain torch otherwise. Computed in float32.
+    On an NVIDIA GPU a Triton kernel each way computes it, if there is an activation, no bias, and no gradient of the
+    initial state is wanted; otherwise plain torch does. The computation is in float32.
 
     Args:
         x: `[B, T, D]`, or `[B, T, H, D / H]`.
         weight: `[D, W]`; the last tap belongs to the current token.
         bias: `[D]`.
-        residual: of x's shape, added after the activation.
+        residual: tensor of x's shape, added after the activation.
         initial_state: `[N, D, W]`, the last W inputs before each row or packed sequence, oldest first.
-        output_final_state: return the last W inputs; otherwise None is returned in their place.
+        output_final_state: whether to return the last W inputs; otherwise None stands in their place.
         activation: "silu" or "swish", which are the same, or None.
-        backend: "triton", "cuda" or "mix": of flash-linear-attention, changes no result.
+        backend: "triton", "cuda" or "mix", a choice of flash-linear-attention that changes no result.
         cu_seqlens: `[N + 1]`, boundaries of sequences packed along T, with B = 1.
-        cu_seqlens_cpu, chunk_indices: of the same boundaries; hints that change no result.
+        cu_seqlens_cpu, chunk_indices: further forms of the boundaries, hints that change no result.
         cp_context: None.
         kwargs: none.
 
@@ -117,7 +117,7 @@ def _check_choices(activation: str | None, backend: str | None, backends: Sequen
 
 
 def refuse_context_parallelism(function: str, cp_context: object) -> None:
-    """Raise NotImplementedError for a context."""
+    """Raise NotImplementedError unless `cp_context` is None."""
     if cp_context is not None:
         raise NotImplementedError(
             f"{function} computes whole sequences on one device: pass cp_context=None and every token of a sequence "
@@ -126,7 +126,7 @@ def refuse_context_parallelism(function: str, cp_context: object) -> None:
 
 
 def require_boundaries(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> None:
-    """Raise ValueError for a copy of boundaries without the boundaries, or one that differs where that can be seen."""
+    """Raise ValueError for a copy of boundaries without them, or one that differs where values can be read."""
     if cu_seqlens_cpu is None:
         return
     if cu_seqlens is None:
@@ -149,7 +149,7 @@ def _past(x: Tensor, state: Tensor | None, width: int, sequences: Sequences) -> 
 def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None, activation: str | None, sequences: Sequences
 ) -> Tensor:
-    """`[B, T, D]` in x's dtype from the kernel, else in float32 (float64 stays); `past` None means zeros."""
+    """Convolved x `[B, T, D]`, in x's dtype from the kernel, else in float32 (float64 stays); no `past` means zeros."""
     if bias is None and x.numel() and takes_kernel(None, x, trained=(past,)):
         before = None if past is None else past[:, 1:].transpose(1, 2)
         known = "identity" if activation is None else "silu"
@@ -168,11 +168,11 @@ class ShortConvolution(nn.Conv1d):
     Args:
         hidden_size: D, channels.
         kernel_size: W, taps per channel.
-        bias: with a bias.
+        bias: whether there is a bias.
         activation: "silu" or "swish", which are the same, or None.
-        backend: "triton" or "cuda": of flash-linear-attention, changes no result.
-        device, dtype: of the parameters.
-        kwargs: `use_fast_conv1d`, which flash-linear-attention reads no more either.
+        backend: "triton" or "cuda", a choice of flash-linear-attention that changes no result.
+        device, dtype: device and dtype of the parameters.
+        kwargs: `use_fast_conv1d`, which has no effect in flash-linear-attention either.
 
     Raises:
         ValueError, TypeError: an unknown activation, backend or argument.
@@ -218,16 +218,16 @@ class ShortConvolution(nn.Conv1d):
         chunk_indices: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Convolve the inputs.
+        """The convolved inputs, and the state.
 
         Args:
             x: `[B, T, D]`.
-            residual: of x's shape, added after the activation.
+            residual: tensor of x's shape, added after the activation.
             mask: `[B, T]`, factor of each token before the convolution; not with `cu_seqlens`.
-            cache: `[N, D, W]`, the last W inputs before x. With one token per sequence and without gradients the new
-                inputs are written there.
-            output_final_state: return the last W inputs, else None; `cache` itself where it was written.
-            cu_seqlens, chunk_indices, kwargs: as of `causal_conv1d`.
+            cache: `[N, D, W]`, the last W inputs before x. A call with one token per sequence and without gradients
+                writes the new inputs there.
+            output_final_state: whether to return the last W inputs, else None; `cache` itself if it was written.
+            cu_seqlens, chunk_indices, kwargs: see `causal_conv1d`.
         """
         if mask is not None:
             if cu_seqlens is not None:
@@ -262,7 +262,7 @@ class ShortConvolution(nn.Conv1d):
         output_final_state: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`forward` of one token per sequence, for inference."""
+        """The results of `forward` for one token per sequence, for inference."""
         with torch.no_grad():
             return self(x, residual, None, cache, output_final_state, cu_seqlens)
 
@@ -284,7 +284,7 @@ def _one_token_each(x: Tensor, cu_seqlens: Tensor | None) -> bool:
 
 
 class _Norm(nn.Module):
-    """Parameters of both modules; constructor arguments are those of `RMSNorm`."""
+    """The parameters of both norms; constructor arguments are those of `RMSNorm`."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -315,7 +315,7 @@ class _Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
-        """Size, affine or not, and epsilon, for printing."""
+        """Size, presence of a weight, and epsilon, for printing."""
         affine = "" if self.elementwise_affine else ", elementwise_affine=False"
         return f"{self.hidden_size}{affine}, eps={self.eps}"
 
@@ -324,7 +324,7 @@ class _Norm(nn.Module):
 
 
 def _with_residual(x: Tensor, residual: Tensor | None, residual_in_fp32: bool) -> tuple[Tensor, Tensor]:
-    """The tensor to be normalised, in float32 if it is a sum; and the one that `prenorm` returns."""
+    """The tensor to be normalised, in float32 if it is a sum, and the tensor that `prenorm` returns."""
     if residual is None:
         return x, x.float() if residual_in_fp32 else x
     if residual.shape != x.shape:
@@ -337,11 +337,11 @@ class RMSNorm(_Norm):
     """`x / sqrt(mean x^2 + eps) * weight + bias` over the last axis, in x's dtype.
 
     Args:
-        hidden_size: of the last axis.
-        elementwise_affine: with a weight.
-        bias: with a bias, if there is a weight.
+        hidden_size: size of the last axis.
+        elementwise_affine: whether there is a weight.
+        bias: whether there is a bias; it needs a weight.
         eps: added to the mean square.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
     """
 
     def forward(
@@ -351,9 +351,9 @@ class RMSNorm(_Norm):
 
         Args:
             x: the input.
-            residual: of x's shape, added to x before.
-            prenorm: return the sum as well, in the residual's dtype; without a residual x.
-            residual_in_fp32: without a residual, return x in float32 there.
+            residual: tensor of x's shape, added to x before.
+            prenorm: whether to return the sum as well, in the residual's dtype; without a residual x.
+            residual_in_fp32: whether `prenorm` returns x in float32 if there is no residual.
         """
         total, kept = _with_residual(x, residual, residual_in_fp32)
         if self.bias is None:
@@ -368,11 +368,11 @@ class FusedRMSNormGated(_Norm):
     """RMSNorm times an activated gate: `x / sqrt(mean x^2 + eps) * weight * activation(g)`.
 
     Args:
-        hidden_size: of the last axis.
-        elementwise_affine: with a weight.
+        hidden_size: size of the last axis.
+        elementwise_affine: whether there is a weight.
         eps: added to the mean square.
-        activation: of the gate: "swish" or "silu", which are the same, or "sigmoid".
-        device, dtype: of the weight.
+        activation: activation of the gate: "swish" or "silu", which are the same, or "sigmoid".
+        device, dtype: device and dtype of the weight.
 
     Raises:
         ValueError: another activation.
@@ -402,7 +402,7 @@ class FusedRMSNormGated(_Norm):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise x `[..., hidden_size]` and multiply by the activated gate g of the same shape.
 
-        `residual`, `prenorm` and `residual_in_fp32` as of `RMSNorm`.
+        `residual`, `prenorm` and `residual_in_fp32` are those of `RMSNorm`.
         """
         total, kept = _with_residual(x, residual, residual_in_fp32)
         activation = _GATE_ACTIVATIONS[self.activation]

@@ -1,4 +1,4 @@
-"""Our models in the formats of transformers' own delta-rule models, and back; the same for fla-hub's format."""
+"""Our models in the formats of transformers' own delta-rule models, and back, and in the format of fla-hub."""
 
 from typing import TYPE_CHECKING
 

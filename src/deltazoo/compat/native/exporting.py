@@ -1,4 +1,4 @@
-"""`export`: a model of ours as a checkpoint of another format, compared with the original before it is there."""
+"""`export`: a model of ours as a checkpoint of another format, written only if it equals the original."""
 
 import copy
 import inspect
@@ -53,25 +53,25 @@ def export(
 ) -> ExportCheck | None:
     """Save a causal language model of ours as a checkpoint that transformers and others read without deltazoo.
 
-    A model without softmax layers gets one of zeros at its end, which adds nothing: the formats ask for one. Weights
-    keep their dtype, but norms that a format stores as their distance from one are stored in float32.
+    A model without softmax layers gets one of zeros at its end, which adds nothing, since the formats ask for one.
+    Weights keep their dtype, but norms that a format stores as their distance from one are stored in float32.
 
     Args:
-        model: of any size and dtype, on any device; it is not changed.
+        model: a model of any size and dtype, on any device; it is not changed.
         target: `"olmo_hybrid"`, `"qwen3_5_text"`, `"qwen3_next"` or `"kimi_linear"`, model types of transformers, or
-            `"fla"`, flash-linear-attention's model type of the rule. docs/models.md says which rules fit.
+            `"fla"`, flash-linear-attention's model type of the rule. docs/generation.md says which rules fit.
         path: folder of the checkpoint: a new one or an empty one.
-        tokenizer: saved beside the model, as its generation config is.
-        check: load the checkpoint with transformers alone (that of fla: with our reader of its format) and compare
-            logits and greedy text, in float32 on the CPU.
+        tokenizer: tokenizer to be saved beside the model; the generation config is saved too.
+        check: whether to load the checkpoint with transformers alone (that of fla: with our reader of its format) and
+            compare logits and greedy text, in float32 on the CPU.
 
     Returns:
-        What the comparison found; None without it.
+        The result of the comparison; None without it.
 
     Raises:
-        TypeError: not a causal language model of ours.
+        TypeError: a model that is no causal language model of ours.
         ValueError: an unknown target, one that the installed transformers lacks, options of the model that it cannot
-            express, a folder that holds something, a tokenizer that transformers would not load with it, or logits
+            express, a folder that is not empty, a tokenizer that transformers would not load with it, or logits
             that differ by more than 1e-4 (1e-4 of the largest, if that is above 1). Nothing is in `path` then.
     """
     if target not in TARGETS:
@@ -98,7 +98,7 @@ def export(
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that becomes it, if no error leaves the block."""
+    """A context with a temporary folder beside `path`, which takes that name if no error leaves the context."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} exists and is no empty folder: name a new one")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,9 +113,7 @@ def _appearing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _torch_alone(model: nn.Module) -> Iterator[None]:
-    """transformers' definitions in torch, in place of the kernels that it calls where their packages are installed: a
-    CPU cannot run them.
-    """
+    """A context in which transformers computes by its definitions in torch, since a CPU cannot run its kernels."""
     module, chosen = type(model).__module__, {}
     names = vars(sys.modules[module])
     if module.startswith("transformers."):
@@ -129,7 +127,7 @@ def _torch_alone(model: nn.Module) -> Iterator[None]:
 
 
 def _refuse_obstacles(config: Any, target: str) -> None:
-    """ValueError with everything in the model that the target cannot express, or if transformers lacks the target."""
+    """Raise ValueError with everything that the target cannot express, or if transformers lacks the target."""
     rule, known, hybrid = config.mixer, FORMATS.get(target), "full_attention" in config.layer_types
     if known is None and fla_type(rule) is None:
         raise ValueError(f"flash-linear-attention has no model type for the rule {rule!r}")
@@ -190,10 +188,10 @@ def _state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def replaced_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike) -> str | None:
-    """The class of another tokenizer that transformers loads from a folder, where `tokenizer` and a configuration have
-    been saved; None: it loads the same.
+    """The class of the tokenizer that transformers loads from a folder if it is another one; None: it loads the same.
 
-    For some model types it takes the class of their published checkpoints whatever a checkpoint says.
+    `tokenizer` and a configuration have been saved in the folder. For some model types transformers takes the class of
+    their published checkpoints, whatever a checkpoint says.
     """
     loaded = AutoTokenizer.from_pretrained(folder)
     same = len(loaded) == len(tokenizer) and loaded(_PROBE).input_ids == tokenizer(_PROBE).input_ids

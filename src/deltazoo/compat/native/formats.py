@@ -1,7 +1,7 @@
-"""Formats that other programs read, as data: which models fit, and how configuration keys and parameters are named.
+"""Formats that other programs read, as data: the models that fit, and the names of configuration keys and parameters.
 
-Names of parameters are those in files of published checkpoints, which vLLM, SGLang, MLX and llama.cpp read; in memory
-transformers has some of them joined. Imports no torch: `deltazoo show` lists the formats.
+The names of parameters are those in files of published checkpoints, which vLLM, SGLang, MLX and llama.cpp read;
+transformers joins some of them in memory. This module imports no torch: `deltazoo show` lists the formats.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,15 +14,15 @@ __all__ = ["FORMATS", "TARGETS", "Format", "Need", "fla_type", "native_values", 
 
 
 class Need(NamedTuple):
-    """The value, or the name of another key with that value, that a format asks of a configuration key of ours."""
+    """A value that a format demands of a configuration key of ours, or the name of another key with that value."""
 
     key: str
     value: Any
     reason: str
-    """Why it can express no other."""
+    """The reason why the format can express no other."""
 
     def wanted(self, config: Any) -> Any:
-        """The value in a model: of another key, if one is named."""
+        """The demanded value, read from another key of the model if one is named."""
         return getattr(config, self.value, self.value) if isinstance(self.value, str) else self.value
 
 
@@ -31,33 +31,33 @@ class Format:
     """A model type of transformers that can hold models of ours."""
 
     rules: tuple[str, ...]
-    """Rules that it computes, that of models which are read from it first."""
+    """Rules that the format computes; models that are read from it get the first."""
     architecture: str
-    """Its class for causal language models."""
+    """Name of the format's class for causal language models."""
     choice: str
-    """What a new model must say to fit, beyond the defaults."""
+    """Keys that a new model must set to fit, beyond the defaults."""
     needs: tuple[Need, ...]
     keys: Mapping[str, str]
-    """Configuration keys: theirs, and ours of the same value."""
+    """Configuration keys of the format, and our keys of the same value."""
     constants: Mapping[str, Any]
-    """Values of further keys of theirs, in every file that we write or read."""
+    """Values of further keys of the format, in every file that we write or read."""
     derived: Callable[[Any], dict[str, Any]]
-    """Further keys of theirs, from our configuration."""
+    """Function that makes further keys of the format from our configuration."""
     filler: Mapping[str, Any]
     """Sizes of the softmax layer in the block of zeros that models without softmax layers get: transformers and others
     ask for such a layer, and zeros add nothing to the residual stream."""
     layer: str
     """Name of a linear layer in its block."""
     names: Mapping[str, str]
-    """Modules of a linear layer: ours, and theirs where the name is another. Several of ours are joined in one."""
+    """Modules of a linear layer: ours, and the format's where the name is another. Some join several of ours."""
     forms: Mapping[str, str] = field(default_factory=dict)
-    """Modules of theirs whose weights are made of ours in a way of `deltazoo.compat.native.forms.FORMS`."""
+    """Modules of the format whose weights are made of ours by an entry of `deltazoo.compat.native.forms.FORMS`."""
     no_hybrids: str | None = None
-    """Why it cannot hold our softmax layers; None: it can."""
+    """The reason why the format cannot hold our softmax layers; None: it can."""
     softmax_needs: tuple[Need, ...] = ()
     """Further needs of models with softmax layers."""
     also_named: Mapping[str, str] = field(default_factory=dict)
-    """Parts of names in files that transformers writes, and what they stand for."""
+    """Parts of names in files that transformers writes, and our names of them."""
 
 
 _NEEDS = (
@@ -100,7 +100,7 @@ def _olmo_sizes(config: Any) -> dict[str, Any]:
 
 
 def _kimi_layers(config: Any) -> dict[str, Any]:
-    """The kinds of the blocks, as transformers reads them and as others do; ours are dense, and linear but the last.
+    """Keys with the kinds of the blocks, for transformers and for others: all are dense, and all but the last linear.
 
     llama.cpp has one number of heads for linear and softmax layers.
     """
@@ -198,7 +198,7 @@ FORMATS: Mapping[str, Format] = {
         also_named={".block_sparse_moe.": ".mlp."},
     ),
 }
-"""By the model type of transformers."""
+"""The formats by the model type of transformers."""
 
 TARGETS = (*FORMATS, "fla")
 """The formats that `deltazoo.export` writes."""
@@ -210,7 +210,7 @@ _FLA_SOFTMAX_NEEDS = (Need("softmax_qk_norm", False, "its softmax layers have no
 
 
 def needs_of(target: str, *, hybrid: bool) -> tuple[Need, ...]:
-    """What a format asks of a model, with or without softmax layers."""
+    """The needs of a format, for models with or without softmax layers."""
     known = FORMATS.get(target)
     needs, softmax_needs = (known.needs, known.softmax_needs) if known else (_FLA_NEEDS, _FLA_SOFTMAX_NEEDS)
     return (*needs, *softmax_needs) if hybrid else needs
@@ -240,6 +240,6 @@ def fla_type(rule: str) -> str | None:
 
 
 def targets_of(rule: str) -> list[str]:
-    """The formats that can hold models of a rule, each with what a new model must say to fit."""
+    """The formats that can hold models of a rule, each with the keys that a new model must set to fit."""
     found = [f"{target} ({known.choice})" for target, known in FORMATS.items() if rule in known.rules]
     return [*found, "fla"] if fla_type(rule) else found

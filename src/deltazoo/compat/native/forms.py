@@ -1,4 +1,4 @@
-"""Parameters of the formats: of which of ours each is made, and how; and taken apart again."""
+"""Parameters of the formats: how each is made of ours, and how it is taken apart again."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,23 +21,23 @@ _OUTSIDE_LAYERS = {
 
 
 class Form(NamedTuple):
-    """How one parameter of theirs is made of ours."""
+    """A pair of functions between one parameter of a format and ours."""
 
     made: Callable[[Sequence[Tensor], Any], Tensor]
-    """Theirs, of ours in the order in which our layers have them, and of our configuration."""
+    """Function that makes the format's parameter of ours, in the order of our layers, and of our configuration."""
     apart: Callable[[Tensor, Sequence[int], Any], Sequence[Tensor]]
-    """Ours, of theirs, the number of rows that each of ours has, and our configuration."""
+    """Function that makes ours of the format's parameter, the numbers of rows of ours, and our configuration."""
 
 
 class Row(NamedTuple):
-    """One parameter of theirs."""
+    """One parameter of a format."""
 
     ours: list[str]
     form: Form
 
 
 def parameters_of(config: Any) -> dict[str, Size]:
-    """Shapes of the parameters of our model, in the order in which its modules have them; a tied head is left out."""
+    """Shapes of the parameters of our model, in the order of its modules; a tied head is left out."""
     with torch.device("meta"):
         state = DeltaRuleForCausalLM(config).state_dict()
     return {name: x.shape for name, x in state.items() if not (config.tie_word_embeddings and name == "lm_head.weight")}
@@ -48,8 +48,8 @@ def rows_of(known: Format, config: Any, blocks: Sequence[int]) -> dict[str, Row]
 
     Args:
         known: the format.
-        config: ours.
-        blocks: number of their block for each of ours.
+        config: our configuration.
+        blocks: the format's block number for each block of ours.
     """
     rows: dict[str, Row] = {}
     for name in parameters_of(config):
@@ -94,9 +94,9 @@ FORMS: Mapping[str, Form] = {
     "joined": Form(lambda parts, config: torch.cat([*parts]), lambda x, rows, config: x.split([*rows])),
     "by_key_head": Form(_by_key_head, _from_key_heads),
     "per_head": Form(lambda parts, config: parts[0].view(1, 1, -1, 1), lambda x, rows, config: [x.flatten()]),
-    # Norms that multiply by one more than their weight.
+    # Norms whose factor is their weight plus one.
     "zero_centred": Form(lambda parts, config: parts[0].float() - 1, lambda x, rows, config: [x.float() + 1]),
-    # Softmax layers whose queries and output gate are one map: a gate of zeros halves the output, exactly.
+    # One map of queries and output gate in softmax layers: a gate of zeros halves the output exactly.
     "beside_gate": Form(_beside_gate, _without_gate),
     "doubled": Form(lambda parts, config: parts[0] * 2, lambda x, rows, config: [x / 2]),
 }

@@ -23,15 +23,15 @@ __all__ = ["load_native_checkpoint"]
 def load_native_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausalLM:
     """A causal language model of ours from a checkpoint of a model type that `deltazoo.export` writes.
 
-    It may come from anywhere if our layers compute all of it: one that `export` has written, or one without softmax
-    layers. A block of zeros is left out. The model has the rule's own model type.
+    A checkpoint from any source loads if our layers compute all of it: one that `export` has written, or one without
+    softmax layers. A block of zeros is left out. The model gets the rule's own model type.
 
     Args:
         path: a directory with `config.json` and safetensors files.
-        kwargs: for `from_pretrained`, such as `dtype`.
+        kwargs: arguments of `from_pretrained`, such as `dtype`.
 
     Raises:
-        ValueError: another model type, something in it that our layers do not compute, missing files or weights.
+        ValueError: another model type, parts that our layers do not compute, missing files or weights.
     """
     path = Path(path)
     values = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -67,12 +67,12 @@ def _block_of(name: str) -> int | None:
 
 
 def _adds_nothing(state: Mapping[str, Tensor], block: int, layer_type: str) -> bool:
-    """Whether a block is one of zeros with a softmax layer, as `export` appends."""
+    """Whether a block is one of zeros with a softmax layer, such as `export` appends."""
     return layer_type == "full_attention" and not any(x.any() for name, x in state.items() if _block_of(name) == block)
 
 
 def _our_config(known: Format, theirs: Any, layer_types: list[str]) -> DeltaRuleConfig:
-    """Our configuration of the same model, in the model type of the rule.
+    """Our configuration of a model, in the model type of the rule.
 
     Raises:
         ValueError: the configuration says something that our layers do not compute.

@@ -1,6 +1,6 @@
 """The delta-rule layers of transformers, and how each arranges its projections: one short function per arrangement.
 
-The functions call the model's own modules, so adapters, quantised weights and hooks on them act.
+The functions call the model's own modules, so adapters, quantised weights and hooks act.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,14 +35,14 @@ class LayerArrangement:
     family: str
     """The model's folder in transformers, which is also its model type."""
     rule: str
-    """The registered rule it computes."""
+    """The registered rule that the layer computes."""
     project: Callable[[Any, Tensor], Projections]
     inputs: tuple[str, ...]
     """Names of the linear maps of the layer's input."""
     norm: str = "o_norm"
-    """The gated norm's name in the layer."""
+    """Name of the gated norm in the layer."""
     output: str = "o_proj"
-    """The output projection's."""
+    """Name of the output projection in the layer."""
 
 
 def _separate(layer: Any, x: Tensor) -> Projections:
@@ -103,11 +103,11 @@ LAYER_ARRANGEMENTS: Mapping[str, LayerArrangement] = {
         _KDA, family="bailing_hybrid", inputs=("q_proj", "k_proj", "v_proj", "b_proj", "g_proj")
     ),
 }
-"""The delta-rule layers of transformers by class name, whichever of them the installed version has."""
+"""The delta-rule layers of transformers by class name, those that the installed version has."""
 
 
 def arrangement_of(cls: type[nn.Module]) -> LayerArrangement | None:
-    """The arrangement of exactly this class of transformers; None for any other, also for a subclass."""
+    """The arrangement of a class of transformers; None for any other class, also for a subclass."""
     known = LAYER_ARRANGEMENTS.get(cls.__name__)
     if known is None or cls.__module__ != f"transformers.models.{known.family}.modeling_{known.family}":
         return None

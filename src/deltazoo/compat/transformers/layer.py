@@ -3,9 +3,9 @@
 Accelerating replaces the class of a layer by a subclass with another `forward`. Nothing is copied, and setting the
 class back undoes it. The subclasses are attributes of this module, so that accelerated models can be pickled.
 
-States are read from and written to the model's cache as the original code does, so a cache stays valid across
-`accelerate` and `restore`. Beam search, static caches and offloading are transformers' own, but for a cache that
-records tokens to take them back: transformers would take back the convolution's alone.
+States are read from the model's cache and written to it in the original form, so a cache stays valid across
+`accelerate` and `restore`. Beam search, static caches and offloading are transformers' own. A cache that records tokens
+to take them back is refused, since transformers would take back the convolution's inputs alone.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ __all__ = ["AcceleratedLayer", "accelerated_class", "rule_of", "stored_state"]
 
 _PREFIX = "Accelerated"
 _KNOWN = (POSITIONS, SHARED_BATCH, "position_ids", "position_embeddings", "use_cache", "output_router_logits")
-"""Arguments that decoder layers pass down: what the model's hook has made, and what says nothing to a linear layer."""
+"""Arguments that decoder layers pass down: those of the model's hook, and those that tell a linear layer nothing."""
 
 
 class AcceleratedLayer:
@@ -65,7 +65,7 @@ class AcceleratedLayer:
     deltazoo_backend: str | None = None
     """Backend of the operator: None, "triton", "chunkwise" or "reference"."""
     deltazoo_fused_kernels: bool | None = None
-    """Triton kernels for the convolution, the decay gate and the gated norm."""
+    """Whether Triton kernels compute the convolution, the decay gate and the gated norm."""
 
     @force_accelerate_hooks("conv1d")
     @takes_cache("cache_params")
@@ -80,11 +80,10 @@ class AcceleratedLayer:
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
-            cache: that of the model; the layer reads and writes its state there as its original does.
+            cache: the model's cache, in which the layer keeps its state in the original form.
             attention_mask: `[B, T]` bool or integer for these tokens, 1 = real. Padding may be anywhere: it does not
                 influence other positions, and its outputs are zeros.
-            kwargs: further arguments of the decoder layer; those are read that the model around it has made of the
-                description of the batch.
+            kwargs: further arguments of the decoder layer; the layer reads those that the hook of the model has made.
 
         Returns:
             `[B, T, hidden_size]`.
@@ -125,7 +124,7 @@ class AcceleratedLayer:
         positions: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """The rule's output `[B, T, HV, V]`; the state after the last token goes to the cache."""
+        """The rule's output `[B, T, HV, V]`, after writing the state to the cache."""
         qkv, window = self._convolve(projections.qkv, before, sequences, positions)
         q, k, v = self._heads(qkv.split(_widths(projections), dim=-1))
         inputs = self._rule_inputs(*l2_normalize_both(q, k), v, projections).mask_padding(sequences)
@@ -138,7 +137,7 @@ class AcceleratedLayer:
         return output
 
     def _may_overwrite(self: Any, before: LayerState | None, qkv: Tensor) -> bool:
-        """Whether a call is one token per row, whose kernels may write over the states in the cache."""
+        """Whether a call has one token per row, whose kernels may overwrite the states in the cache."""
         if before is None or not is_decoding_step(qkv):
             return False
         conv: Any = before.conv
@@ -163,7 +162,7 @@ class AcceleratedLayer:
         *,
         in_place: bool = False,
     ) -> DeltaRuleOutput:
-        """Call the operator: `[B, T, HV, V]`, and the state after the last token."""
+        """The operator's output `[B, T, HV, V]`, and the state after the last token."""
         described = sequences if isinstance(sequences, SharedSequences) else WHOLE_ROWS
         state = None if before is None else before.recurrent
         precision = precision_for(get_rule(self.arrangement.rule), allow_neg_eigval=self._doubles_steps())
@@ -173,7 +172,7 @@ class AcceleratedLayer:
     def _convolve(
         self: Any, qkv: Tensor, before: LayerState | None, sequences: Sequences, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The convolved `[B, T, C]`, and the last `conv_kernel_size` real inputs of each row, `[B, C, taps]`."""
+        """Convolved inputs `[B, T, C]`, and the last `conv_kernel_size` real inputs of each row, `[B, C, taps]`."""
         state, past = None if before is None else before.conv, self._inputs_before(qkv, before, sequences)
         shared = isinstance(sequences, SharedSequences)
         window = last_inputs([qkv], past, WHOLE_ROWS if shared else sequences)  # a shared piece has no padding
@@ -193,7 +192,7 @@ class AcceleratedLayer:
         return before.conv.transpose(1, 2).to(qkv.dtype)
 
     def _heads(self: Any, parts: Sequence[Tensor]) -> list[Tensor]:
-        """q, k and v, each `[B, T, heads, head dimension]`, of the convolved `[B, T, C_i]`."""
+        """q, k and v, each `[B, T, heads, head dimension]`, from convolved parts `[B, T, C_i]`."""
         key_dim, value_dim = _head_dims(self)
         return [x.unflatten(-1, (-1, dim)) for x, dim in zip(parts, (key_dim, key_dim, value_dim), strict=True)]
 
@@ -210,7 +209,7 @@ class AcceleratedLayer:
         return getattr(self, "allow_neg_eigval", False)  # not every layer class has it
 
     def step_gate(self: Any, projections: Projections) -> Tensor:
-        """The gate that the rule turns into the step size, `[B, T, HV]` float32."""
+        """The gate `[B, T, HV]` float32 from which the rule computes the step size."""
         return torch.sigmoid(at_least_float32(projections.step_gate))
 
     def _norm_and_gate(self: Any, output: Tensor, gate: Tensor) -> Tensor:
@@ -221,7 +220,7 @@ class AcceleratedLayer:
         return fused.gated_rms_norm(output, gate, norm.weight, norm.variance_epsilon, activation, fused=True)
 
     def fuses(self: Any, x: Tensor, state: Tensor | None = None) -> bool:
-        """Whether fused kernels compute on a tensor, after the convolution's state if there is one."""
+        """Whether fused kernels compute a convolution of x, after a state if there is one."""
         wanted = self.deltazoo_fused_kernels
         return takes_kernel(None, x, trained=(state,)) if wanted is None else wanted
 
@@ -231,7 +230,7 @@ class AcceleratedLayer:
 
 
 def rule_of(layer: Any, arrangement: LayerArrangement, backend: str | None) -> RuleDescription:
-    """Description of the operator's call by a layer of that arrangement, accelerated or not."""
+    """Description of the operator's call by a layer of an arrangement, accelerated or not."""
     norm = layer.get_submodule(arrangement.norm)  # never quantised
     # If weights are offloaded, a hook of accelerate has the device on which the layer runs.
     device = getattr(getattr(norm, "_hf_hook", None), "execution_device", None)
@@ -261,10 +260,10 @@ def _widths(projections: Projections) -> list[int]:
 
 
 def _fused_convolution(x: Tensor, weight: Tensor, older: Tensor | None, positions: Tensor | None) -> Tensor:
-    """One kernel for convolution and SiLU; with `positions` `[B, T]`, no tap reaches past a document's first token."""
+    """Convolution and SiLU of one kernel; with `positions` `[B, T]`, no tap reaches past a document's first token."""
     if positions is None:
         return fused.short_convolution(x, weight, older, fused=True)
-    # Documents are numbered by their first token, so that nothing has to be counted on the device.
+    # The number of a document is that of its first token, so that nothing has to be counted on the device.
     tokens = torch.arange(x.shape[0] * x.shape[1] + 1, device=x.device)
     first_tokens = tokens[:-1] - positions.expand(x.shape[:2]).flatten()
     joined = x.flatten(0, 1)[None]
@@ -273,7 +272,7 @@ def _fused_convolution(x: Tensor, weight: Tensor, older: Tensor | None, position
 
 
 def _forget_at_starts(inputs: RuleInputs, positions: Tensor) -> RuleInputs:
-    """Begin every document with an empty state: a log-decay of -inf is a sequence boundary, and has no gradient."""
+    """Inputs that begin every document with an empty state, by a log-decay of -inf, which has no gradient."""
     log_decay: Any = inputs.log_decay
     starts = (positions == 0).reshape(*positions.shape, *[1] * (log_decay.ndim - 2))
     return inputs._replace(log_decay=log_decay.masked_fill(starts, -torch.inf))
@@ -282,17 +281,17 @@ def _forget_at_starts(inputs: RuleInputs, positions: Tensor) -> RuleInputs:
 def stored_state(cache: Cache | None, layer_idx: int, taps: int, qkv: Tensor) -> LayerState | None:
     """The convolution's last inputs `[B, C, taps]` and the recurrent state `[B, HV, K, V]`; None before any token.
 
-    Where gradients are recorded they are copies, since autograd saves them and the layer overwrites the cache's.
+    Where gradients are recorded these are copies, since autograd saves them and the layer overwrites the cache.
 
     Args:
-        cache: of the model.
-        layer_idx: which layer asks.
-        taps: of its convolution.
-        qkv: `[B, T, C]`, what it convolves now.
+        cache: the model's cache.
+        layer_idx: number of the layer.
+        taps: taps of its convolution.
+        qkv: `[B, T, C]`, the present inputs of the convolution.
 
     Raises:
-        ValueError: the cache is of another model, or of another number of rows.
-        RuntimeError: the cache records tokens, to take them back.
+            ValueError: the cache belongs to another model, or has another number of rows.
+            RuntimeError: the cache records tokens, to take them back.
     """
     if cache is None:
         return None

@@ -1,4 +1,4 @@
-"""A new model of transformers' own class on our operators, and its files as other programs read them."""
+"""A new model of transformers' own class on our operators, and the names by which other programs read its files."""
 
 import json
 import tempfile
@@ -31,10 +31,10 @@ _WITHOUT_EFFECT = ("use_cache", "pretraining_tp", "mtp_loss_scaling_factor")
 _SERVED_NAMES = {
     "olmo_hybrid": {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
 }
-"""By model type, parts of names that transformers writes into files, and what vLLM and SGLang read in their place.
+"""Parts of names that transformers writes into files, and the names that vLLM and SGLang read, by model type.
 
-transformers undoes in every layer what it renames in some when it loads; OLMo Hybrid's softmax layers then have a norm
-that no program looks for. It loads files with the other names as well.
+When saving, transformers undoes in every layer a renaming that it does in some layers when loading; OLMo Hybrid's
+softmax layers then have a norm that no program looks for. transformers loads files with the other names as well.
 """
 
 
@@ -54,12 +54,12 @@ def _model_types() -> list[str]:
 
 
 def build_native_model(section: dict[str, Any], tokens: dict[str, Any], runtime: RuntimeOptions) -> PreTrainedModel:
-    """A new model of transformers' class with `deltazoo.accelerate`, its weights drawn from torch's global generator.
+    """A new model of transformers' class with `deltazoo.accelerate`, with weights drawn from torch's global generator.
 
     Args:
         section: ``architecture``, a model type, and fields of its configuration class.
-        tokens: further fields, which a tokenizer gives: the vocabulary size and the ids of the special tokens.
-        runtime: ``backend`` and ``fused_kernels``, as of `deltazoo.accelerate`.
+        tokens: further fields from the tokenizer: the vocabulary size and the ids of the special tokens.
+        runtime: ``backend`` and ``fused_kernels``, see `deltazoo.accelerate`.
 
     Raises:
         ValueError: an unknown architecture or field, a field without effect, sizes that do not fit together, no linear
@@ -92,15 +92,15 @@ def build_native_model(section: dict[str, Any], tokens: dict[str, Any], runtime:
 def refuse_unrunnable(model: PreTrainedModel) -> None:
     """Raise ValueError if the shapes of a model on the meta device do not fit together.
 
-    One forward pass there shows what building the model does not.
+    A forward pass there finds errors that the construction does not.
     """
     tokens = torch.zeros(1, 8, dtype=torch.long, device="meta")
-    masks = dict.fromkeys(("full_attention", "linear_attention"))  # making them would read values
-    model.set_experts_implementation("batched_mm")  # the others read values or want bfloat16
+    masks = dict.fromkeys(("full_attention", "linear_attention"))  # transformers would read values to make them
+    model.set_experts_implementation("batched_mm")  # other implementations read values or need bfloat16
     try:
         model.base_model(input_ids=tokens, attention_mask=masks, use_cache=False)
     except NotImplementedError:
-        return  # an operator without a meta implementation says nothing about the model
+        return  # an operator has no meta implementation, which says nothing about the model
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         name = model.config.model_type
         raise ValueError(f"model: {name} cannot run with these fields: {type(error).__name__}: {error}") from error
@@ -141,7 +141,7 @@ def write_served_names(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _check_keys(name: str, config_class: type[PreTrainedConfig], keys: dict[str, Any], tokens: dict[str, Any]) -> None:
-    """Raise ValueError for a key that would have no effect; the configuration would keep it without a word."""
+    """Raise ValueError for a key that would have no effect; the configuration would keep it silently."""
     general = {field.name for field in fields(PreTrainedConfig)} | set(_WITHOUT_EFFECT)
     own = [field.name for field in fields(config_class) if field.name not in general | set(tokens)]
     for key in keys:
@@ -156,7 +156,7 @@ def _check_keys(name: str, config_class: type[PreTrainedConfig], keys: dict[str,
 
 
 def _check_layers(name: str, config: Any) -> None:
-    """Raise ValueError for layers that this trainer cannot train, or transformers cannot run afterwards."""
+    """Raise ValueError for layers that our trainer cannot train, or that transformers cannot run afterwards."""
     mixing = layers_over_neighbours(config)
     if mixing is not None:
         raise ValueError(
@@ -172,7 +172,7 @@ def _check_layers(name: str, config: Any) -> None:
 
 
 def _check_sizes(config: Any) -> None:
-    """Raise ValueError for sizes with which the model could be built and not run."""
+    """Raise ValueError for sizes with which the model could be built but not run."""
     shared = ("num_attention_heads", "num_key_value_heads"), ("linear_num_value_heads", "linear_num_key_heads")
     for many, few in shared:
         heads, groups = getattr(config, many, None), getattr(config, few, None)

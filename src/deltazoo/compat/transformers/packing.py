@@ -1,12 +1,12 @@
 """Padding and packed documents for accelerated layers, from the arguments of the base model's forward pass.
 
-transformers tells its softmax layers where documents begin by `position_ids` that start again, and tells its
-delta-rule layers by other arguments, or not at all. A hook tells both, from whatever the caller passed. The layers
-get each token's position in its document. A document's first token forgets the state before it, so packed rows take no
-other path than unpacked ones, in any batch size.
+transformers shows its softmax layers where documents begin by `position_ids` that start again, and its delta-rule
+layers by other arguments, or not at all. A hook describes documents to both, from the caller's arguments. The layers
+get each token's position in its document. A document's first token makes the layer forget the state before it, so
+packed rows run as unpacked ones do, in any batch size.
 
-Padding is told to delta-rule layers by a mask that transformers leaves out for single tokens, and in older versions for
-all tokens after the first ones. The hook reads the caller's own.
+transformers gives delta-rule layers a padding mask, but not for single tokens, and in older versions only for the first
+tokens of a sequence. The hook reads the mask of the caller.
 """
 
 from collections.abc import Mapping
@@ -47,22 +47,22 @@ __all__ = [
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache")
 """The first arguments of every base model's forward, in order."""
 POSITIONS = "deltazoo_positions"
-"""The argument that takes each token's position in its document, `[B, T]` from 0, down to the layers."""
+"""The argument by which layers get each token's position in its document, `[B, T]` from 0."""
 SHARED_BATCH = "delta_batch"
-"""The argument that takes the description of padding, or of rows that several ranks share, down to the layers."""
+"""The argument by which layers get the description of padding, or of rows that several ranks share."""
 _SPARSE_LAYER_TYPES = {"indexed_attention", "qwen_sparse_attention", "deepseek_sparse_attention"}
 """Softmax layers that choose among pooled tokens: one name since transformers 5.18, one per family before."""
 
 
 def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of a base model: find padding and packed documents in the arguments, and tell all layers.
+    """The forward pre-hook of a base model, which describes padding and packed documents to all layers.
 
     Padding is given by `attention_mask`, `[B, past + T]`. Documents are given by `cu_seqlens` or `cu_seq_lens_q` (one
-    row), by `seq_idx`, or by `position_ids` that do not rise by one, as transformers' softmax layers understand them. A
-    packed batch fills no cache.
+    row), by `seq_idx`, or by `position_ids` that do not rise by one, which is how transformers' softmax layers find
+    them. A packed batch fills no cache.
 
     Raises:
-        ValueError: no rows or no tokens; a mask that says something else than which tokens are real; two descriptions
+        ValueError: no rows or no tokens; a mask that is not about padding; two descriptions
             contradict each other, or packing meets padding or a cache.
         NotImplementedError: other layers of this model would mix the documents.
     """
@@ -70,9 +70,9 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     call = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
     tokens = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
     if tokens is None:
-        return None  # the model itself complains
+        return None  # the model itself raises
     if call.get(SHARED_BATCH) is not None:
-        return None  # described already
+        return None  # the batch is described already
     shape = (tokens.shape[0], tokens.shape[1])
     check_tensor("position_ids", call.get("position_ids"))
     context = getattr(model, "deltazoo_context", None)
@@ -97,7 +97,7 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     if mask is not None:
         raise ValueError("packed documents and padding in one batch: pass no attention_mask, and no padding")
     if isinstance(call["attention_mask"], Tensor):
-        call["attention_mask"] = None  # it says nothing, but would keep softmax layers from looking for documents
+        call["attention_mask"] = None  # a mask of ones would keep softmax layers from looking for documents
     if cache_in(call) is not None or call.get("use_cache"):
         raise ValueError(
             "a packed batch cannot fill or continue a cache: pass use_cache=False and no cache, "
@@ -107,7 +107,7 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     call[POSITIONS] = positions_in_documents(starts)
     if call.get("position_ids") is None:
         call["position_ids"] = call[POSITIONS]
-    call.pop("cu_seqlens", None)  # our name, which softmax layers do not know
+    call.pop("cu_seqlens", None)  # softmax layers do not know this name
     return (), call
 
 
@@ -130,12 +130,12 @@ def has_explicit_packing(arguments: Mapping[str, Any]) -> bool:
 
 
 def _read_mask(model: nn.Module, call: dict[str, Any], shape: tuple[int, int]) -> Tensor | None:
-    """`[B, T]` bool, True = real, or None without padding. The mask in `call` becomes one of whole numbers."""
+    """The mask `[B, T]` bool, True = real, or None without padding; the mask in `call` is changed to whole numbers."""
     config: Any = model.config
     layer_types = {"linear_attention", *config.layer_types}
     call["attention_mask"] = attention_mask = whole_numbers(call.get("attention_mask"), layer_types)
     if isinstance(attention_mask, Mapping) and shape[1] == 1:
-        return None  # `generate` has prepared it, and its single tokens are real
+        return None  # `generate` has prepared the mask, and its single tokens are real
     if cache_in(call) is not None:
         check_cache(cache_in(call), len(config.layer_types))
     mask = current_padding(attention_mask, shape, _num_tokens(cache_in(call)))
@@ -145,7 +145,7 @@ def _read_mask(model: nn.Module, call: dict[str, Any], shape: tuple[int, int]) -
 
 
 def _num_tokens(cache: Any) -> int | Tensor | None:
-    """Tokens in a cache; None if no layer counts them."""
+    """Number of tokens in a cache; None if no layer counts them."""
     if cache is None or not cache.layers:
         return 0
     return cache.get_seq_length() if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else None
@@ -171,7 +171,7 @@ def _with_padding(
 
 
 def _text_positions(position_ids: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """`[B, T]`; None if there are none, or only those of pictures (three rows: time, height, width)."""
+    """Positions `[B, T]` of text; None if there are none, or those of pictures alone (rows of time, height, width)."""
     if position_ids is None or (position_ids.ndim == 3 and position_ids.shape[0] == 3):
         return None
     positions = checked_position_ids(position_ids[0] if position_ids.ndim == 3 else position_ids, shape)
@@ -179,7 +179,7 @@ def _text_positions(position_ids: Tensor | None, shape: tuple[int, int]) -> Tens
 
 
 def _starts_by_all(found: Mapping[str, Tensor], positions: Tensor | None, position_ids: Tensor | None) -> Tensor:
-    """`[B, T]` bool: where documents begin by the explicit arguments, checked against positions if there are any."""
+    """Mask `[B, T]` bool of first tokens by the explicit arguments, checked against positions if there are any."""
     if position_ids is not None and positions is None:
         raise ValueError(
             "packed documents need the text positions as the first of four rows of position_ids, got three rows "
@@ -191,20 +191,20 @@ def _starts_by_all(found: Mapping[str, Tensor], positions: Tensor | None, positi
 
 
 def _begins_where_positions_jump(positions: Tensor) -> Tensor:
-    """`[B, T]` bool: a document begins wherever the position does not rise by one, as in transformers."""
+    """Mask `[B, T]` bool of tokens whose position does not rise by one, with which documents begin in transformers."""
     return torch.nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True)
 
 
 def _starts_by_positions(
     model: nn.Module, call: Mapping[str, Any], positions: Tensor | None, mask: Tensor | None
 ) -> Tensor | None:
-    """`[B, T]` bool: where documents begin by positions alone; None if the batch is not packed."""
+    """Mask `[B, T]` bool of first tokens by positions alone; None if the batch is not packed."""
     if positions is None:
         return None
     starts = _begins_where_positions_jump(positions)
     if torch.compiler.is_compiling():
-        # Values are not known yet. transformers' softmax layers, too, look for documents only where nothing else can be
-        # meant, and then do so whatever the values.
+        # Values cannot be read. transformers' softmax layers, too, look for documents only if the other arguments mean
+        # packing, and then do so whatever the values.
         asked: Any = call.get("use_cache")
         fills_cache = model.config.use_cache if asked is None else asked  # type: ignore[union-attr]
         return None if mask is not None or fills_cache or cache_in(call) is not None else starts
@@ -223,7 +223,7 @@ def _starts_by_positions(
 
 
 def layers_over_neighbours(config: Any) -> str | None:
-    """Name of the layers, besides the linear ones, that compute from neighbouring tokens; None if none do."""
+    """Name of the layers, besides the linear ones, that compute from neighbouring tokens; None if there are none."""
     if _SPARSE_LAYER_TYPES.intersection(config.layer_types):
         return "sparse softmax layers, which pool neighbouring tokens,"
     return "n-gram layers" if getattr(config, "ple_layer_ids", None) else None

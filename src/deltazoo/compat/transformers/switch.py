@@ -1,4 +1,4 @@
-"""`accelerate` and `restore`: check all layers, then set their accelerated class, or set the original class again."""
+"""`accelerate` and `restore`: they set the accelerated class of all layers, after checks, or the original class."""
 
 from functools import cache
 from types import MethodType
@@ -22,7 +22,7 @@ from deltazoo.ops import resolve_backend
 __all__ = ["accelerate", "has_known_layers", "keeps_documents_apart", "restore"]
 
 _PICTURES = ("mm_token_type_ids", "image_grid_thw", "video_grid_thw")
-"""Arguments that say where in a prompt its pictures and videos are."""
+"""Arguments with the places of pictures and videos in a prompt."""
 
 
 def accelerate(
@@ -36,29 +36,28 @@ def accelerate(
 
     Only the computation changes: modules, parameters, state dict, cache and saved files stay the model's own, and other
     models of the same class are not changed. Projections and gates still run as the model's modules, so adapters and
-    quantised layers act. We compute the rule and the short convolution, and with fused kernels the gated norm unless it
-    has an adapter or hooks. `generate` captures its decoding step. Results differ from the original by rounding,
-    and in two respects:
+    quantised layers act. deltazoo computes the rule and the short convolution, and with fused kernels the gated norm
+    unless it has an adapter or hooks. `generate` captures its decoding step. Results differ from the original by
+    rounding, and in two respects:
 
     * Packed documents are separated in every layer, whether given by `cu_seqlens`, `cu_seq_lens_q`, `cu_seq_lens_k`,
       `seq_idx` or `position_ids` that start again. They fill no cache.
-    * Padding does not influence other positions, wherever it is, in single tokens too; positions that are not given
-      skip it. Its outputs in these layers are zeros. Masks that say something else than which tokens are real are
-      refused.
+    * Padding anywhere, in single tokens too, does not influence other positions; positions that are not given skip it.
+      Its outputs in these layers are zeros. Masks that are not about padding are refused.
 
     Call it before the model is wrapped (DDP, FSDP). Adapters and hooks of accelerate may be added before or after. A
     second call changes the backend.
 
     Args:
         model: any transformers model, or a module that contains one.
-        backend: of the operator: None takes triton where it can run and chunkwise elsewhere.
-        fused_kernels: Triton kernels for the convolution (of rows without padding), the decay gate and the
-            gated norm, as in `deltazoo.ops.fused`: True, on NVIDIA GPUs only; None, wherever they run; False, nowhere.
-        captured_training: training steps run the blocks as CUDA graphs where they can, as those of our models; False:
-            never.
+        backend: backend of the operator: None takes triton where it can run and chunkwise elsewhere.
+        fused_kernels: whether Triton kernels (`deltazoo.ops.fused`) compute the convolution of rows without padding,
+            the decay gate and the gated norm: True, on NVIDIA GPUs only; None, wherever they run; False, nowhere.
+        captured_training: whether training steps run the blocks as CUDA graphs where they can, as those of our models
+            do; False: never.
 
     Returns:
-        What `deltazoo.report(model)` says: the backend of each layer, and why.
+        The report of `deltazoo.report(model)`: the backend of each layer, with the reason.
 
     Raises:
         ValueError: no known layer, or one that cannot be accelerated; the model is unchanged then.
@@ -98,10 +97,10 @@ def restore(model: nn.Module) -> None:
     """Undo `accelerate` exactly.
 
     Args:
-        model: as given to `accelerate`, or a copy of it.
+        model: a model that was given to `accelerate`, or a copy of it.
 
     Raises:
-        ValueError: nothing in it is accelerated.
+        ValueError: no layer of the model is accelerated.
     """
     accelerated = [module for module in model.modules() if isinstance(module, AcceleratedLayer)]
     if not accelerated:
@@ -135,7 +134,7 @@ def _arrangement(module: nn.Module) -> LayerArrangement | None:
 
 
 def _base_model(model: nn.Module, name: str) -> PreTrainedModel:
-    """The innermost transformers model around a layer: its forward pass gets the whole batch."""
+    """The innermost transformers model around a layer: its forward pass receives the whole batch."""
     path = name
     while path:
         path = path.rpartition(".")[0]
@@ -179,7 +178,7 @@ def _resolve(rule: RuleDescription, backend: str | None) -> tuple[str, str]:
 
 
 def _become(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Change the class of a module, and the bound methods that hooks of accelerate keep."""
+    """Change the class of a module, and of the bound methods that hooks of accelerate keep."""
     kept = [key for key in ("forward", "_old_forward") if _is_own_forward(module, module.__dict__.get(key))]
     module.__class__ = cls
     for key in kept:
@@ -191,20 +190,21 @@ def _is_own_forward(module: nn.Module, method: Any) -> bool:
 
 
 class AcceleratedGeneration(CapturedGeneration):
-    """`generate` of accelerated models: transformers' own loop, whose step is captured as in our models."""
+    """`generate` of accelerated models: the loop of transformers, whose step is captured as in our models."""
 
     original: ClassVar[type[Any]]
     """The class of transformers."""
 
     def prepare_cache(self, cache: Cache) -> None:
-        """Leave the cache as it is: accelerated layers keep their states as the originals do."""
+        """Leave the cache unchanged: accelerated layers keep their states in the original form."""
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Inputs of the original, but a single token comes without the description of earlier pictures.
+        """Inputs of the original; those of a single token have no description of earlier pictures.
 
-        Its positions are given. Older versions pass the description on, and one of its tensors grows with every token.
+        The token's positions are given. Older versions of transformers pass that description on, and one of its tensors
+        grows with every token.
         """
         inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc]
         tokens = inputs.get("input_ids")
@@ -213,7 +213,7 @@ class AcceleratedGeneration(CapturedGeneration):
         return inputs
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle by way of the original class: this one has its name, and no module holds it."""
+        """Copy and pickle by the original class, since this class has its name and no module holds it."""
         return _empty_model, (self.original,), vars(self)
 
 

@@ -1,6 +1,6 @@
-"""What blocks are while a graph of them is good: tensors at their addresses, modules, settings and hooks.
+"""The state of blocks on which a graph of them depends: addresses of tensors, modules, settings and hooks.
 
-It is compared in every step, which waits for it: by functions of Python that loop in C.
+Every step compares it and waits for the result, so the comparisons are functions of Python that loop in C.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,20 +23,20 @@ _FORM = attrgetter("requires_grad", "dtype", "shape")
 
 
 def modules_of(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Blocks and the modules below them, each once."""
+    """The blocks and the modules below them, each once."""
     return list({id(module): module for block in blocks for module in block.modules()}.values())
 
 
 class BlocksState:
-    """State of blocks when this was made.
+    """The state of blocks at the time when this was made.
 
     Args:
-        blocks: in any order.
-        config: of their model.
+        blocks: the blocks, in any order.
+        config: configuration of their model.
 
     Attributes:
         places: dictionary, name and tensor of each parameter, buffer and tensor among the attributes of a module.
-        parameters: each once.
+        parameters: the parameters, each once.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], config: Any) -> None:
@@ -46,8 +46,8 @@ class BlocksState:
         self._tensors = list({id(x): x for *_, x in self.places}.values())
         self.parameters = [x for x in self._tensors if type(x) is nn.Parameter]
         self._addresses, self._forms = self._read(Tensor.data_ptr), self._read_forms()
-        # Dictionaries compare values by identity first, and modules and most other objects only so. Tensors of one
-        # element compare by value, others raise.
+        # Dictionaries compare values by identity first, and modules and most other objects have no other comparison.
+        # Tensors of one element compare by value, others raise.
         self._scalars = [(by, name, x) for by, name, x in self.places if x.numel() < 2]
         registries = [held[name] for held in attributes for name in _REGISTRIES]
         self._empty = [registry for registry in registries if not registry]
@@ -63,7 +63,7 @@ class BlocksState:
         return self._read(Tensor.data_ptr) == self._addresses
 
     def same(self) -> bool:
-        """Whether all but the addresses is as it was."""
+        """Whether everything but the addresses is as it was."""
         try:
             alike = self._now == self._then or self._made_anew_alike()
         except RuntimeError:  # two tensors have been compared
@@ -72,7 +72,7 @@ class BlocksState:
         return alike and _copied(self._nested) == self._nested_then and self._read_forms() == self._forms
 
     def _made_anew_alike(self) -> bool:
-        """Whether all that differs is functions with the same options, as TRL's DPO makes them for every reference."""
+        """Whether only functions have been made anew, with the same options, as TRL's DPO does for each reference."""
         for now, then in zip(self._now, self._then, strict=True):
             if now.keys() != then.keys():
                 return False
@@ -90,7 +90,7 @@ class BlocksState:
 
     @contextmanager
     def with_parameters(self, others: Mapping[int, Any]) -> Iterator[None]:
-        """Other tensors in the places of parameters within this context, by the parameters' ids."""
+        """A context in which other tensors, by the parameters' ids, stand in the places of parameters."""
         places = [(by, name, by[name], others[id(x)]) for by, name, x in self.places if id(x) in others]
         for by, name, _, other in places:
             by[name] = other
@@ -102,12 +102,12 @@ class BlocksState:
 
 
 def _parts(value: Any) -> Any:
-    """Function and options of a partial one; else the identity."""
+    """Function and options of a `functools.partial`; the identity of anything else."""
     return (value.func, value.args, value.keywords) if isinstance(value, partial) else id(value)
 
 
 def _copied(value: Any) -> Any:
-    """Containers copied, in them plain values as they are and the identity of everything else."""
+    """A copy of a container that holds plain values themselves, and the identity of everything else."""
     kind = type(value)
     if kind in _VALUES:
         return value

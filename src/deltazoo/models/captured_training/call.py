@@ -1,8 +1,8 @@
-"""One call of a stack of blocks, in the form that a graph of it is found by.
+"""One call of a stack of blocks, in the form by which a graph of it is found.
 
 A graph reads its inputs at fixed addresses. So the arguments of all blocks are taken apart into tensors, which are
-copied there before every replay, and a form without tensors that says how to put them together again. Two calls of
-equal form run the same kernels, if the settings of model and process are the same, too.
+copied to those addresses before every replay, and a form without tensors that says how to put them together again. Two
+calls of equal form run the same kernels if the settings of model and process are equal, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class StackCall:
         calls: blocks in order, each with its keyword arguments.
 
     Attributes:
-        blocks: in order.
+        blocks: the blocks in order.
         tensors: all tensors among the arguments, each once.
         form: everything else about the call, hashable.
 
@@ -49,12 +49,12 @@ class StackCall:
         self.tensors: list[Tensor] = []
         self._nodes: list[tuple[Any, ...]] = []
         self._numbers: dict[int, int] = {}
-        self._alive: list[Any] = []  # no number of a freed object is given to another one
+        self._alive: list[Any] = []  # keeps Python from giving the id of a freed object to another one
         self._roots = tuple([self._node(arguments) for _, arguments in calls])
         self.form = (tuple(map(id, self.blocks)), self._roots, tuple(self._nodes))
 
     def without_tensors(self) -> "StackCall":
-        """The same call that keeps no tensor alive."""
+        """A copy of the call that keeps no tensor alive."""
         kept = copy(self)
         kept.tensors, kept._alive = [], []
         return kept
@@ -64,7 +64,7 @@ class StackCall:
 
         Args:
             x: `[B, T, D]`.
-            tensors: as `self.tensors`.
+            tensors: tensors of the same number and shapes as `self.tensors`.
         """
         values: list[Any] = []
         for kind, *parts in self._nodes:
@@ -118,13 +118,13 @@ def _put_together(kind: Any, parts: list[Any], tensors: Sequence[Tensor], values
 
 
 def autocast_of(device: str) -> tuple[str, torch.dtype, bool, bool]:
-    """Arguments of `torch.autocast` as it is now."""
+    """The arguments of `torch.autocast` that are active now."""
     dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
     return device, dtype, enabled, torch.is_autocast_cache_enabled()
 
 
 def surroundings(x: Tensor) -> tuple[Any, ...]:
-    """All that a graph depends on besides arguments and model: the form of its input, and switches of the process."""
+    """The form of the input and the switches of the process, on which a graph depends besides arguments and model."""
     cuda = torch.backends.cuda
     return (
         (x.shape, x.stride(), x.dtype, x.device, x.requires_grad),
@@ -142,6 +142,6 @@ def surroundings(x: Tensor) -> tuple[Any, ...]:
 
 
 def _matmul_precision() -> str:
-    """Of float32; the older function raises once the newer attribute, since torch 2.9, has been set."""
+    """The precision of float32 products. torch's older function raises once the newer attribute (2.9) has been set."""
     newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     return torch.get_float32_matmul_precision() if newer is None else newer

@@ -1,7 +1,7 @@
-"""When the blocks of a training step may be captured: the reasons against it, in words.
+"""Reasons, in words, why the blocks of a training step may not be captured.
 
-A graph repeats what the device was told while it was captured. Whatever else Python does happens once, at the capture.
-Where that would matter, or where nobody knows, the step runs eagerly.
+A graph repeats the work that the device was given during the capture. Everything else that Python does happens once, at
+the capture. If that would matter, or if nobody knows, the step runs eagerly.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ from deltazoo.ops.autograd_modes import transforming
 __all__ = ["MOST_TOKENS", "checkpointing_of", "why_not_blocks", "why_not_now"]
 
 MOST_TOKENS = 32_768
-"""Of a captured call. Larger ones keep a GPU busy anyway, and their memory counts."""
+"""Most tokens of a captured call. Larger calls keep a GPU busy anyway, and their graphs take much memory."""
 _KNOWN_PACKAGES = ("deltazoo.", "torch.nn.", "transformers.", "peft.")
-"""Packages whose modules do nothing in a training step but tell the device what to do. Those of torch.distributed and
-of torch's compiler do more."""
+"""Packages whose modules do nothing in a training step but give work to the device. The modules of torch.distributed
+and of torch's compiler do more."""
 
 
 def why_not_now(x: Tensor) -> str | None:
     """Why a training step with these hidden states `[B, T, D]` must not run captured now; None if it may.
 
-    Cheap: it looks at the state of the process, not at the model.
+    It takes little time, since it looks at the state of the process, not at the model.
     """
     if type(x) is not Tensor:
         return f"the hidden states are a {type(x).__name__}"
@@ -101,12 +101,12 @@ def _why_not_tensor(x: Tensor, device: torch.device) -> str | None:
 
 
 def _may_sleep(hook: Any) -> bool:
-    """Whether a hook does nothing unless outputs of single layers are asked for, as those of transformers."""
+    """Whether a hook is one of transformers, which does nothing unless outputs of single layers are asked for."""
     return getattr(hook, "__module__", "") == output_capturing.__name__
 
 
 def checkpointing_of(module: nn.Module) -> tuple[dict[str, Any] | None, str | None]:
-    """Options by which a module runs under gradient checkpointing, None if it does not; and why it cannot be captured.
+    """Options of the gradient checkpointing of a module, None without; and the reason why it cannot be captured.
 
     transformers gives every block `torch.utils.checkpoint.checkpoint` with its options.
     """

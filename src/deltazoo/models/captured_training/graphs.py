@@ -1,11 +1,12 @@
 """Blocks captured as two graphs behind one function of autograd.
 
-`torch.cuda.make_graphed_callables` with what a training loop that knows nothing of graphs needs besides. Activations,
-hidden states and gradients lie where the next replay writes. So whatever leaves is a copy, and a second forward pass
-before the backward pass of the first runs eagerly, as do a second backward pass and one that will be differentiated.
+It does the work of `torch.cuda.make_graphed_callables`, and allows what a training loop that knows nothing of graphs
+does besides. Activations, hidden states and gradients lie where the next replay writes. So every tensor that leaves is
+a copy, and three passes run eagerly: a second forward pass before the backward pass of the first, a second backward
+pass, and a backward pass that will be differentiated.
 
-The graphs are captured on aliases of the parameters: parameters of the same memory, in the modules' places meanwhile.
-So hooks of the parameters do not run then, and nodes that DDP keeps for them stay on their streams.
+The graphs are captured on aliases of the parameters: other parameters in the same memory, put in the modules' places
+during the capture. So hooks of the parameters do not run then, and nodes that DDP keeps for them stay on their streams.
 """
 
 import warnings
@@ -29,21 +30,21 @@ from deltazoo.models.captured_training.conditions import checkpointing_of, why_n
 __all__ = ["CapturedStack", "GraphMemory", "NotCapturedError"]
 
 _SPARE = 2.2
-"""Free memory that a capture needs, in sizes of what its graphs keep: an eager step of other rows must fit beside."""
+"""Free memory that a capture needs, in multiples of what its graphs keep: an eager step must still fit beside them."""
 
 
 class NotCapturedError(RuntimeError):
-    """Blocks that cannot be captured, and why."""
+    """The reason why blocks cannot be captured."""
 
 
 class _ForwardPass:
-    """A replayed forward pass; it lives as long as what was computed from it may be differentiated."""
+    """A replayed forward pass; it lives as long as its results may be differentiated."""
 
-    done = False  # whether the backward pass has used up its activations
+    done = False  # whether the backward pass has used its activations
 
 
 class GraphMemory:
-    """The memory that all graphs of a model share, one stream for their capture, and whose activations it holds."""
+    """The memory and the stream that all graphs of a model share, and the forward pass whose activations lie there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, on_gpu = device, device.type == "cuda"
@@ -69,7 +70,7 @@ class GraphMemory:
         return not forward_pass.done and self._last_pass() is forward_pass
 
     def on_current_stream(self) -> None:
-        """Let the current stream wait for the one of the last replay, if it is another one."""
+        """Let the current stream wait for the stream of the last replay, if that is another one."""
         if self.stream is not None:
             current = torch.cuda.current_stream(self.device)
             if self._last_stream is not None and self._last_stream != current:
@@ -81,15 +82,15 @@ class CapturedStack:
     """A stack of blocks over inputs of one form, captured.
 
     Args:
-        call: whose tensors are taken as an example, and whose form every later call must have.
+        call: a call whose tensors serve as an example, and whose form every later call must have.
         x: hidden states `[B, T, D]` that enter the first block.
-        config: of the model.
-        memory: that its graphs share with others of the model.
+        config: configuration of the model.
+        memory: the memory that its graphs share with others of the model.
 
     Attributes:
-        state: of the blocks that the graphs are good for.
-        stale: calls one after another that met another state.
-        nbytes: what the graphs keep between forward and backward pass, gradients included.
+        state: the state of the blocks that the graphs are good for.
+        stale: number of calls, one after another, that met another state.
+        nbytes: bytes that the graphs keep between forward and backward pass, gradients included.
 
     Raises:
         NotCapturedError: the blocks cannot be captured as they are.
@@ -125,7 +126,7 @@ class CapturedStack:
             self.generator.set_state(random_state)
             torch.clear_autocast_cache()
         if self.x.is_cuda:
-            self._aliases.clear()  # they would keep the memory of weights that are moved
+            self._aliases.clear()  # aliases would keep the memory of weights that are moved
 
     def _forward(self) -> list[Tensor]:
         with torch.enable_grad(), self.state.with_parameters(self._aliases):
@@ -142,17 +143,17 @@ class CapturedStack:
     def _differentiated(
         self, hidden: Any, x: Tensor, parameters: Mapping[int, Tensor], d_hidden: Tensor, **options: bool
     ) -> Sequence[Tensor | None]:
-        """Gradients of x, if it has one, and of what stands for the trained parameters."""
+        """Gradients of x, if it has one, and of the aliases of the trained parameters."""
         inputs = [*([x] if self.x.requires_grad else []), *[parameters[id(p)] for p in self.trained]]
         return torch.autograd.grad(hidden, inputs, d_hidden, allow_unused=True, **options)
 
     def _rehearse(self, random_state: Tensor) -> None:
-        """Run once as the capture will, and raise if that shows that it cannot be captured."""
+        """Run the blocks once as the capture will, and raise if that run shows that they cannot be captured."""
         buffers = [x for _, _, x in self.state.places if not isinstance(x, nn.Parameter)]
         before = [(x, x._version, x.clone()) for x in buffers]
         waits: list[str] = []
         if self.x.is_cuda:
-            torch.cuda.empty_cache()  # blocks of the current stream, which are no use on another one
+            torch.cuda.empty_cache()  # frees memory of the current stream, which another stream cannot use
         try:
             with beside_current(self.memory.stream), _watched(waits, self.x.is_cuda):
                 allocated = _allocated(self.x.device)
@@ -181,7 +182,7 @@ class CapturedStack:
         self.trained = sorted(trained, key=lambda p: str(p.dtype))  # gradients of one dtype are copied together
 
     def _record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], object]]:
-        """What a run gives, at addresses that a replay writes to; and the replay."""
+        """The results of a run, at addresses to which a replay writes, and the replay itself."""
         if self.memory.stream is None:
             outputs = [y.detach().clone() for y in run()]
             return outputs, partial(_run_again, run, outputs)
@@ -192,9 +193,9 @@ class CapturedStack:
         return [_borrowed(y.detach()) for y in results], graph.replay
 
     def run(self, call: StackCall, x: Tensor) -> Tensor | None:
-        """Hidden states `[B, T, D]` by a replay; None if the blocks are in another state, and nothing else then."""
+        """Hidden states `[B, T, D]` by a replay; None, without any effect, if the blocks are in another state."""
         random_state = self.generator.get_state() if self.draws else None
-        # As `_Replay.apply`, without its looks at every argument: there are no function transforms here.
+        # Function.apply's own call in C, without its checks for function transforms, of which there are none here.
         out = super(torch.autograd.Function, _Replay).apply(self, call, random_state, x, *self.trained)
         if self.state.same():  # the device computes meanwhile
             return out
@@ -214,13 +215,13 @@ class CapturedStack:
         self.memory.on_current_stream()
         self.d_hidden.copy_(d_hidden)
         self._replay_backward()
-        # The one function of torch that allocates and writes many tensors at once; times one changes no bit.
+        # The only function of torch that allocates and writes many tensors at once; a factor of 1 changes no bit.
         return [*chain.from_iterable([torch._foreach_mul(gradients, 1) for gradients in self.gradients])]
 
     def gradients_again(
         self, x: Tensor, tensors: Sequence[Tensor], d_hidden: Tensor, random_state: Tensor | None
     ) -> Sequence[Tensor | None]:
-        """Gradients as of `replay_backward`, from an eager run; differentiable where autograd records."""
+        """The gradients of `replay_backward`, from an eager run; differentiable where autograd records."""
         if not (self.state.in_place() and self.state.same()):
             raise RuntimeError("the model has changed since the forward pass that is differentiated once more")
         create_graph, now = torch.is_grad_enabled(), self.generator.get_state()
@@ -241,7 +242,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, stack: CapturedStack, call: StackCall, random_state: Any, x: Tensor, *_: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.stack, ctx.random_state, ctx.forward_pass = stack, random_state, stack.memory.take()
-        # Autograd raises for those that are changed in place before the backward pass.
+        # Autograd then raises if one of these is changed in place before the backward pass.
         ctx.save_for_backward(x, *call.tensors, *stack.state.parameters)
         return stack.replay_forward(x, call.tensors)
 
@@ -272,7 +273,7 @@ def _runs_twice(module: nn.Module) -> bool:
 
 @contextmanager
 def _checkpoints_without_states(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Gradient checkpointing that does not save the state of random generators, which a capture cannot read."""
+    """A context whose gradient checkpointing saves no state of random generators, which a capture cannot read."""
     replaced = []
     for module in modules_of(blocks):
         options, _ = checkpointing_of(module)
@@ -290,7 +291,7 @@ def _checkpoints_without_states(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _watched(waits: list[str], on_gpu: bool) -> Iterator[None]:
-    """Collect what makes the host wait for the device, in the threads of autograd, too."""
+    """A context that collects the calls which make the host wait for the device, in the threads of autograd, too."""
     if not on_gpu:
         yield
         return
@@ -306,7 +307,7 @@ def _watched(waits: list[str], on_gpu: bool) -> Iterator[None]:
 
 
 def _borrowed(x: Tensor) -> Tensor:
-    """The same numbers without a hold on their memory, which later captures of the pool may use, too."""
+    """A tensor over x's memory that does not keep it: later captures of the pool may use it, too."""
     storage = x.untyped_storage()
     there = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), x.device, storage.nbytes())
     empty = torch.empty(0, dtype=x.dtype, device=x.device)

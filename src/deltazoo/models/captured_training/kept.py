@@ -1,7 +1,7 @@
-"""The captured stacks of a model: when one is made, when one is replayed, and what `deltazoo.report` says of it.
+"""The captured stacks of a model: when one is made, when one is replayed, and their lines in `deltazoo.report`.
 
-A shape is captured when it comes for the third time, in that call. The calls before it run eagerly, as do all calls
-that no graph fits, with a reason that is counted.
+The third call of a shape captures it. The calls before it run eagerly, and so do all calls that no graph fits; the
+reasons are counted.
 """
 
 from collections import Counter
@@ -24,23 +24,23 @@ _EAGER_CALLS = 2
 """Calls of a form before the one that captures it."""
 _MOST_GRAPHS = 8
 _MOST_FORMS = 512
-"""Forms whose calls are counted."""
+"""Number of forms whose calls are counted."""
 _MOST_RECAPTURES = 3
-"""Of stacks that were dropped because the model changed."""
+"""Captures in place of stacks that were dropped because the model changed."""
 _CALLS_UNTIL_NEXT_TRY = 100
-"""After blocks could not be captured as they were."""
+"""Calls that run eagerly after blocks could not be captured, before the next try."""
 _PATIENCE = 3
-"""Calls with other settings than a stack was captured with before it is dropped: hooks may be there for a step."""
+"""Calls with other settings than at its capture after which a stack is dropped: a hook may stay for one step only."""
 
 
 def run_blocks(model: Any, calls: _Calls, x: Tensor, *, wanted: bool = True) -> Tensor:
-    """Hidden states `[B, T, D]` after the last block; in training by a captured stack where one can serve.
+    """Hidden states `[B, T, D]` after the last block; in training by a captured stack where one fits.
 
     Args:
-        model: whose blocks they are; it keeps what is captured.
+        model: the model of the blocks; it keeps what is captured.
         calls: blocks in order, each with its keyword arguments.
         x: `[B, T, D]`, the input of the first block.
-        wanted: whether to capture at all.
+        wanted: whether capture is allowed.
     """
     trains = model.training and torch.is_grad_enabled() and graphs_run_on(x.device)
     if wanted and trains and not torch.compiler.is_compiling():
@@ -54,7 +54,7 @@ def note_eager(model: Any, reason: str) -> None:
 
 
 def forget_captured(model: nn.Module) -> None:
-    """Free all graphs of a model. What was counted is forgotten, too, so that a form must come three times again."""
+    """Free all graphs of a model and forget its counts, so that a form must come three times again."""
     for module in model.modules():
         vars(module).pop(_ATTRIBUTE, None)
 
@@ -72,7 +72,7 @@ def _run(calls: _Calls, x: Tensor) -> Tensor:
 
 
 class _KeptStacks:
-    """Captured stacks by form, and counts. Copies of a model start with an empty one."""
+    """Captured stacks by form, and counts of calls. A copy of the model starts without any."""
 
     def __init__(self) -> None:
         self.stacks: dict[Any, CapturedStack] = {}
@@ -111,7 +111,7 @@ class _KeptStacks:
         return reason
 
     def _replay(self, config: Any, calls: _Calls, x: Tensor) -> Tensor | str:
-        """The hidden states by a replay, or why there is none."""
+        """The hidden states by a replay, or the reason why there is none."""
         if reason := why_not_now(x):
             return reason
         try:
@@ -142,7 +142,7 @@ class _KeptStacks:
         return reason
 
     def _capture(self, form: Any, call: StackCall, x: Tensor, config: Any) -> CapturedStack | str:
-        """A captured stack for calls of this form, or why there is none now."""
+        """A captured stack for calls of this form, or the reason why there is none now."""
         if self.captures_no_more is not None:
             return self.captures_no_more
         if len(self.seen) == _MOST_FORMS:

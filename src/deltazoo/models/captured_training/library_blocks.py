@@ -1,7 +1,7 @@
 """Captured training steps for models whose forward pass is transformers' own: swapped and accelerated ones.
 
-Such a forward pass makes masks and rotary embeddings, then calls its blocks in a loop. For the time of the call, this
-puts recorders in the places of the blocks. They note what each block is called with; the last one runs them all. What
+Such a forward pass makes masks and rotary embeddings, then calls its blocks in a loop. During the call, recorders stand
+in the places of the blocks. They note the arguments of each block; the last recorder runs all blocks. Everything that
 the forward pass does before and after the loop stays as it is.
 """
 
@@ -21,7 +21,7 @@ from deltazoo.models.forward_arguments import remove_pre_hook
 __all__ = ["capture_library_blocks", "release_library_blocks"]
 
 _PUT = "_captures_blocks"
-"""Attribute of a base model: whether its loop only passes hidden states on, once a training step has shown that."""
+"""Attribute of a base model: whether its loop only passes hidden states on; None until a training step has shown it."""
 _KNOWN_ARGUMENTS = (
     *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache", "past_key_values", CACHE),
     *PACKING_ARGUMENTS,
@@ -29,7 +29,7 @@ _KNOWN_ARGUMENTS = (
     *("shift_labels", "ignore_index"),
     *("output_hidden_states", "output_attentions", "output_router_logits", "delta_batch", "deltazoo_positions"),
 )
-"""Arguments by which a base model does nothing between its blocks; others, such as pictures, may."""
+"""Arguments by which a base model does nothing between its blocks; with others, such as pictures, it may act there."""
 _of_thread = threading.local()
 
 
@@ -91,8 +91,8 @@ class _Loop:
         )
 
     def call(self, block: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
-        """What a block is called for: nothing until all have been called, then the work of all."""
-        if self.checked is None:  # the first time, blocks run as they are called, and are watched
+        """The result of a recorder's call: its input, until the last recorder runs all blocks."""
+        if self.checked is None:  # in the first training step blocks run one by one, and are watched
             self.is_plain &= len(args) == 1 and (self.x is None or args[0] is self.x)
             self.x = block(*args, **arguments)
             self.is_plain &= isinstance(self.x, Tensor)
@@ -106,7 +106,7 @@ class _Loop:
 
 
 class _Recorder(nn.Module):
-    """Stands for a block in the loop of this thread. For all others it is the block, parameters included."""
+    """A stand-in for a block in the loop of one thread. In other threads it acts as the block, parameters included."""
 
     def __init__(self, block: nn.Module, loop: _Loop) -> None:
         vars(self).update({name: vars(block)[name] for name in ("_parameters", "_buffers", "_modules", "training")})
@@ -127,16 +127,16 @@ def _loop() -> _Loop | None:
 
 
 def _begin(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a base model."""
+    """The forward pre-hook of a base model."""
     loop = _loop()
-    if loop is not None and loop.base is base:  # left by an interrupt, after which no hooks run
+    if loop is not None and loop.base is base:  # an interrupt left it, after which no hooks run
         _end(base, args, None)
     trains = base.training and torch.is_grad_enabled() and graphs_run_on(base.device)
     if torch.compiler.is_compiling() or not trains or _loop() is not None:
         return
     _, blocks = _blocks_of(base)  # type: ignore[misc]
     wanted = getattr(getattr(base, "runtime", None), "captured_training", None) is not False
-    if not wanted or any(isinstance(block, _Recorder) for block in blocks):  # of another thread
+    if not wanted or any(isinstance(block, _Recorder) for block in blocks):  # those of another thread
         return
     unknown = [name for name, value in kwargs.items() if value is not None and name not in _KNOWN_ARGUMENTS]
     if unknown:
@@ -148,7 +148,7 @@ def _begin(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _end(base: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook of a base model, called after errors, too."""
+    """The forward hook of a base model, which is called after errors, too."""
     loop = _loop()
     if loop is not None and loop.base is base:
         _of_thread.loop = None

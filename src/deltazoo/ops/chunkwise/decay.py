@@ -19,11 +19,11 @@ from torch import Tensor
 __all__ = ["ChunkDecay", "chunk_decay", "later", "sooner"]
 
 _BLOCK = 16
-"""Tokens of a block, which chunks are multiples of."""
+"""Tokens of a block; chunks are multiples of it."""
 
 
 class ChunkDecay(ABC):
-    """Decay factors of a chunk, as the chunk form uses them; `lower` means j <= i."""
+    """The decay factors of a chunk that the chunk form uses; `lower` means j <= i."""
 
     entry: Tensor | float
     """`exp(G_i)`, from the chunk's start through token i: `[..., C, 1 or K]`."""
@@ -50,15 +50,15 @@ class ChunkDecay(ABC):
 
         Args:
             dG: gradient of every `G_i` through the terms of token i, `[..., C, K]`.
-            dG_last: what `G_C` gets besides, through the state that leaves the chunk, `[..., K]`.
+            dG_last: further gradient of `G_C`, through the state that leaves the chunk, `[..., K]`.
 
         Returns:
-            in the log-decay's shape; None without decay.
+            The gradient in the log-decay's shape; None without decay.
         """
 
 
 def chunk_decay(log_decay: Tensor | None, ndim: int) -> ChunkDecay:
-    """The decay of chunked keys with `ndim` dimensions: kind chosen by the rank of `log_decay`."""
+    """The decay of chunked keys with `ndim` dimensions: the number of dimensions of `log_decay` decides its kind."""
     if log_decay is None:
         return _NoDecay()
     return _ChannelDecay(log_decay) if log_decay.ndim == ndim else _ScalarDecay(log_decay)
@@ -101,7 +101,7 @@ class _NoDecay(ChunkDecay):
 
 
 class _ScalarDecay(ChunkDecay):
-    """log_decay `[..., C]`: the decay matrix `exp(G_i - G_j)` multiplies elementwise."""
+    """Factors of log_decay `[..., C]`: the decay matrix `exp(G_i - G_j)` multiplies elementwise."""
 
     def __init__(self, log_decay: Tensor) -> None:
         C = log_decay.shape[-1]
@@ -128,11 +128,11 @@ class _ScalarDecay(ChunkDecay):
 
 
 class _ChannelDecay(ChunkDecay):
-    """log_decay `[..., C, K]`: the decay sits inside the contraction over channels.
+    """Factors of log_decay `[..., C, K]`: the decay is inside the contraction over channels.
 
-    Blocks of 16 tokens. Between two blocks the exponent splits at the later block's start into two factors <= 1, so a
-    matrix product does it; inside a block a loop over its tokens carries the decayed operand along, vectorised over
-    all blocks of all chunks.
+    It works on blocks of 16 tokens. Between two blocks the exponent splits at the later block's start into two factors
+    <= 1, so a matrix product computes the term; inside a block a loop over its tokens carries the decayed operand
+    along, vectorised over all blocks of all chunks.
     """
 
     def __init__(self, log_decay: Tensor) -> None:
@@ -156,7 +156,7 @@ class _ChannelDecay(ChunkDecay):
         return x.unflatten(-2, (-1, _BLOCK))
 
     def _diagonal_blocks(self, W: Tensor) -> Tensor:
-        """`[..., C, C]` -> a view `[..., C / 16, 16, 16]` of its diagonal blocks."""
+        """A view `[..., C / 16, 16, 16]` of the diagonal blocks of W `[..., C, C]`."""
         blocks = W.unflatten(-1, (-1, _BLOCK)).unflatten(-3, (-1, _BLOCK))
         return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 

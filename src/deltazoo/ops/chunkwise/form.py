@@ -6,11 +6,12 @@ One chunk of C tokens with state S entering, decay as in `decay`, `o` elementwis
     U = A (beta o (v - (entry o e) S))                          the corrections, all tokens at once
     O = (entry o q) S + gram(q, k) U,   S' = total o S + (exit o k)^T U
 
-The erase key e is k unless given. Read undecayed, `gram(e, k)` and `entry o e` take the decay of the row before.
-The micro-steps of a token are rows of their own: log-decay 0 but at the first, q = 0 but at the last.
+The erase key e is k unless given. With the undecayed read `gram(e, k)` and `entry o e` take the decay of the row
+before. The micro-steps of a token are rows of their own: log-decay 0 except in the first, q = 0 except in the last.
 
-All but `U` and `S'` is parallel over chunks; the serial loop is two small products per chunk, forward and backward.
-The inverse is a forward substitution: unlike a Neumann series over the chunk it survives repeated keys with beta 2.
+Everything except `U` and `S'` is parallel over chunks; the serial loop is two small products per chunk, forward and
+backward. The inverse is a forward substitution: unlike a Neumann series over the chunk it is stable with repeated keys
+and beta 2.
 Compute dtype is float32, float64 for float64 inputs.
 """
 
@@ -32,7 +33,7 @@ CHUNK_SIZE = 64
 
 
 def chunkwise(call: RuleCall) -> tuple[Tensor, Tensor]:
-    """Whole sequences by the chunk form: output `[B, T, HV, V]` and final state `[N, HV, K, V]`."""
+    """Output `[B, T, HV, V]` and final state `[N, HV, K, V]` of whole sequences, by the chunk form."""
     output, final, *_ = forward.overload(*call)
     return output, final
 
@@ -68,7 +69,7 @@ class _Chunks:
             L = self.beta * self.later(self.decay.gram(self.sooner(self.e), self.k)).tril_(-1)
             eye = torch.eye(CHUNK_SIZE, dtype=L.dtype, device=L.device)
             A = torch.linalg.solve_triangular(eye + L, eye, upper=False, unitriangular=True)
-            self.A = A.contiguous()  # it comes column by column
+            self.A = A.contiguous()  # torch returns it column by column
             self.U = self.A @ (self.beta * self.v)
             W = self.W()
         (M, HV, _, K), V, N = self.k.shape, self.v.shape[-1], len(self.tokens.order)
@@ -88,7 +89,7 @@ class _Chunks:
         return final
 
     def kept(self) -> tuple[Tensor, Tensor, Tensor]:
-        """A, U and S for the backward pass, padded to the most chunks that calls of these shapes have."""
+        """A, U and S for the backward pass, padded to the most chunks of calls with these shapes."""
         spare = self.tokens.most - len(self.tokens.micro_steps)
 
         def padded(x: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 def _forward(*arguments):
-    """Output and final state; then A, U and S of every chunk, which the backward pass would else compute again."""
+    """Output and final state; then A, U and S of every chunk, which the backward pass would otherwise compute again."""
     call = RuleCall(*arguments)
     check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
     with torch.autocast(call.v.device.type, enabled=False):
@@ -217,7 +218,7 @@ def _setup_context(ctx, inputs, output) -> None:
 def _autograd(ctx, d_output, d_final, *_):
     *tensors, cu_seqlens, A, U, S = ctx.saved_tensors
     call = RuleCall.of(tensors, cu_seqlens, ctx.options)
-    if torch.is_grad_enabled():  # create_graph: the token loop, which autograd differentiates as often as wanted
+    if torch.is_grad_enabled():  # create_graph: autograd differentiates the token loop any number of times
         return RuleCall.in_order(gradients_of_loop(call, d_output, d_final, create_graph=True))
     try:
         return RuleCall.in_order(gradients(call, (A, U, S), d_output, d_final))
@@ -242,6 +243,6 @@ backward = Operator(
 def gradients(
     call: RuleCall, kept: tuple[Tensor | None, ...], d_output: Tensor, d_final: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of `call.differentiable`, None for what is not given, from the three tensors that `forward` kept."""
+    """Gradients of `call.differentiable` from the three tensors that `forward` kept; None for arguments not given."""
     found = iter(backward.overload(*call, *kept, d_output, d_final))
     return tuple([None if x is None else next(found) for x in call.differentiable])

@@ -1,4 +1,4 @@
-"""The micro-steps of each chunk of a batch or of packed sequences; a token has one, or several."""
+"""The micro-steps in each chunk of a batch or of packed sequences; a token has one or several."""
 
 from dataclasses import dataclass
 
@@ -53,7 +53,7 @@ class ChunkTokens:
         return cls(torch.cat(micro_steps).to(device), steps, order.to(device), most, shape, num_micro_steps)
 
     def chunk(self, x: Tensor, dtype: torch.dtype, at: int | None = None) -> Tensor:
-        """`[B, T * n, H, ...]` -> `[M, H, C, ...]`, zeros at padding.
+        """x `[B, T * n, H, ...]` in chunks `[M, H, C, ...]`, zeros at padding.
 
         With `at`, x is `[B, T, H, ...]` and its entries go to that micro-step of their token, 0 (the first) or -1 (the
         last); the others get zeros.
@@ -63,7 +63,7 @@ class ChunkTokens:
         return flat[self._index(at)].transpose(1, 2).contiguous()
 
     def unchunk(self, x: Tensor, dtype: torch.dtype, at: int | None = None) -> Tensor:
-        """`[M, H, C, ...]` -> `[B, T * n, H, ...]`, or `[B, T, H, ...]` with `at`: the reverse of `chunk`."""
+        """x `[M, H, C, ...]` as `[B, T * n, H, ...]`, or `[B, T, H, ...]` with `at`: the reverse of `chunk`."""
         B, T = self.shape
         T = T * self.num_micro_steps if at is None else T
         flat = x.new_empty(B * T + 1, x.shape[1], *x.shape[3:])

@@ -1,7 +1,7 @@
 """Backends on segments of tokens: pairs of transitions and states, outputs and gradients.
 
-A call of segments is a `RuleCall` in which sequences are segments, rows or packed into one row, and `initial_state` the
-states that they start from, `[S, HV, K, V]` float32, or float64 for float64 inputs.
+A call of segments is a `RuleCall` in which sequences are segments, rows or packed into one row, and `initial_state`
+their first states, `[S, HV, K, V]` float32, or float64 for float64 inputs.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,16 @@ Kept = tuple[Tensor | None, ...]
 """Tensors that a backend keeps of a call besides its inputs."""
 
 Gradients = tuple[Tensor | None, ...]
-"""Gradients of `RuleCall.differentiable`, None for what is not given."""
+"""Gradients of `RuleCall.differentiable`, None for arguments that were not given."""
 
 
 class SegmentBackend:
-    """The computation of one backend on S segments. This one is in plain torch, by functions that take whole sequences.
+    """The computation of a backend on S segments. This class uses functions of plain torch for whole sequences.
 
     Args:
-        run: gives the output, the last states, and what is kept for the gradients.
-        gradients_of: gives those of a call, from what is kept and the gradients of the output and the last states.
+        run: function that gives the output, the last states, and tensors kept for the gradients.
+        gradients_of: function that gives the gradients of a call, from the kept tensors and the gradients of the
+            output and the last states.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class SegmentBackend:
         self.run, self.gradients_of = run, gradients_of
 
     def pairs(self, call: RuleCall) -> tuple[Tensor, Tensor, Kept]:
-        """M `[S, HV, K, K]` and X of every segment, from calls without starts, and `kept` of the methods below."""
+        """M `[S, HV, K, K]` and X of every segment, from calls without first states; `kept` for the methods below."""
         segments = len(call.q) if call.cu_seqlens is None else len(call.cu_seqlens) - 1
         K, HV = call.k.shape[3], call.v.shape[2]
         # Without values a segment leaves its transition from the identity.
@@ -48,30 +49,30 @@ class SegmentBackend:
         return self.run(without_values)[1], self.run(call)[1], ()
 
     def outputs(self, call: RuleCall, kept: Kept, keep: bool) -> tuple[Tensor, Tensor, Kept]:
-        """The output, the segments' last states, and what else is kept: with `keep` as much as spares a second scan."""
+        """The output, the segments' last states, and further kept tensors: with `keep` no scan runs twice."""
         output, ends, *kept_here = self.run(call)
         return output, ends, tuple(kept_here)
 
     def start_gradients(self, call: RuleCall, kept: Kept, d_output: Tensor, d_end: Tensor) -> Tensor:
         """Gradients of the segments' first states from their outputs and last states."""
         d_start = self.gradients(call, kept, d_output, d_end)[5]
-        assert d_start is not None  # segments have starts
+        assert d_start is not None  # segments have first states
         return d_start
 
     def before_gradients(self, call: RuleCall, kept: Kept) -> Kept:
-        """Tensors that `gradients` takes as kept, with those that `d_end` does not decide."""
+        """The kept tensors for `gradients`, completed by those that do not depend on `d_end`."""
         return kept
 
     def gradients(self, call: RuleCall, kept: Kept, d_output: Tensor, d_end: Tensor) -> Gradients:
-        """All gradients."""
+        """All gradients of a call."""
         return self.gradients_of(call, kept, d_output, d_end)
 
 
 class _TritonBackend(SegmentBackend):
-    """The GPU kernels.
+    """The computation by the GPU kernels.
 
     Args:
-        whole_segments: segments of all ranks, by which kernels are chosen.
+        whole_segments: number of segments of all ranks, by which kernels are chosen.
     """
 
     def __init__(self, whole_segments: int) -> None:

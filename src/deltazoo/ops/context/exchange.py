@@ -9,21 +9,29 @@ from torch import Tensor
 
 from deltazoo.ops.context.group import ContextParallel, finished, started_gather
 
-__all__ = ["all_tokens", "last_tokens", "next_tokens", "tokens_before"]
+__all__ = [
+    "add_to_last_tokens",
+    "all_tokens",
+    "last_tokens",
+    "next_tokens",
+    "started_last_tokens",
+    "tokens_before",
+    "tokens_before_piece",
+]
 
 
 def all_tokens(x: Tensor, context: ContextParallel) -> Tensor:
-    """`[B, T, ...]` of the whole sequence, from this rank's piece."""
+    """The tokens `[B, T, ...]` of the whole sequence, from this rank's piece."""
     return _AllTokens.apply(x, context)
 
 
 def next_tokens(x: Tensor, context: ContextParallel, after_last: int) -> Tensor:
-    """`[B, T]` integers moved up by one: entry t is that of token t + 1, which may be another rank's.
+    """`[B, T]` integers moved up by one: entry t is that of token t + 1, which another rank may have.
 
     Args:
         x: `[B, T]`.
         context: the ranks.
-        after_last: the entry of the last token of all.
+        after_last: entry of the last token of all.
     """
     firsts = _gathered(x[:, :1], context)
     last = context.rank == context.size - 1
@@ -36,11 +44,11 @@ def tokens_before(inputs: Sequence[Tensor], width: int, context: ContextParallel
 
     Args:
         inputs: `[B, T, C_i]` in one dtype, this rank's tokens of several sequences.
-        width: how many; they may come from several ranks, if pieces are shorter.
-        context: with lengths.
+        width: number of tokens; they may come from several ranks, if pieces are shorter.
+        context: the ranks, with lengths.
 
     Returns:
-        A `[B, width, C_i]` for each.
+        Tensors `[B, width, C_i]`, one for each input.
     """
     before = _TokensBefore.apply(width, context, *inputs)
     return before.split([x.shape[2] for x in inputs], 2)
@@ -50,9 +58,9 @@ def tokens_before(inputs: Sequence[Tensor], width: int, context: ContextParallel
 def last_tokens(inputs: Sequence[Tensor], width: int, context: ContextParallel) -> Tensor:
     """The last `width` tokens of the whole sequences, on every rank: `[B, width, C]`.
 
-    As `tokens_before` for a rank after the last one, but the channels of all inputs side by side, without gradients.
+    They are `tokens_before` of a rank after the last one, with the channels of all inputs side by side, no gradients.
     """
-    return _gathered_tokens(inputs, width, context, context.size)
+    return tokens_before_piece(started_last_tokens(inputs, width, context), context, context.size)
 
 
 class _TokensBefore(torch.autograd.Function):
@@ -60,32 +68,47 @@ class _TokensBefore(torch.autograd.Function):
     def forward(ctx: Any, width: int, context: ContextParallel, *inputs: Tensor) -> Tensor:
         ctx.width, ctx.context = width, context
         ctx.shapes = [x.shape for x in inputs]
-        return _gathered_tokens(inputs, width, context, context.rank)
+        return tokens_before_piece(started_last_tokens(inputs, width, context), context, context.rank)
 
     @staticmethod
     def backward(ctx: Any, d_before: Tensor) -> Any:
-        width, context = ctx.width, ctx.context
-        d_befores = _gathered(d_before, context)
-        d_last = torch.zeros_like(d_before)
-        for rank in range(context.rank + 1, context.size):
-            for index, (source, index_there) in _sources(context, rank, width).items():
-                if source == context.rank:
-                    d_last[:, index_there] += d_befores[rank, :, index]
-        gradients = []
-        for shape, d in zip(ctx.shapes, d_last.split([shape[2] for shape in ctx.shapes], 2), strict=True):
-            here = min(width, shape[1])
-            gradients.append(F.pad(d[:, width - here :], (0, 0, shape[1] - here, 0)))
+        gradients = [d_before.new_zeros(shape) for shape in ctx.shapes]
+        add_to_last_tokens(gradients, started_gather(d_before, ctx.context), ctx.context)
         return None, None, *gradients
 
 
-def _gathered_tokens(inputs: Sequence[Tensor], width: int, context: ContextParallel, rank: int) -> Tensor:
-    """The `width` tokens before the piece of a rank."""
-    last = torch.cat([_last(x, width) for x in inputs], 2)
-    last_of_ranks = _gathered(last, context)
-    before = torch.zeros_like(last)
-    for index, (source, index_there) in _sources(context, rank, width).items():
+def started_last_tokens(inputs: Sequence[Tensor], width: int, context: ContextParallel) -> Tensor:
+    """The last `width` tokens of every rank, channels side by side, on their way to all ranks."""
+    return started_gather(torch.cat([_last(x, width) for x in inputs], 2), context)
+
+
+def tokens_before_piece(gathered: Tensor, context: ContextParallel, rank: int) -> Tensor:
+    """`[B, width, C]`: of what `started_last_tokens` has gathered, the tokens before the piece of a rank."""
+    last_of_ranks = finished(gathered, context).unflatten(0, (context.size, -1))
+    before = torch.zeros_like(last_of_ranks[0])
+    for index, (source, index_there) in _sources(context, rank, before.shape[1]).items():
         before[:, index] = last_of_ranks[source, :, index_there]
     return before
+
+
+def add_to_last_tokens(gradients: Sequence[Tensor], gathered: Tensor, context: ContextParallel) -> None:
+    """Add to the gradients of this rank's inputs those that the ranks after it found for their tokens before.
+
+    Args:
+        gradients: `[B, T, C_i]` each, changed in place.
+        gathered: the gradients of every rank's `tokens_before_piece`, side by side, on their way.
+        context: the ranks.
+    """
+    d_befores = finished(gathered, context).unflatten(0, (context.size, -1))
+    d_last = torch.zeros_like(d_befores[0])
+    width = d_last.shape[1]
+    for rank in range(context.rank + 1, context.size):
+        for index, (source, index_there) in _sources(context, rank, width).items():
+            if source == context.rank:
+                d_last[:, index_there] += d_befores[rank, :, index]
+    here = min(width, gradients[0].shape[1])
+    for d, found in zip(gradients, d_last.split([d.shape[2] for d in gradients], 2), strict=True):
+        d[:, d.shape[1] - here :] += found[:, width - here :]
 
 
 def _last(x: Tensor, width: int) -> Tensor:
@@ -95,15 +118,15 @@ def _last(x: Tensor, width: int) -> Tensor:
 
 
 def _gathered(x: Tensor, context: ContextParallel) -> Tensor:
-    """`[size, n, ...]` from every rank's `[n, ...]`."""
+    """The tensors `[n, ...]` of all ranks, `[size, n, ...]`."""
     return finished(started_gather(x, context), context).unflatten(0, (context.size, -1))
 
 
 def _sources(context: ContextParallel, rank: int, width: int) -> dict[int, tuple[int, int]]:
-    """Where the `width` tokens before a rank's piece come from, by their index among them.
+    """Sources of the `width` tokens before a rank's piece, by their index among these.
 
     Returns:
-        the rank that has the token, and its index among that rank's last `width` tokens; nothing for indices before the
+        The rank that has the token, and its index among that rank's last `width` tokens; nothing for indices before the
         first token of all.
     """
     lengths = context.known_lengths
@@ -132,5 +155,5 @@ class _AllTokens(torch.autograd.Function):
 
 
 def _padded(x: Tensor, context: ContextParallel) -> Tensor:
-    """`[T, ...]`, followed by zeros up to the length of the longest piece."""
+    """x `[T, ...]`, followed by zeros up to the length of the longest piece."""
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, max(context.known_lengths) - len(x)))

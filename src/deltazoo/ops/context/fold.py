@@ -1,28 +1,31 @@
 """The state that enters each cell, and the gradient of the state that leaves it, over all ranks.
 
 Cells are folded in blocks of 2^j cells that begin at a multiple of 2^j, counted from the first cell of the whole
-sequence, as a binary counter counts: the pair of a block is made of those of its halves, and the state at boundary c is
-that at c minus the lowest set bit of c, taken through the block between. So the order of all sums follows from the
-global numbers of the cells alone, and the results have the same bits however the cells are spread over ranks.
+sequence, like a binary counter: the pair of a block comes from those of its halves, and the state at boundary c from
+that at c minus the lowest set bit of c, through the block between. So the order of all sums follows from the global
+numbers of the cells alone, and the results have the same bits however the cells are spread over ranks.
 
-A rank's cells make up O(log n) blocks that lie in no larger block of its own. Their pairs are what it sends, in one
-all-gather. Backward the same blocks are folded from the end, with the transposed M, and only gradients are sent.
+A rank's cells consist of O(log n) blocks that lie in no larger block of its own. The rank sends their pairs, in one
+all-gather. In the backward pass the same blocks are folded from the end, with the transposed M, and only gradients are
+sent.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from deltazoo.ops.context.group import ContextParallel, finished, started_gather
-from deltazoo.ops.context.product import product
+from deltazoo.ops.context.product import pair_of_two, product, with_middles
 
-__all__ = ["Fold"]
+__all__ = ["Fold", "ReverseFold", "depth"]
 
 Block = tuple[int, int]
 """Level j and number i: the cells from `i << j` to `(i + 1) << j`."""
 
 
 def whole_blocks(start: int, stop: int) -> tuple[Block, ...]:
-    """The fewest blocks that make up the cells from `start` to `stop`, in order."""
+    """The fewest blocks that contain exactly the cells from `start` to `stop`, in order."""
     blocks = []
     while start < stop:
         level = (stop - start).bit_length() - 1
@@ -33,123 +36,171 @@ def whole_blocks(start: int, stop: int) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
+def depth(start: int, stop: int) -> int:
+    """The number of sizes of blocks that lie inside the cells from `start` to `stop`."""
+    levels = 0
+    while start < stop:
+        levels, start, stop = levels + 1, -(-start // 2), stop // 2
+    return levels
+
+
 class Fold:
-    """The fold of one call on one rank, n cells per row here.
+    """The fold of one call on one rank, which has n cells per row.
 
     Args:
         context: the ranks.
-        first: the first cell of each rank, and then the number of cells.
+        first: first cell of each rank, then the number of all cells.
         M: transitions of this rank's cells `[n, ..., K, K]`.
-        X: forward the states that the cells leave from zero `[n, ..., K, V]`. With `reverse`, the gradients of the
-            states that enter them, from within the cell alone.
-        reverse: from the end.
+        X: the states that the cells leave from zero `[n, ..., K, V]`.
     """
 
-    def __init__(
-        self, context: ContextParallel, first: tuple[int, ...], M: Tensor, X: Tensor, *, reverse: bool = False
-    ) -> None:
-        self.context, self.first, self.reverse = context, first, reverse
-        self.begin, self.end = first[context.rank : context.rank + 2]
-        self.levels = [(self.begin, M, X)]
-        while (pairs := self._next_level(*self.levels[-1])) is not None:
-            self.levels.append(pairs)
+    reverse = False
+    """Whether the fold runs from the end."""
 
-    def _next_level(self, low: int, M: Tensor, X: Tensor) -> tuple[int, Tensor, Tensor] | None:
-        """Number of the first block twice as long, and the pairs of those that lie inside this rank's cells."""
-        first, stop = -(-low // 2), (low + len(M)) // 2
-        if first >= stop:
-            return None
-        begin = 2 * first - low
-        earlier, later = (slice(begin + half, begin + half + 2 * (stop - first) - 1, 2) for half in (0, 1))
-        return first, *self._joined(M[earlier], X[earlier], M[later], X[later])
+    def __init__(self, context: ContextParallel, first: tuple[int, ...], M: Tensor, X: Tensor) -> None:
+        self._lay_out(context, first)
+        K, self.levels, self.pairs = M.shape[-1], [(M, X)], [torch.empty(0)]
+        for earlier, later in self.halves:
+            M, X = self.levels[-1]
+            pair = pair_of_two(M[earlier], X[earlier], M[later], X[later])
+            self.pairs.append(pair)
+            self.levels.append((pair[..., :K], pair[..., K:]))
 
-    def _joined(self, M: Tensor, X: Tensor, later_M: Tensor, later_X: Tensor) -> tuple[Tensor, Tensor]:
-        """The pair of two neighbouring blocks."""
-        if self.reverse:
-            return product(later_M, M), product(M, later_X, X, transposed=True)
-        return product(later_M, M), product(later_M, X, later_X)
+    def _lay_out(self, context: ContextParallel, first: tuple[int, ...]) -> None:
+        self.context, self.first = context, first
+        start, stop = first[context.rank : context.rank + 2]
+        self.starts, self.halves = [start], []
+        """The number of the first block of 2^j cells inside this rank's cells, of each level j; and of each level but
+        the last, which of its blocks are first and second halves of those of double length."""
+        for _ in range(depth(start, stop) - 1):
+            begin, start, stop = start, -(-start // 2), stop // 2
+            offset, count = 2 * start - begin, 2 * (stop - start) - 1
+            self.halves.append(tuple(slice(offset + half, offset + half + count, 2) for half in (0, 1)))
+            self.starts.append(start)
 
-    def _own_blocks(self, which: int) -> Tensor:
-        """M (0) or X (1) of the blocks that make up this rank's cells `[m, ...]`; all ranks have the same m."""
-        own = []
-        for level, number in self._blocks_of():
-            first, *pair = self.levels[level]
-            own.append(pair[which][number - first])
-        most = max(len(self._blocks_of(rank)) for rank in range(self.context.size))
-        return torch.stack(own + [torch.zeros_like(own[0])] * (most - len(own)))
+    def _sent(self, level: int, index: int) -> Tensor:
+        """The pair of one of this rank's blocks side by side; in reverse X alone."""
+        return self.pairs[level][index] if level else torch.cat([x[index] for x in self.levels[0]], -1)
 
     def _blocks_of(self, rank: int | None = None) -> tuple[Block, ...]:
         rank = self.context.rank if rank is None else rank
         return whole_blocks(self.first[rank], self.first[rank + 1])
 
     def start(self) -> Tensor:
-        """Send what other ranks need of this one: `gathered` of the methods below, as soon as it is finished."""
-        X = self._own_blocks(1)
-        return started_gather(X if self.reverse else torch.cat([self._own_blocks(0), X], -1), self.context)
+        """The gathered pairs of all ranks' blocks, on their way: `gathered` of the methods below, once `finished`.
 
-    def gathered_transitions(self, gathered: Tensor) -> Tensor:
-        """The part of the pairs gathered forward that the backward pass needs."""
-        return gathered[..., : gathered.shape[-2]].contiguous()
-
-    def boundaries(self, gathered: Tensor, transitions: Tensor | None = None) -> Tensor:
-        """States that enter the cells; with `reverse`, gradients of those that leave them: `[n, ..., K, V]`.
-
-        Args:
-            gathered: of `start`.
-            transitions: with `reverse`, the result of `gathered_transitions` in the forward pass.
+        Every rank sends an equal number of pairs.
         """
-        gathered = finished(gathered, self.context)
-        K = gathered.shape[-2]
-        M, X = (gathered[..., :K], gathered[..., K:]) if transitions is None else (transitions, gathered)
+        own = [self._sent(level, number - self.starts[level]) for level, number in self._blocks_of()]
+        most = max(len(self._blocks_of(rank)) for rank in range(self.context.size))
+        sent = own[0][None] if most == 1 else torch.stack(own + [torch.zeros_like(own[0])] * (most - len(own)))
+        return started_gather(sent, self.context)
+
+    def transitions(self, gathered: Tensor) -> tuple[Tensor, ...]:
+        """Transitions that the backward pass needs: those gathered, then those of each level here, `depth` of them."""
+        return gathered[..., : gathered.shape[-2]].contiguous(), *(M for M, _ in self.levels)
+
+    def boundaries(self, gathered: Tensor) -> Tensor:
+        """States that enter the cells; in reverse, gradients of those that leave them: `[n, ..., K, V]`."""
+        M, X = self._received(finished(gathered, self.context))
+        blocks = [self._blocks_of(rank) for rank in range(self.context.size)]
         slots = len(M) // self.context.size
-        known = {
-            block: (M[rank * slots + i], X[rank * slots + i])
-            for rank in range(self.context.size)
-            for i, block in enumerate(self._blocks_of(rank))
-        }
-        at = _Boundaries(self, known)
+        places = {block: rank * slots + i for rank in range(len(blocks)) for i, block in enumerate(blocks[rank])}
+        at = _Boundaries(self.first[-1], places, M, X, self.reverse)
         return torch.cat([self._inside(level, number, at) for level, number in self._blocks_of()])
+
+    def _received(self, gathered: Tensor) -> tuple[Tensor, Tensor]:
+        """M and X of the blocks of all ranks."""
+        K = gathered.shape[-2]
+        return gathered[..., :K], gathered[..., K:]
 
     def _inside(self, level: int, number: int, at: "_Boundaries") -> Tensor:
         """The boundaries of the cells of one of this rank's blocks."""
         begin, size = number << level, 1 << level
-        X = self.levels[0][2]
-        values = X.new_empty(size + 1, *X.shape[1:])
-        values[size if self.reverse else 0] = at.value(begin + size if self.reverse else begin, like=X[0])
+        values = at.value(begin + size if self.reverse else begin)[None]
         for lower in reversed(range(level)):
-            step = 1 << lower
-            first, *pairs = self.levels[lower]
-            # Of two neighbouring blocks the earlier one leads to the boundary between them; in reverse the later one.
-            start = (begin >> lower) - first + self.reverse
-            M, X = (x[start : start + size // step - 1 + (not self.reverse) : 2] for x in pairs)
-            source = values[2 * step :: 2 * step] if self.reverse else values[: -1 : 2 * step]
-            values[step :: 2 * step] = product(M, source, X, transposed=self.reverse)
-        return values[1:] if self.reverse else values[:-1]
+            # The earlier of two neighbouring blocks leads to the boundary between them; in reverse the later one.
+            start = (begin >> lower) - self.starts[lower] + self.reverse
+            M, X = (x[start : start + (size >> lower) - 1 + (not self.reverse) : 2] for x in self.levels[lower])
+            values = with_middles(M, values, X, self.reverse)
+        return values
+
+
+class ReverseFold(Fold):
+    """The fold of gradients from the end, in a backward pass; it joins no transitions again.
+
+    Args:
+        context, first: see `Fold`.
+        transitions: the result of its method of this name.
+        X: gradients of the states that enter this rank's cells, from within the cell alone.
+    """
+
+    reverse = True
+
+    def __init__(
+        self, context: ContextParallel, first: tuple[int, ...], transitions: Sequence[Tensor], X: Tensor
+    ) -> None:
+        self._lay_out(context, first)
+        self.gathered_M, M, *joined = transitions
+        self.levels = [(M, X)]
+        for (earlier, later), joined_M in zip(self.halves, joined, strict=True):
+            M, X = self.levels[-1]
+            self.levels.append((joined_M, product(M[earlier], X[later], X[earlier], transposed=True)))
+
+    def _sent(self, level: int, index: int) -> Tensor:
+        return self.levels[level][1][index]
+
+    def _received(self, gathered: Tensor) -> tuple[Tensor, Tensor]:
+        return self.gathered_M, gathered
 
 
 class _Boundaries:
-    """Values at boundaries between ranks, from the pairs that all ranks have sent."""
+    """Values at boundaries between ranks, from the pairs that all ranks have sent.
 
-    def __init__(self, fold: Fold, known: dict[Block, tuple[Tensor, Tensor]]) -> None:
-        self.fold, self.known = fold, known
-        self.values: dict[int, Tensor] = {}
+    Args:
+        count: number of cells.
+        places: of blocks among the pairs.
+        sent_M, sent_X: the pairs.
+        reverse: from the end.
+    """
 
-    def value(self, boundary: int, like: Tensor) -> Tensor:
+    def __init__(self, count: int, places: dict[Block, int], sent_M: Tensor, sent_X: Tensor, reverse: bool) -> None:
+        self.count, self.places, self.sent_M, self.sent_X, self.reverse = count, places, sent_M, sent_X, reverse
+        self.known: dict[int | Block, Tensor] = {}
+
+    def value(self, boundary: int) -> Tensor:
         """The state at a boundary, or the gradient of the state there; zero at the outermost one."""
-        reverse, count = self.fold.reverse, self.fold.first[-1]
-        if boundary == (count if reverse else 0):
-            return torch.zeros_like(like)
-        if boundary not in self.values:
-            block = whole_blocks(boundary, count)[0] if reverse else whole_blocks(0, boundary)[-1]
+        outermost = self.count if self.reverse else 0
+        if boundary == outermost:
+            return self.sent_X.new_zeros(self.sent_X.shape[1:])
+        if boundary not in self.known:
+            block = whole_blocks(boundary, self.count)[0] if self.reverse else whole_blocks(0, boundary)[-1]
             size = 1 << block[0]
-            M, X = self._pair(block)
-            before = self.value(boundary + size if reverse else boundary - size, like)
-            self.values[boundary] = product(M, before, X, transposed=reverse)
-        return self.values[boundary]
+            outer = boundary + size if self.reverse else boundary - size
+            if outer == outermost:
+                self.known[boundary] = self._X(block)
+            else:
+                M = self._M(block)
+                self.known[boundary] = product(M, self.value(outer), self._X(block), transposed=self.reverse)
+        return self.known[boundary]
 
-    def _pair(self, block: Block) -> tuple[Tensor, Tensor]:
+    def _M(self, block: Block) -> Tensor:
+        """The transition of a block."""
+        if block in self.places:
+            return self.sent_M[self.places[block]]
+        first, second = _halves_of(block)
+        return product(self._M(second), self._M(first))
+
+    def _X(self, block: Block) -> Tensor:
+        """What a block leaves from zero."""
+        if block in self.places:
+            return self.sent_X[self.places[block]]
         if block not in self.known:
-            level, number = block
-            halves = self._pair((level - 1, 2 * number)), self._pair((level - 1, 2 * number + 1))
-            self.known[block] = self.fold._joined(*halves[0], *halves[1])
+            near, far = _halves_of(block)[:: -1 if self.reverse else 1]
+            self.known[block] = product(self._M(far), self._X(near), self._X(far), transposed=self.reverse)
         return self.known[block]
+
+
+def _halves_of(block: Block) -> tuple[Block, Block]:
+    level, number = block
+    return (level - 1, 2 * number), (level - 1, 2 * number + 1)

@@ -1,4 +1,4 @@
-"""Which ranks share a sequence, how many tokens each has, and the check that all of them call the same."""
+"""The ranks that share a sequence, the tokens of each, and the check that all ranks make the same call."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ from deltazoo.ops.validation import check_tensor_values
 __all__ = ["ContextParallel", "agreed_lengths", "agreed_piece", "finished", "started_gather", "sum_over_ranks"]
 
 SEGMENT_UNIT = 64
-"""Tokens that the length of a segment is a multiple of: a chunk."""
+"""Divisor of the length of a segment: the tokens of a chunk."""
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks that share one sequence. Rank r holds a contiguous piece of its tokens, those after rank r - 1's.
+    """The ranks that share one sequence. Rank r holds a contiguous piece of its tokens, after the piece of rank r - 1.
 
     Results do not depend on the number of ranks: outputs, final states and all gradients have the same bits on 1, 2, 3
     or more ranks as long as the pieces are cut at multiples of the segment length; elsewhere they differ by rounding.
@@ -29,15 +29,16 @@ class ContextParallel:
 
     Args:
         group: a process group, or a device mesh of one dimension (`mesh["cp"]`); None: this process alone.
-        lengths: tokens of each rank's piece. Unless given, the ranks tell each other in every call, and check that they
-            were called alike. With lengths they exchange nothing but states and check nothing. Code under
+        lengths: tokens of each rank's piece. Unless given, the ranks tell each other in every call, and check that
+            their calls fit together. With lengths they exchange nothing but states and check nothing. Code under
             `torch.compile` needs them.
         segment_length: tokens of a segment, a multiple of 64. Unless given, it follows from the shape of the whole
             sequence (`deltazoo.ops.context.pieces.segment_length`).
-        gather_final_state: every rank gets the final states of all sequences. Otherwise a rank gets those of the
-            sequences that end in its piece, and zeros for all others.
-        meanwhile: called while the ranks exchange states, for work that does not need the result. Its gradients are
-            computed while the ranks exchange gradients. Not called by compiled code, which orders operations itself.
+        gather_final_state: whether every rank gets the final states of all sequences. Otherwise a rank gets those of
+            the sequences that end in its piece, and zeros for all others.
+        meanwhile: function called while the ranks exchange states, for work that does not need the result. Its
+            gradients are computed while the ranks exchange gradients. Compiled code, which orders operations itself,
+            does not call it.
 
     Raises:
         TypeError: another kind of group.
@@ -55,7 +56,7 @@ class ContextParallel:
     size: int = field(init=False)
     """Number of ranks."""
     group_name: str = field(init=False)
-    """By which torch's functional collectives know the group."""
+    """Name by which torch's functional collectives know the group."""
 
     def __post_init__(self) -> None:
         """Check the arguments, and look up this process in the group."""
@@ -81,36 +82,36 @@ class ContextParallel:
             raise ValueError(f"segment_length must be a positive multiple of {SEGMENT_UNIT} tokens, got {length}")
 
     def __deepcopy__(self, memo: object) -> "ContextParallel":
-        """Itself: a copy of a model belongs to the same ranks."""
+        """The context itself, since a copy of a model belongs to the same ranks."""
         return self
 
     @property
     def known_lengths(self) -> tuple[int, ...]:
-        """`lengths`, of a context that has them: given, or by `agreed_lengths`."""
+        """The lengths of a context that has them, given or from `agreed_lengths`."""
         assert self.lengths is not None
         return self.lengths
 
     def with_lengths(self, lengths: Sequence[int]) -> "ContextParallel":
-        """The same with lengths."""
+        """The context with these lengths."""
         return replace(self, lengths=tuple(lengths))
 
 
 def agreed_lengths(
     context: ContextParallel, num_tokens: int, call: object, error: Exception | None = None
 ) -> ContextParallel:
-    """The context with the lengths of all pieces, after all ranks have found that they were called alike.
+    """The context with the lengths of all pieces, after all ranks have found that their calls are alike.
 
     The exchange is of two numbers per rank, over the CPU if the group has a backend for it. On a group with NCCL alone
     the CPU waits for the device.
 
     Args:
-        num_tokens: of this rank's piece.
-        call: what must be the same on all ranks; its `repr` is compared.
-        error: what this rank found wrong with its own arguments.
+        num_tokens: number of tokens of this rank's piece.
+        call: description of the call, whose `repr` must be equal on all ranks.
+        error: error that this rank found in its own arguments.
 
     Raises:
-        ValueError: on every rank, if one of them has an error or no tokens, or was called otherwise; a rank with an
-            error of its own raises that.
+        ValueError: on every rank, if one has an error or no tokens, or another call; a rank with an error of its own
+            raises that.
     """
     if context.lengths is not None:
         return context
@@ -143,9 +144,9 @@ def agreed_piece(
     """The context with lengths, after all ranks have found that their calls fit together.
 
     Args:
-        num_tokens: of this rank's piece.
+        num_tokens: number of tokens of this rank's piece.
         cu_seqlens: boundaries in the whole row, or None.
-        described: gives what must be the same on all ranks. If it raises on one of them, all raise.
+        described: function that gives a value which must be equal on all ranks. If it raises on one, all raise.
     """
     if context.lengths is None:
         call, error = None, None
@@ -178,7 +179,7 @@ def _disagreement(calls: list[tuple[int, str]]) -> str:
 
 
 def started_gather(x: Tensor, context: ContextParallel) -> Tensor:
-    """`[size * n, ...]` from every rank's `[n, ...]`, on its way: `finished` waits for it."""
+    """The tensors `[n, ...]` of all ranks, `[size * n, ...]`, on their way; `finished` waits for them."""
     if context.size == 1:
         return x
     return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), context.size, context.group_name)

@@ -1,9 +1,9 @@
-"""Where segments lie: the tokens of a rank's piece, cut at multiples of a fixed length and where sequences begin.
+"""The segments of a rank's piece: its tokens, cut at multiples of a fixed length and where sequences begin.
 
-All ranks cut the whole sequence by the same global rule, so that a segment is the same whichever rank computes it. The
-stretch between two neighbouring cuts of the grid is a *cell*. Of rows that are not packed a cell is a segment; of
-packed ones it may hold several, one for each sequence in it. Which rank has which cell follows from numbers on the
-host; where packed sequences begin is known on the device alone, so that the host never waits for it.
+All ranks cut the whole sequence by the same global rule, so that a segment is the same on any rank. The stretch between
+two neighbouring cuts of the grid is a *cell*. In rows that are not packed a cell is a segment; in packed rows it may
+hold several, one for each sequence in it. The host knows which rank has which cell; only the device knows where packed
+sequences begin, so that the host never waits for it.
 """
 
 from functools import lru_cache
@@ -17,15 +17,15 @@ from deltazoo.ops.context.product import product
 __all__ = ["Cells", "Pieces", "cells_of", "make_cells", "pieces_of", "segment_length"]
 
 PROGRAMS = 1024
-"""Segments are so long that about this many tiles of 64 value channels of the whole sequence can be scanned at once: on
-each of eight ranks enough to fill a large GPU."""
+"""Number of tiles of 64 value channels of the whole sequence that should be scanned at once; it decides the length of
+segments. On each of eight ranks so many fill a large GPU."""
 
 
 def segment_length(num_tokens: int, rows: int, value_heads: int, value_dim: int) -> int:
-    """Tokens of a segment, a power of two of at least 64: longer ones cost less, and shorter ones fill a GPU.
+    """Tokens of a segment, a power of two of at least 64: longer segments cost less, and shorter ones fill a GPU.
 
     Args:
-        num_tokens: of the whole sequence, all ranks together.
+        num_tokens: number of tokens of the whole sequence on all ranks.
         rows: B.
         value_heads, value_dim: HV and V.
     """
@@ -38,11 +38,11 @@ class Cells(NamedTuple):
     """The cells of the whole sequence, in order."""
 
     bounds: tuple[int, ...]
-    """Their boundaries, in tokens of the whole sequence."""
+    """Boundaries of the cells, in tokens of the whole sequence."""
     first: tuple[int, ...]
-    """The first cell of each rank, and then the number of cells."""
+    """First cell of each rank, then the number of all cells."""
     uniform: bool
-    """Whether all have the same length."""
+    """Whether all cells have the same length."""
 
 
 def make_cells(lengths: tuple[int, ...], length: int) -> Cells:
@@ -55,14 +55,14 @@ def make_cells(lengths: tuple[int, ...], length: int) -> Cells:
 
 
 cells_of = lru_cache(maxsize=256)(make_cells)
-"""The same from memory; compilers do not trace through it."""
+"""`make_cells` with a cache, which compilers do not trace."""
 
 
 class Pieces:
-    """The segments of one rank's tokens, and what happens to states at their boundaries.
+    """The segments of one rank's tokens, and the states at their boundaries.
 
-    S segments, n cells per row, N sequences; `[cells]` stands for `[n, B]`. These are rows that are not packed: a
-    sequence each, begun on the first rank and ended on the last.
+    There are S segments, n cells per row and N sequences; `[cells]` stands for `[n, B]`. This class is for rows that
+    are not packed: each is a sequence, begun on the first rank and ended on the last.
     """
 
     cu_seqlens: Tensor | None = None
@@ -78,13 +78,13 @@ class Pieces:
             self.cu_seqlens = torch.tensor([*local, rows * self.num_tokens], dtype=torch.int32).to(device)
 
     def arrange(self, x: Tensor) -> Tensor:
-        """`[B, T, ...]` as the operator takes it: segments as rows, or packed into one row."""
+        """x `[B, T, ...]` in the form that the operator takes: segments as rows, or packed into one row."""
         if self.cu_seqlens is not None:
             return x.flatten(0, 1)[None]
         return x.unflatten(1, (self.num_cells, -1)).flatten(0, 1)
 
     def restore(self, x: Tensor) -> Tensor:
-        """`[B, T, ...]`, the reverse of `arrange`."""
+        """x as `[B, T, ...]`, the reverse of `arrange`."""
         return x.flatten(0, 1).unflatten(0, (self.rows, -1))
 
     def _by_cell(self, x: Tensor) -> Tensor:
@@ -102,19 +102,23 @@ class Pieces:
         return M, X
 
     def starts(self, entering: Tensor, initial: Tensor | None) -> Tensor:
-        """The state that each segment starts from, `[S, HV, K, V]`, from those that enter the cells."""
+        """The first state of each segment, `[S, HV, K, V]`, from the states that enter the cells."""
         if initial is not None and self.begins:
             entering = entering.clone()
             entering[0] = initial
         return self._by_segment(entering)
 
-    def finals(self, ends: Tensor, initial: Tensor | None) -> Tensor:
-        """`[N, HV, K, V]`: final states of the sequences that end here, zeros for others."""
-        last = self._by_cell(ends)[-1]
-        return last.clone() if self.ends else torch.zeros_like(last)
+    @property
+    def num_sequences(self) -> int:
+        """N."""
+        return self.rows
+
+    def finals(self, ends: Tensor, initial: Tensor | None, no_finals: Tensor) -> Tensor:
+        """Final states `[N, HV, K, V]` of the sequences that end here, the zeros `no_finals` for others."""
+        return self._by_cell(ends)[-1].clone() if self.ends else no_finals
 
     def end_gradients(self, d_final: Tensor) -> Tensor:
-        """The gradient of each segment's last state that comes from final states, `[S, HV, K, V]`."""
+        """The gradient `[S, HV, K, V]` of each segment's last state through final states."""
         gradients = d_final.new_zeros(self.num_cells, *d_final.shape)
         if self.ends:
             gradients[-1] = d_final
@@ -125,19 +129,19 @@ class Pieces:
         return self._by_cell(d_start)
 
     def leaving_gradients(self, d_end: Tensor, d_leaving: Tensor) -> Tensor:
-        """`end_gradients` plus the gradients of the states that leave the cells."""
+        """The sum of `end_gradients` and the gradients of the states that leave the cells."""
         return d_end + self._by_segment(d_leaving)
 
     def initial_gradients(self, d_start: Tensor, d_final: Tensor) -> Tensor:
-        """`[N, HV, K, V]`: gradients of the initial states of the sequences that begin here, zeros for others."""
+        """Gradients `[N, HV, K, V]` of the initial states of the sequences that begin here, zeros for others."""
         first = self._by_cell(d_start)[0]
         return first.clone() if self.begins else torch.zeros_like(first)
 
 
 class _PackedPieces(Pieces):
-    """Packed sequences in one row, where segments also end where sequences do.
+    """Packed sequences in one row, in which segments also end where sequences do.
 
-    There are so many segments as the whole row could need in this piece; those that it does not need are empty.
+    There are as many segments as this piece could need for any packing; unneeded ones are empty.
     """
 
     def __init__(self, cells: Cells, rank: int, cu_seqlens: Tensor) -> None:
@@ -149,18 +153,18 @@ class _PackedPieces(Pieces):
         self.cu_seqlens = (cuts - begin).to(torch.int32)
         starts, stops = cuts[:-1], cuts[1:]
 
-        # Of each segment: its sequence, and whether it begins or ends it. Empty ones do neither.
+        # For each segment: its sequence, and whether it begins or ends it. Empty segments do neither.
         sequence = torch.searchsorted(whole, starts, right=True) - 1
         self.sequence = sequence.clamp_(0, len(whole) - 2)
         real = starts < stops
         self.segment_begins = real & (whole[self.sequence] == starts)
         self.segment_ends = real & (whole[self.sequence + 1] == stops)
-        # Of each cell: its first and last segment, and whether the state that enters it reaches its end.
+        # For each cell: its first and last segment, and whether the state that enters it reaches its end.
         self.first = torch.searchsorted(cuts, bounds[:-1], right=True) - 1
         self.last = torch.searchsorted(cuts, bounds[1:]) - 1
         self.entered = ~self.segment_begins[self.first]
         self.passed = self.entered & (self.first == self.last)
-        # Of each sequence: the segments that begin and end it, if they are here, and whether it is empty.
+        # For each sequence: the segments that begin and end it, if they are here, and whether it is empty.
         self.empty = whole[:-1] == whole[1:]
         self.begins_here = (whole[:-1] >= begin) & (whole[:-1] < end)
         self.ends_here = (whole[1:] > begin) & (whole[1:] <= end) & ~self.empty
@@ -189,8 +193,12 @@ class _PackedPieces(Pieces):
         states[self.first] = _where(self.entered, entering[:, 0])
         return states if initial is None else states + _where(self.segment_begins, initial[self.sequence])
 
-    def finals(self, ends: Tensor, initial: Tensor | None) -> Tensor:
-        states = _where(self.ends_here, ends[self.ending])
+    @property
+    def num_sequences(self) -> int:
+        return len(self.empty)
+
+    def finals(self, ends: Tensor, initial: Tensor | None, no_finals: Tensor) -> Tensor:
+        states = torch.where(self.ends_here[:, None, None, None], ends[self.ending], no_finals)
         return states if initial is None else states + _where(self.stays_here, initial)
 
     def end_gradients(self, d_final: Tensor) -> Tensor:
@@ -209,7 +217,7 @@ class _PackedPieces(Pieces):
 
 
 def _where(condition: Tensor, x: Tensor) -> Tensor:
-    """`x` `[n, ...]` where the condition `[n]` holds, zero elsewhere, whatever x is there."""
+    """x `[n, ...]` where the condition `[n]` holds, zero elsewhere, even if x is NaN there."""
     return x.masked_fill(~condition.reshape(-1, *[1] * (x.ndim - 1)), 0)
 
 

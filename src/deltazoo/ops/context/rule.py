@@ -10,7 +10,7 @@ from torch import Tensor
 from deltazoo.ops.autograd_modes import records_gradients, refuse_second_derivative, refuse_transforms, scans_again
 from deltazoo.ops.call import RuleCall
 from deltazoo.ops.context.backends import SegmentBackend, backend_for
-from deltazoo.ops.context.fold import Fold
+from deltazoo.ops.context.fold import Fold, ReverseFold, depth
 from deltazoo.ops.context.group import ContextParallel, agreed_piece, sum_over_ranks
 from deltazoo.ops.context.pieces import Pieces, cells_of, make_cells, pieces_of, segment_length
 from deltazoo.ops.dtypes import wide_dtype
@@ -27,8 +27,8 @@ def rule_on_piece(
     """Output and final states of this rank's piece.
 
     Args:
-        check: gives the checked call and its backend's name. If it raises, all ranks do.
-        num_tokens: of this rank's piece.
+        check: function that gives the checked call and its backend's name. If it raises, all ranks do.
+        num_tokens: number of tokens of this rank's piece.
         cu_seqlens: boundaries in the whole row, or None.
         context: the ranks.
     """
@@ -62,7 +62,7 @@ def rule_on_piece(
         has_initial=call.initial_state is not None,
         keep=records_gradients(*tensors) and not scans_again(),
     )
-    if torch.compiler.is_compiling():  # views, since compilers want no tensor twice
+    if torch.compiler.is_compiling():  # views, since compilers refuse the same tensor twice
         return _Whole.apply(piece, *(None if x is None else x.view_as(x) for x in tensors))
     started = _Start.apply(piece, *tensors)
     if context.meanwhile is not None:
@@ -72,34 +72,34 @@ def rule_on_piece(
 
 @dataclass
 class _Piece:
-    """The rule on this rank's piece: each pass up to the exchange of states, then the rest of it as a function."""
+    """The rule on this rank's piece: each pass runs up to the exchange of states and returns its rest as a function."""
 
     context: ContextParallel
     first: tuple[int, ...]
-    """The first cell of each rank, and then the number of cells."""
+    """First cell of each rank, then the number of all cells."""
     pieces: Pieces
     backend: SegmentBackend
     options: tuple[Any, ...]
-    """Of the call."""
+    """The options of the call."""
     has_initial: bool
     keep: bool
     rest: Callable[[], tuple[Any, ...]] | None = None
     """The rest of a pass whose exchange is on its way, between `_Start` and `_Finish`."""
 
     def finish(self) -> tuple[Any, ...]:
-        """The result of this rest, which is then forgotten."""
+        """The result of the rest of the pass, which is then cleared."""
         assert self.rest is not None
         rest, self.rest = self.rest, None
         return rest()
 
     def forward(self, *tensors: Tensor | None) -> Callable[[], tuple[Any, ...]]:
-        """Fold this rank's segments and start to gather those of all ranks.
+        """The rest of the forward pass, after folding this rank's segments and starting to gather those of all ranks.
 
         Args:
             tensors: `differentiable` of the call.
 
         Returns:
-            a function that gives output, final states, and what the backward pass needs.
+            A function that gives output, final states, and the tensors that the backward pass needs.
         """
         *inputs, initial, erase_key = tensors
         arranged = [None if x is None else self.pieces.arrange(x) for x in (*inputs, None, erase_key)]
@@ -108,40 +108,44 @@ class _Piece:
         M, X = self.pieces.cell_pairs(M, X, initial)
         fold = Fold(self.context, self.first, M, X)
         gathered = fold.start()
+        # A small launch before the caller's matrix products, which would leave the exchange no multiprocessor.
+        no_finals = M.new_zeros(self.pieces.num_sequences, *X.shape[2:])
 
         def rest() -> tuple[Any, ...]:
             starts = self.pieces.starts(fold.boundaries(gathered), initial)
             started = call._replace(initial_state=starts)
             output, ends, kept_too = self.backend.outputs(started, kept, self.keep)
-            final = self.pieces.finals(ends, initial)
+            final = self.pieces.finals(ends, initial, no_finals)
             if self.context.gather_final_state:
                 final = sum_over_ranks(final, self.context)
-            transitions = fold.gathered_transitions(gathered)
-            return self.pieces.restore(output), final, *started.differentiable, M, transitions, *kept, *kept_too
+            saved = *started.differentiable, *fold.transitions(gathered), *kept, *kept_too
+            return self.pieces.restore(output), final, *saved
 
         return rest
 
     def backward(self, saved: Sequence[Any], d_output: Tensor, d_final: Tensor) -> Callable[[], tuple[Any, ...]]:
-        """Fold the gradients of states in this rank's segments, and start to gather those of all ranks.
+        """The rest of the backward pass, after folding gradients of states and starting to gather those of all ranks.
 
         Returns:
-            a function that gives the gradients of the tensors.
+            A function that gives the gradients of the tensors.
         """
         refuse_second_derivative(*_INSTEAD)
-        M, transitions, *kept = saved[7:]
         call = RuleCall.of(saved[:7], self.pieces.cu_seqlens, self.options)
+        begin, end = self.first[self.context.rank : self.context.rank + 2]
+        first_kept = 7 + 1 + depth(begin, end)
+        transitions, kept = saved[7:first_kept], saved[first_kept:]
         if self.context.gather_final_state:
             d_final = sum_over_ranks(d_final, self.context)
         d_output, d_end = self.pieces.arrange(d_output), self.pieces.end_gradients(d_final)
         d_start = self.backend.start_gradients(call, tuple(kept), d_output, d_end)
-        fold = Fold(self.context, self.first, M, self.pieces.cell_gradients(d_start), reverse=True)
+        fold = ReverseFold(self.context, self.first, transitions, self.pieces.cell_gradients(d_start))
         gathered = fold.start()
 
         def rest() -> tuple[Any, ...]:
             complete = self.backend.before_gradients(call, tuple(kept))
-            leaving = self.pieces.leaving_gradients(d_end, fold.boundaries(gathered, transitions))
+            leaving = self.pieces.leaving_gradients(d_end, fold.boundaries(gathered))
             *found, d_start, d_erase_key = self.backend.gradients(call, complete, d_output, leaving)
-            assert d_start is not None  # segments have starts
+            assert d_start is not None  # segments have first states
             d_initial = self.pieces.initial_gradients(d_start, d_final) if self.has_initial else None
             *found, d_erase_key = (None if d is None else self.pieces.restore(d) for d in (*found, d_erase_key))
             return *found, d_initial, d_erase_key
@@ -150,7 +154,7 @@ class _Piece:
 
 
 class _Whole(torch.autograd.Function):
-    """The whole call, for compilers, which see for themselves what may run while the ranks exchange."""
+    """The whole call, for compilers, which decide themselves what runs while the ranks exchange."""
 
     @staticmethod
     def forward(ctx: Any, piece: _Piece, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -165,11 +169,11 @@ class _Whole(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """The call up to the exchange, and backward all that follows it.
+    """The forward pass up to the exchange, and the backward pass after it.
 
     The caller's work between `_Start` and `_Finish` runs while the ranks exchange, forward and backward, since autograd
-    goes back through it between the two. The result is an empty tensor that connects them; the rest of the pass lies in
-    the piece.
+    visits it between the two. The result is an empty tensor that connects them; `_Piece.rest` holds the rest of the
+    pass.
     """
 
     @staticmethod
@@ -183,7 +187,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """The call after the exchange, and backward all that comes before it."""
+    """The forward pass after the exchange, and the backward pass before it."""
 
     @staticmethod
     def forward(ctx: Any, piece: _Piece, started: Tensor) -> tuple[Tensor, Tensor]:

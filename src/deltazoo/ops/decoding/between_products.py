@@ -1,7 +1,7 @@
-"""What stands between the products of a decoding step for several rows: sums of parts with norms and SwiGLU.
+"""Operations between the products of a decoding step for several rows: sums of parts with norms and SwiGLU.
 
-A product for few rows comes in parts, each over some of the inner channels, so that all multiprocessors take part. What
-follows it adds them up.
+A product for few rows has parts, each over some of the inner channels, so that all multiprocessors take part. The next
+operation adds them up.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -18,11 +18,11 @@ from deltazoo.ops.triton.launch import Constants
 __all__ = ["HeadNorm", "RowNorm", "add_parts", "head_scale", "norm_heads", "swiglu_parts"]
 
 _CHANNELS = 1024
-"""Outputs of one program, but for the norm of a row."""
+"""Outputs of one program, except for the norm of a row."""
 
 
 class RowNorm(Protocol):
-    """An RMSNorm over rows, as modules have it."""
+    """The weight and epsilon of an RMSNorm over rows."""
 
     weight: Any
     """`[D]`."""
@@ -30,7 +30,7 @@ class RowNorm(Protocol):
 
 
 class HeadNorm(NamedTuple):
-    """RMSNorm of the heads of a tensor whose weight has been applied: only the division is missing."""
+    """An RMSNorm of the heads of a tensor that has been multiplied by the weight and still needs the division."""
 
     squares: Tensor
     """`[R, heads, parts]` float32: partial sums over each head of the squares to be averaged; contiguous."""
@@ -68,7 +68,7 @@ def add_parts_kernel(
     if parts is not None:
         for part in tl.static_range(S):
             x += tl.load(parts + (part * R + row) * D + columns, mask=mask, other=0.0).to(tl.float32)
-        rounded = x.to(total.dtype.element_ty)  # the norm is of the sum as it is stored
+        rounded = x.to(total.dtype.element_ty)  # the norm is that of the stored sum
         tl.store(total + row * D + columns, rounded, mask=mask)
         x = rounded.to(tl.float32)
     if norm_weight is not None:
@@ -77,7 +77,7 @@ def add_parts_kernel(
 
 
 def add_parts(parts: Tensor | None, residual: Tensor, norm: RowNorm | None) -> tuple[Tensor, Tensor]:
-    """Add a product to the residual stream, and normalise the sum. No gradients: for inference.
+    """A product added to the residual stream, and the norm of the sum. It has no gradients.
 
     Args:
         parts: `[S, R, D]`, whose sum over S is the product; None: nothing is added. Contiguous, as all tensors here.
@@ -123,7 +123,7 @@ def swiglu_parts_kernel(
 
 
 def swiglu_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """`silu(gate) * up` of a product in parts `[S, R, 2 N]`: `[R, N]` in `dtype`. No gradients: for inference."""
+    """`silu(gate) * up` of a product in parts `[S, R, 2 N]`: `[R, N]` in `dtype`. It has no gradients."""
     S, R, N = parts.shape[0], parts.shape[1], parts.shape[2] // 2
     y = parts.new_empty(R, N, dtype=dtype)
     launch_step(swiglu_parts_kernel, _swiglu_constants, (S, R, N), parts, y)
@@ -153,7 +153,7 @@ def norm_heads_kernel(
 
 
 def norm_heads(z: Tensor, norm: HeadNorm, dtype: torch.dtype) -> Tensor:
-    """`z` `[R, heads * head_dim]` float32, its heads normalised, in `dtype`. No gradients: for inference."""
+    """`z` `[R, heads * head_dim]` float32, its heads normalised, in `dtype`. It has no gradients."""
     y = torch.empty_like(z, dtype=dtype)
     _, heads, parts = norm.squares.shape
     launch_step(norm_heads_kernel, _head_constants, (len(z), heads, norm.head_dim, parts, norm.eps), z, norm.squares, y)

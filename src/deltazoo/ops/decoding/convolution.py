@@ -2,8 +2,8 @@
 
     z = sum_i w_i x_{t-i}      y = z * sigmoid(z)  or z
 
-as in `short_conv_step`, without the L2 norm of heads. The outputs of a product may have further ones behind those that
-are convolved: gates, which stay as they are.
+This is `short_conv_step` without the L2 norm of heads. The outputs of a product may continue after those that are
+convolved: gates, which stay unchanged.
 """
 
 from typing import NamedTuple
@@ -24,10 +24,10 @@ _CHANNELS = 256
 
 
 class Convolution(NamedTuple):
-    """Short convolutions of the first outputs of a product, and SiLU if it is wanted."""
+    """Short convolutions of the first outputs of a product, with SiLU or without."""
 
     taps: tuple[Tensor, Tensor, Tensor]
-    """Of queries, keys and values, `[C_i, W]`, W at least 2; contiguous."""
+    """Taps of queries, keys and values, `[C_i, W]`, W at least 2; contiguous."""
     window: Tensor
     """`[R, C, W - 1]`: the product's outputs before this token, oldest first, C the sum of the C_i. Advanced in place.
     Contiguous; or pages of such windows, `[pages, C, W - 1]`."""
@@ -62,7 +62,7 @@ def _taps(q_taps, k_taps, v_taps, columns, slots, mask, CQ: tl.constexpr, CK: tl
 @triton.jit
 def convolve(
     x,  # [BN] float32, outputs of a product
-    older,  # of `load_windows`
+    older,  # results of `load_windows`
     older_taps,
     newest_tap,
     row,
@@ -73,7 +73,7 @@ def convolve(
     """Convolve the outputs below C, advance their windows, apply SiLU if wanted; other outputs stay."""
     slots = tl.arange(0, BW)
     inside = columns < C
-    newest = x.to(window.dtype.element_ty)  # rounded as the window keeps it
+    newest = x.to(window.dtype.element_ty)  # rounded to the dtype of the window
     z = newest.to(tl.float32) * newest_tap + tl.sum(older.to(tl.float32) * older_taps, axis=1)
     tl.debug_barrier()  # no thread may write what another has yet to read
     first = (row * C + columns) * (W - 1)
@@ -121,11 +121,11 @@ def convolve_parts_kernel(
 def convolve_parts(
     parts: Tensor, convolution: Convolution, bias: Tensor | None = None, state_indices: Tensor | None = None
 ) -> Tensor:
-    """Convolve the first outputs of a product. No gradients: for inference.
+    """The outputs of a product, the first of them convolved. It has no gradients.
 
     Args:
         parts: `[S, R, N]`, whose sum over S is the product; contiguous.
-        convolution: whose windows advance.
+        convolution: the convolutions, whose windows advance.
         bias: `[N]`, added to the product.
         state_indices: `[R]` integers, the page that holds each row's window.
 

@@ -1,4 +1,4 @@
-"""The likeliest token of every row, and which rows have ended: one launch at the end of a decoding step."""
+"""The likeliest token of every row, and the rows that have ended: one launch at the end of a decoding step."""
 
 from functools import lru_cache
 
@@ -38,8 +38,8 @@ def greedy_token_kernel(
         best = tl.where(better, value, best)
         where = tl.where(better, columns, where)
     largest = tl.max(best, axis=0)
-    chosen = tl.min(tl.where(best == largest, where, N), axis=0).to(tl.int64)  # of equal ones the first
-    # Neither NaN nor infinity: no token can be taken then, and -1 says so to whoever reads it.
+    chosen = tl.min(tl.where(best == largest, where, N), axis=0).to(tl.int64)  # the first of equal ones
+    # With NaN or infinity no token can be chosen, which -1 tells the reader.
     chosen = tl.where((tl.max(nan, axis=0) == 0) & (tl.abs(largest) < float("inf")), chosen, -1)
     had_ended = tl.load(finished + row) != 0
     chosen = tl.where(had_ended, pad, chosen)
@@ -51,13 +51,13 @@ def greedy_token_kernel(
 
 
 def greedy_token(logits: Tensor, ends: Tensor, finished: Tensor, pad: int, token: Tensor) -> None:
-    """Choose the likeliest tokens; rows that have ended get padding. No gradients.
+    """Choose the likeliest tokens; rows that have ended get padding.
 
     Args:
         logits: `[B, N]` float32, bfloat16 or float16; of equal ones the first is chosen.
         ends: `[E]` int64, tokens that end a row.
-        finished: `[B, 1]` bool, which rows have ended; rows that end now are added.
-        pad: the token of rows that had ended.
+        finished: `[B, 1]` bool, True for rows that have ended; rows that end now are added.
+        pad: token of rows that had ended before.
         token: `[B, 1]` int64, written; -1 in rows whose logits hold NaN or +inf, or are all -inf.
     """
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()

@@ -42,7 +42,7 @@ def gumbel_scores_kernel(
     bits = _mixed(_mixed(columns.to(tl.uint32) + key) ^ _mixed(key ^ 0x85EBCA6B))
     uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     rest = 1.0 - uniform
-    # -log(1 - uniform): the digits that 1 - uniform has lost are missing in its logarithm and in the divisor alike.
+    # -log(1 - uniform): the digits lost in 1 - uniform are missing in both its logarithm and the divisor.
     exponential = tl.where(rest == 1.0, uniform, tl.log(rest) * uniform / (rest - 1.0))
     heat = tl.load(temperature + row)
     is_greedy = heat == 0.0
@@ -58,7 +58,7 @@ def gumbel_scores(logits: Tensor, largest: Tensor, temperature: Tensor, seed: Te
 
     Args:
         logits: `[B, N]` float32, bfloat16 or float16.
-        largest: `[B, 1]`, of each row, in the same dtype.
+        largest: `[B, 1]`, largest logit of each row, in the same dtype.
         temperature: `[B, 1]` float32.
         seed: `[B, 1]` int64.
         position: `[B, 1]` int64, at least 0.

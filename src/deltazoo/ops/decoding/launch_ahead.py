@@ -1,4 +1,4 @@
-"""Kernels of a decoding step that start before the one in front of them has ended (programmatic dependent launch).
+"""Kernels of a decoding step that start before the kernel in front of them has ended (programmatic dependent launch).
 
 A step is a chain of short kernels, most of which read weights or states that no other kernel of the step writes.
 Launched ahead, a kernel loads these while the kernel before it ends, and only then waits for that one's results.
@@ -21,10 +21,10 @@ __all__ = ["launch_step", "launches_ahead", "page_size", "prefetch_rows", "wait_
 
 @triton.jit
 def wait_for_inputs(AHEAD: tl.constexpr):
-    """Let the next kernel start, and wait until all that the kernels before have written is visible.
+    """Let the next kernel start, and wait until the results of all earlier kernels are visible.
 
-    Every kernel that is launched ahead must call it, before it reads what another kernel of the step writes and before
-    it writes anything: so a kernel that has waited knows that all kernels before it have ended.
+    Every kernel that is launched ahead must call it before it reads results of another kernel of the step and before it
+    writes anything. So a kernel that has waited knows that all kernels before it have ended.
     """
     if AHEAD:
         gdc_launch_dependents()
@@ -34,8 +34,8 @@ def wait_for_inputs(AHEAD: tl.constexpr):
 @triton.jit
 def prefetch_rows(weight, columns, N: tl.constexpr, start, LENGTH: tl.constexpr, K: tl.constexpr, LINE: tl.constexpr,
                   LINES: tl.constexpr):  # fmt: skip
-    """Ask for channels `start` to `start + LENGTH` of rows of a matrix `[N, K]` to be brought into the L2 cache, in
-    lines of `LINE` elements, 128 bytes."""
+    """Prefetch channels `start` to `start + LENGTH` of rows of a matrix `[N, K]` into the L2 cache, in lines of `LINE`
+    elements, 128 bytes."""
     inner = tl.arange(0, LINES) * LINE
     channels = start + inner
     addresses = weight + columns[:, None].to(tl.int64) * K + channels[None, :]
@@ -52,7 +52,7 @@ def prefetch_rows(weight, columns, N: tl.constexpr, start, LENGTH: tl.constexpr,
 
 @lru_cache
 def launches_ahead(device: torch.device) -> bool:
-    """Whether the device can start a kernel before the one in front has ended: compute capability 9.0 or newer."""
+    """Whether the device can start a kernel before the kernel in front has ended: compute capability 9.0 or newer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -62,10 +62,10 @@ def launch_step(
     """Launch a kernel of a step on the device of its tensors; ahead, where the device can.
 
     Args:
-        kernel: takes the tensors, then its constants, of which the last is AHEAD.
-        constants: makes the others and the grid of the sizes, once for all calls with these.
-        sizes: hashable.
-        tensors: contiguous, but for pages of states.
+        kernel: kernel whose arguments are the tensors, then its constants, of which the last is AHEAD.
+        constants: function of the sizes that gives the other constants and the grid; called once for each sizes.
+        sizes: hashable numbers.
+        tensors: contiguous tensors, except pages of states.
     """
     first = next(x for x in tensors if x is not None)
     with torch.cuda.device_of(first):

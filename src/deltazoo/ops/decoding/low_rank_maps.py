@@ -1,4 +1,4 @@
-"""The second maps of what is of low rank, for a few rows: output gate, decay per channel, a further key; in one launch.
+"""The second maps of low-rank pairs for a few rows, in one launch: output gate, decay per channel, a further key.
 
     g = x_g Wg^T + bias      a = x_a Wa^T + bias
 
@@ -19,12 +19,12 @@ __all__ = ["LowRankGate", "low_rank_gates"]
 
 
 class LowRankGate(NamedTuple):
-    """The second map of a gate."""
+    """The second map of a low-rank pair."""
 
     first: int
-    """The column where its input begins."""
+    """First column of its input."""
     weight: Tensor
-    """`[N, rank]`, contiguous; a program holds all of the rank, which is for up to 512."""
+    """`[N, rank]`, contiguous; a program holds the whole rank, up to 512."""
     bias: Tensor | None = None
     """`[N]`."""
 
@@ -64,9 +64,9 @@ def _second_map(x, weight, bias, y, block, R, M: tl.constexpr, N: tl.constexpr, 
 @triton.jit
 def low_rank_gates_kernel(
     mixed,  # [R, M] float32
-    weight_0,  # [N_0, RANK_0]; of mixed it takes the columns from FIRST_0 on
+    weight_0,  # [N_0, RANK_0]; its input is the columns of mixed from FIRST_0 on
     bias_0,  # [N_0], or None
-    weight_1,  # likewise, or None: no such map
+    weight_1,  # a second map, or None
     bias_1,
     weight_2,
     bias_2,
@@ -93,7 +93,7 @@ def low_rank_gates_kernel(
 
 
 def low_rank_gates(mixed: Tensor, gates: Sequence[LowRankGate]) -> Tensor:
-    """What one to three second maps give for a few rows, before activations. No gradients: for inference.
+    """The outputs of one to three second maps for a few rows, before activations. It has no gradients.
 
     Args:
         mixed: `[R, M]` float32, contiguous: the outputs of the first maps among others.

@@ -1,6 +1,6 @@
-"""Linear maps of one token, with what stands before and after them in a block of a model: one launch.
+"""Linear maps of one token, with the operations before and after them in a block, in one launch.
 
-    y = f(norm(x) W^T)        norm: none, RMSNorm of the row, or RMSNorm of every head with sums made before
+    y = f(norm(x) W^T)        norm: none, RMSNorm of the row, or RMSNorm of every head, from sums computed before
                               f: add a residual; SwiGLU of two halves; short convolution and SiLU of the first outputs
 
 A step for one row reads every weight once, so a launch should take the time of reading W. A program loads its rows of W
@@ -48,7 +48,7 @@ def token_product_kernel(
     column_mask = columns < N
     k = tl.arange(0, BK)
 
-    # Weights and windows are not written by the kernel before, so they are loaded while it still runs.
+    # The kernel before writes neither weights nor windows, so they are loaded while it still runs.
     tile = columns[:, None].to(tl.int64) * K + k[None, :]
     w = tl.load(weight + tile, mask=column_mask[:, None] & (k < K)[None, :], other=0.0)
     if GLU:
@@ -108,7 +108,7 @@ class Tile(NamedTuple):
 
     outputs: int
     inner: int
-    """Inner channels per block: all of them where they fit, loaded at once."""
+    """Inner channels per block: all of them, loaded at once, if they fit."""
     warps: int
 
 
@@ -116,8 +116,8 @@ class Tile(NamedTuple):
 def choose_tile(K: int, itemsize: int, convolves: bool, silu: bool = True) -> Tile:
     """The tile of a product over K channels: at most 64 KiB of weights at once.
 
-    A convolution takes so many registers that with 8 warps not all programs of a 374 M model would fit at once. One
-    without SiLU takes even more (217 a thread with 4 warps), hence half of the weights at once.
+    A convolution takes so many registers that with 8 warps not all programs of a 374 M model would fit at once. Without
+    SiLU it takes even more (217 a thread with 4 warps), so half of the weights are loaded at once.
     """
     inner = min(triton.next_power_of_2(K), 8192 // itemsize)
     if not silu:
@@ -138,21 +138,21 @@ def token_product(
     glu: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A linear map of one token, and its neighbours in a block. No gradients: for inference.
+    """A linear map of one token with its neighbours in a block. It has no gradients.
 
-    Every row reads the weight anew, so this is for one row; any number gives right results.
+    Every row reads the weight anew, so this is fast for one row only; results are right for any number.
 
     Args:
         x: `[R, K]`; contiguous, as all tensors here.
         weight: `[N, K]` float32, bfloat16 or float16; with `glu` `[2 N, K]`.
-        norm_weight: `[K]`: RMSNorm of x before the map.
-        norm_eps: its epsilon.
+        norm_weight: `[K]`, weight of an RMSNorm of x before the map.
+        norm_eps: epsilon of that norm.
         head_norm: RMSNorm of the heads of x instead.
         bias: `[N]`, without `glu`.
         residual: `[R, N]`, added to the result.
-        convolution: of the first outputs.
-        glu: the result is `silu(gate) * up` of the two halves of the map.
-        dtype: of the result; the weight's unless given.
+        convolution: short convolutions of the first outputs.
+        glu: whether the result is `silu(gate) * up` of the two halves of the map.
+        dtype: dtype of the result; the weight's unless given.
 
     Returns:
         `[R, N]`.

@@ -3,8 +3,8 @@
     parts[s] = x[:, s-th channels] W[:, s-th channels]^T
 
 With up to 64 rows a product takes the time of reading W. Torch's kernels leave multiprocessors idle there, since the
-outputs alone do not make enough tiles. Here several programs share the channels of a tile; what follows the product
-adds up their parts (`between_products`, `convolution`), always in the same order.
+outputs alone do not make enough tiles. Here several programs share the channels of a tile; the operation after the
+product adds up their parts (`between_products`, `convolution`), always in the same order.
 """
 
 from functools import lru_cache
@@ -22,7 +22,7 @@ from deltazoo.ops.triton.launch import Constants
 __all__ = ["MOST_ROWS", "Tile", "choose_tile", "row_product"]
 
 MOST_ROWS = 64
-"""Rows of a product in parts. With more, one product by torch is faster."""
+"""Most rows of a product in parts. With more, one product by torch is faster."""
 
 
 class Tile(NamedTuple):
@@ -81,9 +81,9 @@ def choose_tile(R: int, N: int, K: int) -> Tile:
 
 
 def row_product(x: Tensor, weight: Tensor) -> Tensor:
-    """`x W^T` in parts that are to be added up. No gradients: for inference.
+    """`x W^T` in parts whose sum is the product. It has no gradients.
 
-    Torch multiplies, in one part, where it is faster: more than `MOST_ROWS` rows, or float32.
+    For more than `MOST_ROWS` rows, or in float32, torch computes the one part, which is faster.
 
     Args:
         x: `[R, K]`, contiguous. weight: `[N, K]` of the same dtype, contiguous.

@@ -3,11 +3,11 @@
     q, k by their L2 norms      b = sigmoid(b_proj x)      log_decay = -exp(A_log) softplus(a + dt_bias)
     S' = exp(log_decay) S + k u^T      o = scale S'^T q      z = o w act(g)      squares = sum of o^2
 
-with `u = beta (v - S^T e)`, beta being made of b and `|k|^2` (`deltazoo.ops.step_size`), or `u = v` where nothing is
-erased. The erase key e is k, or what the rule makes of it (`step_form.STEP_KEYS`). The decay is per head or per key
+with `u = beta (v - S^T e)`, beta being a function of b and `|k|^2` (`deltazoo.ops.step_size`), or `u = v` if nothing is
+erased. The erase key e is k, or another key of the rule (`step_form.STEP_KEYS`). The decay is per head or per key
 channel, and its logarithm has one of several forms. Micro-steps repeat the correction with further keys and values. The
-next kernel applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a head is divided among programs here. The rule
-is computed as in `deltazoo.ops.triton.step`.
+next kernel applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since several programs share a head here. The update
+is that of `deltazoo.ops.triton.step`.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ __all__ = ["Tile", "choose_tile", "token_rule", "unit_head"]
 
 @triton.jit
 def unit_head(x, NORMALIZE: tl.constexpr = True):
-    """x by its L2 norm, or as it is."""
+    """x divided by its L2 norm, or x itself."""
     return x * tl.rsqrt(tl.sum(x * x, axis=0) + 1e-6) if NORMALIZE else x
 
 
@@ -73,7 +73,7 @@ def _query_and_keys(q, k, gate, p0, p1, KEYS: tl.constexpr, NORMALIZE_Q: tl.cons
 
 @triton.jit
 def _decay(x, rate, FORM: tl.constexpr):
-    """`exp(-rate softplus(x))`, or with that logarithm bounded by -5 as the saturating form bounds it."""
+    """`exp(-rate softplus(x))`, or the decay of the saturating form, whose logarithm is at least -5."""
     log_decay = -rate * softplus(x)[0]
     return tl.exp(5 * exponential_minus_1(log_decay / 5) if FORM == "saturating" else log_decay)
 
@@ -95,14 +95,14 @@ def _step_size(b, squared_norm, STEP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["scale"])
 def token_rule_kernel(
-    mixed,  # [B, M] float32: q, then k and v of each micro-step after SiLU; then what begins at the columns X_AT
-    gates,  # [B, N] float32: g if it is of low rank, a if it is per channel, a further key if KEYS has one; or None
+    mixed,  # [B, M] float32: q, then k and v of each micro-step after SiLU; then the inputs from the columns X_AT on
+    gates,  # [B, N] float32: low-rank g, a per channel, the further key of KEYS; or None
     state,  # [B, HV, K, V] float32, or pages of these; advanced in place
     A_log,  # [HV] float32, the log-decay itself if it is fixed; or None
     dt_bias,  # [HV], or [HV, K]; or None
-    p0,  # [H] float32, as KEYS takes it; or None
+    p0,  # [H] float32, parameter of KEYS; or None
     p1,
-    write_keys,  # [B, H, K] float32, if KEYS takes them from elsewhere; or None
+    write_keys,  # [B, H, K] float32, for "scaled" KEYS; or None
     cos,  # [B or 1, TURNED], sin likewise; or None
     sin,
     norm_weight,  # [V]
@@ -133,7 +133,7 @@ def token_rule_kernel(
     key_mask = keys < K
     column_mask = columns < V
 
-    # Only this layer's kernel of the token before has written the state, and it has ended.
+    # The state was written only by this layer's kernel of the token before, which has ended.
     first = matrix * (K * V)
     if state_indices is not None:
         first = tl.load(state_indices + matrix // HV).to(tl.int64) * PAGE + head * (K * V)
@@ -206,7 +206,7 @@ def token_rule_kernel(
         if KEYS == "scaled":
             k = tl.load(write_keys + (matrix // HV * H + key_head) * K + keys, mask=key_mask, other=0.0)
         if STEP != "none":
-            if LARGEST_GAIN > 0:  # the bound's bound is a normal number of float32: Triton takes others for float64
+            if LARGEST_GAIN > 0:  # 1.2e-38 is a normal number of float32: Triton takes others for float64
                 beta = tl.minimum(beta, LARGEST_GAIN / tl.maximum(tl.sum(e * k, axis=0), 1.2e-38))
             if step > 0 or not UNDECAYED or DECAY == "none":
                 erased = tl.sum(S * e[:, None], axis=0)
@@ -233,7 +233,7 @@ class Tile(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def choose_tile(matrices: int, K: int, V: int) -> Tile:
-    """The tile for so many states `[K, V]`: narrow where there are few."""
+    """The tile for a number of states `[K, V]`: narrow if there are few."""
     rows = triton.next_power_of_2(K)
     columns = min(16 if matrices * V <= 4096 else 32, triton.next_power_of_2(V))
     return Tile(columns, max(1, rows * columns // 2048))
@@ -252,24 +252,23 @@ def token_rule(
     angles: tuple[Tensor, Tensor] | None = None,
     state_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One token of the rule. No gradients: for inference.
+    """The output of the rule for one token, before its norm. It has no gradients.
 
     Args:
         mixed: `[B, M]` float32: per row q `[H, K]`, then k `[H, K]` and v `[HV, V]` of all micro-steps, convolved and
-            activated; then what begins at the columns of `shape`.
-        gates: of low rank, as `low_rank_gates` returns them: output gate `[HV, V]`, decay gate `[HV, K]`, first key
-            `[H, K]`, as far as the rule has them; None if it has none.
+            activated; then the inputs that begin at the columns of `shape`.
+        gates: results of `low_rank_gates`: output gate `[HV, V]`, decay gate `[HV, K]`, first key `[H, K]`, those that
+            the rule has; None if it has none.
         state: `[B, HV, K, V]` float32, contiguous; advanced in place. With `state_indices` `[pages, HV, K, V]`, each
             page contiguous.
-        A_log: `[HV]` float32, of a softplus decay, saturating or not; of a fixed one the log-decay itself; None for
-            others.
-        dt_bias: of a softplus decay, `[HV]`, or `[HV * K]` if it is per channel; None for others.
-        norm_weight: `[V]` of the output norm.
-        shape: of the layer.
-        key_parameters: `[H]` float32, p0 and p1 of `shape.keys`, as far as it takes them.
-        write_keys: `[B, H, K]` float32, of "scaled" keys.
-        angles: cosines and sines `[B or 1, shape.turned]`, contiguous, if anything is turned.
-        state_indices: `[B]` integers, the page that holds each row's state; rows of one page leave any of their states.
+        A_log: `[HV]` float32, of a softplus decay, saturating or not; for a fixed decay the log-decay; None for others.
+        dt_bias: `[HV]` of a softplus decay, or `[HV * K]` if it is per channel; None for others.
+        norm_weight: `[V]`, weight of the output norm.
+        shape: sizes and choices of the layer's rule.
+        key_parameters: `[H]` float32, p0 and p1 of `shape.keys`, those that it has.
+        write_keys: `[B, H, K]` float32, for "scaled" keys.
+        angles: cosines and sines `[B or 1, shape.turned]`, contiguous, if there is a rotation.
+        state_indices: `[B]` integers, the page of each row's state; if rows share a page, any of their states is kept.
 
     Returns:
         `[B, HV * V]` float32: the output times norm weight and gate, without the division by its size per head; and

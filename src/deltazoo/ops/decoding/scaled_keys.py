@@ -2,7 +2,7 @@
 
     A' = exp(log_decay) A + sigmoid(b) k * k      r = log(A' + 1e-6) - log_scale      key = 1.5^(-r / (1 + |r|)) * k
 
-with k by its L2 norm, and `log_decay` as in `token_rule`. Source: arXiv:2604.21100, and `deltazoo.rules.pgdn`.
+with k divided by its L2 norm, and the `log_decay` of `token_rule`. Source: arXiv:2604.21100, and `deltazoo.rules.pgdn`.
 """
 
 from collections.abc import Sequence
@@ -60,14 +60,14 @@ def scaled_keys(
     step_at: int,
     state_indices: Tensor | None = None,
 ) -> Tensor:
-    """The keys under which a token writes. No gradients: for inference.
+    """The keys under which a token writes. It has no gradients.
 
     Args:
-        mixed: `[B, M]` float32, as `token_rule` takes it, with one key `[H, K]`.
+        mixed: `[B, M]` float32, the argument of `token_rule`, with one key `[H, K]`.
         moment: A, `[B, H, 1, K]` float32, contiguous; advanced in place. With `state_indices` `[pages, H, 1, K]`.
         parameters: `A_log`, `dt_bias` and `log_scale`, `[H]` float32.
-        decay_at: column of mixed where the gates a `[H]` of the moment's decay begin. step_at: of its step gates b.
-        state_indices: `[B]` integers, the page that holds each row's moment.
+        decay_at: first column of mixed of the moment's decay gates a `[H]`. step_at: that of its step gates b.
+        state_indices: `[B]` integers, the page of each row's moment.
 
     Returns:
         `[B, H, K]` float32.

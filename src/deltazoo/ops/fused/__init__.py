@@ -1,10 +1,10 @@
-"""Fused operations around the operator: short convolution, norms, rotary embedding, gates, keys of some rules, SwiGLU
-and loss, each one pass over memory.
+"""Fused operations around the operator: short convolution, norms, rotary embedding, gates, keys of some rules, a scan
+over tokens, SwiGLU and loss, each one pass over memory.
 
-A file holds one subject: its formula, its definition in torch, its kernels, and one function for each operation, which
-chooses between the two (`choice.takes_kernel`) and says what a backward pass computes again (`recomputable`). Callers
-write `from deltazoo.ops import fused` and `fused.rms_norm(...)`: a file, and with it Triton, is imported by the first
-call. So no file bears the name of a function.
+A file holds one subject: its formula, its definition in torch, its kernels, and one function for each operation. The
+function chooses between kernel and torch (`choice.takes_kernel`) and marks what a backward pass computes again
+(`recomputable`). Callers write `from deltazoo.ops import fused` and `fused.rms_norm(...)`: the first call imports the
+file, and with it Triton. So no file bears the name of a function.
 """
 
 from deltazoo._lazy import lazy_names
@@ -22,7 +22,15 @@ __getattr__ = lazy_names(
         "moment": ("decayed_sum", "scaled_key", "takes_decayed_sum", "weighted_squares"),
         "norms": ("add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm"),
         "rotary": ("rotate",),
-        "short_conv": ("causal_sum", "depthwise_sum", "short_convolution", "short_convolutions"),
+        "scan": ("token_scan",),
+        "short_conv": (
+            "causal_sum",
+            "depthwise_sum",
+            "is_silu",
+            "short_convolution",
+            "short_convolutions",
+            "takes_joint_kernel",
+        ),
         "short_conv_step": ("short_convolution_step",),
     },
 )

@@ -1,4 +1,4 @@
-"""The one choice of every fused function, kernel or torch, and the checks that all kernels share."""
+"""The choice of every fused function, kernel or torch, and the checks that all kernels share."""
 
 from collections.abc import Callable
 
@@ -16,35 +16,35 @@ GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigm
 """The activations of output gates that a spec can name."""
 
 FUSED_ACTIVATIONS = ("silu", "sigmoid")
-"""Those that the kernels know, of the norm in training and of the rule in decoding."""
+"""The activations that the kernels know: those of the norm in training and of the rule in decoding."""
 
 L2_NORM_EPS = 1e-6
-"""Added to the squared length of a head whose L2 norm divides it; kernels of keys and of the rule hold a literal."""
+"""Number added to the squared length in an L2 norm; kernels of keys and of the rule have it as a literal."""
 
 MOST_COLUMNS = 8192
-"""The longest axis of kernels that hold whole rows in registers: norms and keys."""
+"""Longest rows of kernels that hold whole rows in registers: norms and keys."""
 
 REFUSAL = ("a fused kernel", "set fused_kernels=False")
-"""Arguments of `refuse_transforms` and `refuse_second_derivative`: what is unsupported, and what to do instead."""
+"""Arguments of `refuse_transforms` and `refuse_second_derivative`: the unsupported thing, and the advice."""
 
 
 def takes_kernel(
     fused: bool | None, x: Tensor, *others: Tensor | None, columns: int = 1, trained: tuple[Tensor | None, ...] = ()
 ) -> bool:
-    """Whether a Triton kernel computes what a fused function gives, rather than torch.
+    """Whether a Triton kernel computes a fused function, rather than torch.
 
     Args:
-        fused: False: torch. None: a kernel where one runs: on an NVIDIA GPU, in the kernels' dtypes, outside transforms
-            of torch.func and forward mode; under Triton's interpreter, which only tests use, torch. True: a kernel.
+        fused: False: torch. True: a kernel. None: a kernel if one runs: on an NVIDIA GPU, in the kernels' dtypes,
+            outside transforms of torch.func and forward mode; under Triton's interpreter, which only tests use, torch.
         x: the first input, `[..., D]`.
-        others: what the kernel reads besides; None is skipped.
+        others: further tensors that the kernel reads; None is skipped.
         columns: length of the rows that a program holds; at most `MOST_COLUMNS`.
-        trained: tensors among the inputs whose gradient the kernel does not give: with None, torch computes where
-            autograd records one of them. With True the caller refuses such a call in its own words.
+        trained: inputs for which the kernel has no gradient: with None, torch computes if autograd records one of
+            them. With True the caller refuses such a call itself.
 
     Raises:
-        NotImplementedError: `fused` is True where no kernel runs.
-        ValueError: a kernel is to take tensors of several devices.
+        NotImplementedError: `fused` is True and no kernel runs.
+        ValueError: tensors of several devices for a kernel.
     """
     if fused is False:
         return False
@@ -67,12 +67,12 @@ def takes_kernel(
 
 
 def _run_on(x: Tensor) -> bool:
-    """Whether kernels run on this tensor here and now."""
+    """Whether kernels run on a tensor, with the modes that are active now."""
     return x.is_cuda and not transforming() and not triton_obstacle(x.device, x.dtype, 1, 1)
 
 
 def _require(x: Tensor, others: tuple[Tensor | None, ...], columns: int) -> None:
-    """NotImplementedError where the kernels do not run; tensors without data pass, for compilers."""
+    """Raise NotImplementedError if the kernels do not run; tensors without data pass, for compilers."""
     if x.device.type not in ("cuda", "meta") and not triton_interprets():
         raise NotImplementedError(f"fused kernels run on NVIDIA GPUs, not on {x.device.type}: leave fused_kernels off")
     for tensor in (x, *others):
@@ -86,5 +86,5 @@ def _require(x: Tensor, others: tuple[Tensor | None, ...], columns: int) -> None
 
 
 def _has_kernel_dtype(x: Tensor) -> bool:
-    """Whether kernels read such a tensor: of their dtypes, or of integers."""
+    """Whether kernels can read a tensor: of one of their dtypes, or of integers."""
     return x.dtype in KERNEL_DTYPES or not x.is_floating_point()

@@ -9,7 +9,7 @@ __all__ = ["exponential", "exponential_minus_1", "logistic", "sigmoid", "softplu
 def sigmoid(x, HALF: tl.constexpr):
     """`1 / (1 + exp(-x))` of float32 values; with HALF exact to a few roundings of float32, for results in half.
 
-    HALF takes five instructions instead of twelve: `exp` and the division are not guarded against subnormal numbers.
+    HALF takes five instructions instead of twelve, since it does not guard `exp` and the division against subnormals.
     """
     if HALF:
         root = tl.rsqrt(1 + tl.exp2(x * -1.4426950408889634))  # log2(e)
@@ -19,13 +19,13 @@ def sigmoid(x, HALF: tl.constexpr):
 
 @triton.jit
 def exponential(x):
-    """`exp(x)`, x <= 0, to a rounding of float32; 0 where float32 has no normal number.
+    """`exp(x)`, x <= 0, to a rounding of float32; 0 below the normal numbers of float32.
 
-    A power of two times `exp(r)`, |r| <= log(2) / 2, by its Taylor series. `exp2` of the device errs by two roundings.
+    r|r| <= log(2) / 2, by its Taylor series. `exp2` of the device errs by two roundings.
     """
     x = tl.where(x < -88.0, -88.0, x)  # and NaN stays
     n = tl.floor(tl.fma(x, 1.4426950408889634, 0.5))  # log2(e)
-    r = tl.fma(n, -0.693145751953125, x)  # log(2) in two parts: n times the first one is exact
+    r = tl.fma(n, -0.693145751953125, x)  # log(2) in two parts: n times the first part is exact
     r = tl.fma(n, -1.4286068203094173e-06, r)
     series = 1 / 5040
     series = tl.fma(r, series, 1 / 720)
@@ -39,7 +39,7 @@ def exponential(x):
 
 @triton.jit
 def logistic(x):
-    """`1 / (1 + exp(-x))` and one less that, each to a few roundings of float32 however small it is; and its root."""
+    """`1 / (1 + exp(-x))`, 1 minus it, and its root, each to a few roundings of float32 however small it is."""
     root = exponential(-tl.abs(x) / 2)
     e = root * root
     inverse = 1 / (1 + e)
@@ -52,7 +52,7 @@ def logistic(x):
 
 @triton.jit
 def _quotient(x, y):
-    """`x / y` to a rounding, for y from 1 to 3: the device's own errs by two."""
+    """`x / y` to a rounding, for y from 1 to 3: the device's own division errs by two."""
     reciprocal = 1 / y
     quotient = x * reciprocal
     return tl.fma(tl.fma(-quotient, y, x), reciprocal, quotient)

@@ -1,4 +1,4 @@
-"""Gates in one pass over memory, forward and backward: the log-decay of the state, and a factor per channel.
+"""Gates in one pass over memory, forward and backward: the log-decay of the state, and factors per channel.
 
     softplus_log_decay  x = a + dt_bias    g = -exp(A_log) log(1 + exp(x))    d_a = d_dt_bias = -exp(A_log) d sigmoid(x)
     log_sigmoid_decay   g = log(sigmoid(a)) / slower = -log(1 + exp(-a)) / slower
@@ -29,26 +29,26 @@ _MOST_COLUMNS = 1024
 """Most columns of a program; more take several programs."""
 
 _MOST_PROGRAMS = 2048
-"""Most programs of the forward pass along the rows: each makes the rates of its columns, for several rows."""
+"""Most programs of the forward pass along the rows. Each computes the rates of its columns for several rows."""
 
 _MOST_PARTS = 512
 """Most programs of the backward pass along the rows. Each sums a part of the parameters' gradients."""
 
 _ONE_PART = 8192
-"""Elements that one program reads as fast as a further launch would sum its part and others."""
+"""Elements that one program reads in the time that a further launch for a sum of parts would take."""
 
 
 def softplus_log_decay(
     a: Tensor, A_log: Tensor, dt_bias: Tensor, *, saturating: bool = False, fused: bool | None = None
 ) -> Tensor:
-    """`-exp(A_log) * softplus(a + dt_bias)`, see `deltazoo.ops.decay.softplus_decay` and `saturating_decay`.
+    """`-exp(A_log) * softplus(a + dt_bias)`, the log-decay of `deltazoo.ops.decay`.
 
     Args:
         a: `[B, T, HV]` or `[B, T, HV, K]`.
         A_log: `[HV]`.
-        dt_bias: `[HV]` or `[HV * K]`, as `a`.
-        saturating: bounded by -5.
-        fused: as of `takes_kernel`.
+        dt_bias: `[HV]`, or `[HV * K]` with a decay per channel.
+        saturating: whether the log-decay is bounded by -5 (`saturating_decay`).
+        fused: see `takes_kernel`.
 
     Returns:
         `log_decay` in a's shape, float32 (float64 stays).
@@ -71,7 +71,7 @@ def rate_and_logit(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, T
     rate, bias = A_log.to(dtype).exp(), dt_bias.to(dtype)
     if a.ndim == 4:
         rate, bias = rate[:, None], bias.reshape(a.shape[2:])
-    return rate, a + bias  # in the wider dtype, the bias's
+    return rate, a + bias  # in the wider dtype, that of the bias
 
 
 def _require_shapes(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> None:
@@ -83,7 +83,7 @@ def _require_shapes(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> None:
 
 
 def log_sigmoid_decay(a: Tensor, slower: float, *, fused: bool | None = None) -> Tensor:
-    """`log(sigmoid(a)) / slower` of a `[B, T, HV, K]`, float32 (float64 stays); the backward pass keeps a alone."""
+    """`log(sigmoid(a)) / slower` of a `[B, T, HV, K]`, float32 (float64 stays); the backward pass keeps only a."""
     return recomputable(_log_sigmoid_by_softplus if takes_kernel(fused, a) else _log_sigmoid, a, slower)
 
 
@@ -99,19 +99,19 @@ def _log_sigmoid_by_softplus(a: Tensor, slower: float) -> Tensor:
 def sigmoid_gate(
     gate: Tensor, x: Tensor, largest: float = 1.0, *, root: bool = False, fused: bool | None = None
 ) -> Tensor:
-    """`largest * sigmoid(gate) * x`, computed in float32 and rounded once; the backward pass keeps gate and x alone.
+    """`largest * sigmoid(gate) * x`, computed in float32 and rounded once; the backward pass keeps only gate and x.
 
     Args:
-        gate, x: of one shape.
-        largest: the upper end of the factor.
-        root: multiply by the root of the factor instead.
-        fused: as of `takes_kernel`.
+        gate, x: tensors of one shape.
+        largest: upper end of the factor.
+        root: whether to multiply by the root of the factor instead.
+        fused: see `takes_kernel`.
 
     Returns:
-        In x's shape and dtype.
+        The product, in x's shape and dtype.
 
     Raises:
-        ValueError: a kernel is to take tensors of two shapes.
+        ValueError: tensors of two shapes for a kernel.
     """
     if not takes_kernel(fused, x, gate):
         return recomputable(_gate_in_torch, gate, x, largest, root)
@@ -129,7 +129,7 @@ def _gate_in_torch(gate: Tensor, x: Tensor, largest: float, root: bool) -> Tenso
 
 @triton.jit
 def _columns(A_log, dt_bias, C, D: tl.constexpr, BC: tl.constexpr):
-    """A program's columns, which of them exist, and their rate and bias."""
+    """A program's columns, the mask of those that exist, and their rate and bias."""
     columns = tl.program_id(1) * BC + tl.arange(0, BC)
     mask = columns < C
     rate = _rate(tl.load(A_log + columns // D, mask=mask, other=0.0).to(tl.float32))
@@ -174,7 +174,7 @@ def softplus_decay_backward_kernel(a, A_log, dt_bias, d_log_decay, d_a, parts, R
         if SATURATING:
             d *= exponential(-rate * soft / 5)
         d *= -rate
-        d_rate += d * soft  # of A_log, for exp(A_log) is its own derivative
+        d_rate += d * soft  # the gradient of A_log, since exp(A_log) is its own derivative
         d *= slope
         d_bias += d
         tl.store(d_a + offsets, d.to(d_a.dtype.element_ty), mask=mask)
@@ -221,7 +221,7 @@ _softplus_decay = row_operator(
 
 @triton.jit
 def _factor(gate, LARGEST: tl.constexpr, ROOT: tl.constexpr):
-    """f and `sigmoid(-gate)`."""
+    """The factor f, and `sigmoid(-gate)`."""
     s, rest, root = logistic(gate)
     return root * tl.sqrt(tl.full([], LARGEST, tl.float32)) if ROOT else LARGEST * s, rest
 

@@ -1,7 +1,7 @@
 """SwiGLU, `silu(gate) * up`, in one pass over memory, forward and backward, alone or with the linear maps around it.
 
-A backward pass keeps only the inputs. With the linear maps, of which the last one's gradient needs the product, it
-makes the product again in the same pass as the gradients of the inputs (arXiv:2002.05202).
+A backward pass keeps only the inputs. The gradient of the last linear map needs the product, which the backward pass
+computes again while it computes the gradients of gate and up (arXiv:2002.05202).
 """
 
 import torch
@@ -23,11 +23,11 @@ def swiglu(gate: Tensor, up: Tensor, *, fused: bool | None = None) -> Tensor:
     """`silu(gate) * up`, recomputed in a backward pass.
 
     Args:
-        gate, up: of one shape.
-        fused: as of `takes_kernel`; None: torch for two dtypes.
+        gate, up: tensors of one shape.
+        fused: see `takes_kernel`; None: torch for two dtypes.
 
     Raises:
-        ValueError: a kernel is to take tensors of two dtypes or shapes.
+        ValueError: tensors of two dtypes or shapes for a kernel.
     """
     alike = gate.dtype == up.dtype and gate.shape == up.shape
     if not takes_kernel(fused if alike or fused else False, gate, up):
@@ -40,17 +40,19 @@ def swiglu(gate: Tensor, up: Tensor, *, fused: bool | None = None) -> Tensor:
 
 
 def swiglu_mlp(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, *, fused: bool | None = None) -> Tensor:
-    """`down(silu(gate(x)) * up(x))`; by the kernel, a training step records one function, in 60% of the host's time of
-    three. Its backward pass keeps x and the results of gate and up.
+    """`down(silu(gate(x)) * up(x))`.
+
+    By the kernel, a training step records one function in 60% of the host's time for three. Its backward pass keeps x
+    and the results of gate and up.
 
     Args:
         x: `[..., C]`.
         gate, up: linear maps of x to `[..., D]`.
         down: a linear map of `[..., D]`.
-        fused: as of `swiglu`.
+        fused: see `swiglu`.
 
     Raises:
-        ValueError: as of `swiglu`.
+        ValueError: see `swiglu`.
     """
     weights = trained_weights(gate, up, down)
     if weights and x.requires_grad:
@@ -78,7 +80,7 @@ def swiglu_forward_kernel(gate, up, y, N, BLOCK: tl.constexpr):
 
 @triton.jit
 def swiglu_backward_kernel(gate, up, d_y, d_gate, d_up, y, N, BLOCK: tl.constexpr):
-    """`y`, unless None, is the product again; it may be where `d_y` is."""
+    """`y`, unless None, is the recomputed product; it may have the memory of `d_y`."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < N
     g = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -112,7 +114,7 @@ def _mlp_forward(x, gate_weight, up_weight, down_weight):
 def _mlp_backward(x, gate, up, gate_weight, up_weight, down_weight, d_z):
     rows, d_z, gate, up = (part.flatten(0, -2) for part in (x, d_z, gate, up))
     d_gate, d_up, product = (torch.empty_like(gate) for _ in range(3))
-    torch.mm(d_z, down_weight, out=product)  # its gradient, until the kernel writes the product there
+    torch.mm(d_z, down_weight, out=product)  # the gradient of the product, until the kernel writes the product there
     launch(swiglu_backward_kernel, element_constants(gate.numel()), gate, up, product, d_gate, d_up, product)
     d_x = sum_of_products(rows, [(d_gate, gate_weight), (d_up, up_weight)]).view(x.shape)
     return d_x, d_gate.t() @ rows, d_up.t() @ rows, d_z.t() @ product

@@ -1,4 +1,4 @@
-"""Keys that a rule makes of queries and keys, and products of keys, each in one pass over memory.
+"""Keys that rules compute from queries and keys, and products of keys, each in one pass over memory.
 
     q_delta_key    "query_share"    e = k + s q,      s = sigmoid(gate - 0.9) per head
     qed_key        "gated_query"    e = b k + s (b q - (b q . k) k),   b = L sigmoid(gate) per channel,
@@ -8,8 +8,8 @@
     squared_norm   n = sum of min(|k|, 1e15)^2      d_k = 2 d_n k, zero where |k| > 1e15
     erase_gain     g = e . k, which has no gradient
 
-theta, decay and d are one number per key head; a kernel calls its first such number p0, its second p1. The backward
-passes keep only the inputs, and leave the gradients of p0 and p1 per row, for torch to sum.
+theta, decay and d are one number per key head; a kernel calls the first of a rule's numbers p0, the second p1. The
+backward passes keep only the inputs, and leave the gradients of p0 and p1 per row, for torch to sum.
 """
 
 from functools import lru_cache, partial
@@ -35,14 +35,14 @@ def q_delta_key(gate: Tensor, q: Tensor, k: Tensor, *, fused: bool | None = None
 
     Args:
         gate: `[B, T, H]`, before its sigmoid.
-        q, k: `[B, T, H, K]`, alike.
-        fused: as of `takes_kernel`.
+        q, k: `[B, T, H, K]` of one dtype.
+        fused: see `takes_kernel`.
 
     Returns:
-        `[B, T, H, K]` in k's dtype; the backward pass keeps the inputs alone, as that of all keys here.
+        `[B, T, H, K]` in k's dtype; the backward pass keeps only the inputs, here and for the other keys.
 
     Raises:
-        ValueError: a kernel is to take shapes that do not fit each other, as it is of all keys here.
+        ValueError: shapes that do not fit each other for a kernel, here and for the other keys.
     """
     if _takes_kernel(fused, q, k, gate):
         return recomputable(_made, "query_share", q, k, gate)[2]
@@ -61,10 +61,10 @@ def qed_key(
 
     Args:
         gate: `[B, T, H, K]`, before its sigmoid.
-        q, k: `[B, T, H, K]`, alike.
+        q, k: `[B, T, H, K]` of one dtype.
         theta: `[H]`.
-        largest: the upper end of b.
-        fused: as of `takes_kernel`.
+        largest: upper end of b.
+        fused: see `takes_kernel`.
 
     Returns:
         `[B, T, H, K]` in k's dtype.
@@ -88,11 +88,11 @@ def comba_keys(
     """Query, write key and erase key of Comba: `q - d k`, `k` and `c k`, computed in float32 and rounded once.
 
     Args:
-        q, k: `[B, T, H, K]`, alike.
+        q, k: `[B, T, H, K]` of one dtype.
         decay: `[H]`, c before its sigmoid.
         D: `[H]`, d.
-        unit: divide all three by their L2 norms, where the query is `q - d c k`.
-        fused: as of `takes_kernel`.
+        unit: whether all three are divided by their L2 norms; the query then is `q - d c k`.
+        fused: see `takes_kernel`.
 
     Returns:
         Three `[B, T, H, K]` in the dtype of q and k; without `unit` the write key is k itself.
@@ -118,8 +118,8 @@ def _unit_comba_keys(q: Tensor, k: Tensor, decay: Tensor, D: Tensor) -> tuple[Te
 def squared_norm(k: Tensor, *, fused: bool | None = None) -> Tensor:
     """`|k|^2` over the last axis `[..., K]`, float32 (float64 stays); elements beyond 1e15 count as 1e15.
 
-    The square of a key of absurd size would overflow float32; cut before squaring, step sizes made of it and their
-    gradients stay finite.
+    The square of an absurdly large key would overflow float32. With the cut before squaring, step sizes computed from
+    it and their gradients stay finite.
     """
     if takes_kernel(fused, k, columns=k.shape[-1]):
         return _squared_norm(k)
@@ -127,10 +127,10 @@ def squared_norm(k: Tensor, *, fused: bool | None = None) -> Tensor:
 
 
 def erase_gain(k: Tensor, erase_key: Tensor, *, fused: bool | None = None) -> Tensor:
-    """`e . k` over the last axis `[..., K]`, float32 (float64 stays); the kernel gives it no gradient.
+    """`e . k` over the last axis `[..., K]`, float32 (float64 stays); the kernel has no gradient.
 
     Raises:
-        ValueError: a kernel is to take tensors of two dtypes or shapes.
+        ValueError: tensors of two dtypes or shapes for a kernel.
     """
     if not takes_kernel(fused, k, erase_key, columns=k.shape[-1]):
         return (at_least_float32(k) * at_least_float32(erase_key)).sum(-1)
@@ -155,7 +155,7 @@ def _made(
     p1: Tensor | None = None,
     largest: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, write key and erase key by the kernel; those that the rule leaves as they are, the arguments themselves.
+    """Query, write key and erase key, computed by the kernel; unchanged ones are the arguments themselves.
 
     The gate is `[B, T, H]` for "query_share", else `[B, T, H, K]`.
     """
@@ -179,7 +179,7 @@ def key_rows(R, K: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def load_tile(x, rows, columns, mask, K: tl.constexpr):
-    """Rows of K columns, in float32."""
+    """Rows of K columns of x, in float32."""
     return tl.load(x + rows[:, None] * K + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
@@ -191,7 +191,7 @@ def keep_tile(x, value, rows, columns, mask, K: tl.constexpr):
 
 @triton.jit
 def number_of_heads(p, rows, H: tl.constexpr):
-    """For each row `[B, T, H]` its head's number, as a column."""
+    """The number of the head of each row `[B, T, H]`, as a column."""
     return tl.load(p + rows % H).to(tl.float32)[:, None]
 
 
@@ -232,7 +232,7 @@ def rule_keys_forward_kernel(q, k, gate, p0, p1, new_q, new_k, e, R, KEYS: tl.co
 
 @triton.jit
 def _through_norm(x, d):
-    """The gradient of x, of which the L2 norm has the gradient d."""
+    """The gradient of x, if d is that of x divided by its L2 norm."""
     inverse = _inverse_norm(x)
     return inverse * (d - x * (inverse * inverse * _dot(d, x)))
 
@@ -241,7 +241,7 @@ def _through_norm(x, d):
 def rule_keys_backward_kernel(q, k, gate, p0, p1, d_new_q, d_new_k, d_e, d_q, d_k, d_gate, terms, R,
                               KEYS: tl.constexpr, LARGEST: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
                               BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """`terms [2, R]`: what each row adds to the gradients of p0 and p1."""
+    """`terms [2, R]`: each row's part of the gradients of p0 and p1."""
     rows, columns, row_mask, mask = key_rows(R, K, BR, BD)
     Q, X, D = (
         load_tile(q, rows, columns, mask, K),
@@ -285,7 +285,7 @@ def rule_keys_backward_kernel(q, k, gate, p0, p1, d_new_q, d_new_k, d_e, d_q, d_
 
 @lru_cache(maxsize=1024)
 def key_constants(shape: torch.Size, **named: Any) -> Constants:
-    """Grid and constants of kernels over keys `[..., K]` of this shape, besides those that are `named`."""
+    """Grid and constants of kernels over keys `[..., K]` of a shape; `named` constants are added."""
     R, K = shape[:-1].numel(), shape[-1]
     programs, tile = row_blocks(R, K)
     return Constants(programs, R=R, K=K, **tile, **named, num_warps=8)
@@ -327,7 +327,7 @@ _rule_keys = row_operator(
     backward_schema=f"rule_keys_backward({_ARGUMENTS}, Tensor? d_new_q, Tensor? d_new_k, Tensor d_e) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-"""New query, new key (None where they stay) and erase key."""
+"""The operator that gives new query, new key (None if unchanged) and erase key."""
 
 
 @triton.jit(do_not_specialize=["R"])

@@ -2,8 +2,8 @@
 
     loss = logsumexp(x) - x[label],      d loss / d x = softmax(x) - onehot(label)
 
-The forward pass also computes the gradients, while it has the logits: in two passes over memory, the gradient written
-over the logits. The backward pass scales them.
+The forward pass also computes the gradients, while it has the logits, in two passes over memory; the gradient is
+written over the logits. The backward pass scales them.
 """
 
 from contextlib import nullcontext
@@ -26,12 +26,12 @@ IGNORED = -100
 """The label of a row that does not count."""
 
 _MOST_COLUMNS = 4096
-"""Logits that a program works on at a time."""
+"""Logits that a program computes at a time."""
 
 _LOGITS_AT_ONCE = 2**26
 
 _ROWS_OF_TILES = 256
-"""Many rows are cut to a multiple of this, the largest tile of matrix products on a GPU."""
+"""Divisor of the rows of a large piece: the largest tile of matrix products on a GPU."""
 
 _ADDS_TO_FLOAT32 = not torch.version.hip
 """Whether torch adds products of half precision to float32 on a GPU; torch for ROCm has no such products with float32
@@ -39,7 +39,7 @@ results."""
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The sum of `-log softmax(x weight^T)[label]` over rows; any device and floating dtype.
+    """The sum of `-log softmax(x weight^T)[label]` over rows; for any device and floating dtype.
 
     The rows are computed in pieces. Their gradients of `weight` are summed in float32, so that many pieces are as
     accurate as one.
@@ -56,7 +56,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         A number in float32, float64 for float64.
 
     Raises:
-        ValueError: as many labels as rows are needed.
+        ValueError: the number of labels differs from that of rows.
     """
     require_label_per_row(x, labels)
     if torch.compiler.is_compiling() or transforming():
@@ -78,7 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # the gradients are to be differentiated
+        if torch.is_grad_enabled():  # the gradients will be differentiated
             x, weight, labels = ctx.saved_tensors
             wanted = [tensor for tensor, needed in zip((x, weight), ctx.needs_input_grad, strict=False) if needed]
             found = iter(torch.autograd.grad(_by_autograd(x, weight, labels), wanted, d_loss, create_graph=True))
@@ -93,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _loss_and_gradients(
     x: Tensor, weight: Tensor, labels: Tensor, x_wanted: bool, weight_wanted: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss, its gradient for x in x's dtype and for the weight in float32 at least; None what is not wanted."""
+    """The loss, and its gradients for x in x's dtype and for the weight in float32 at least, None unless wanted."""
     wide = wide_dtype(weight)
     loss = x.new_zeros((), dtype=wide)
     d_x = torch.empty_like(x) if x_wanted else None
@@ -112,7 +112,7 @@ def _loss_and_gradients(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total += a @ b`. A product in half precision is rounded before it is added, unless torch can add to float32."""
+    """Add `a @ b` to `total`. A product in half precision is rounded before, unless torch can add it to float32."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, out=total)
     elif total.is_cuda and _ADDS_TO_FLOAT32:
@@ -129,8 +129,8 @@ def _cross_entropy(
     Args:
         logits: `[N, V]`, contiguous.
         labels: `[N]` int64. One outside the vocabulary raises RuntimeError, on a GPU at the next synchronisation.
-        wide: dtype to compute in, and of the losses; the kernel has float32.
-        fused: as of `takes_kernel`.
+        wide: dtype of computations and of the losses; the kernel has float32.
+        fused: see `takes_kernel`.
     """
     if takes_kernel(fused, logits, labels):
         torch._assert_async(((labels == IGNORED) | ((labels >= 0) & (labels < logits.shape[1]))).all())
@@ -159,7 +159,7 @@ def cross_entropy_kernel(logits, labels, losses, V, IGNORED, BV: tl.constexpr):
         columns = start + tl.arange(0, BV)
         x = tl.load(logits + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(x, axis=0))
-        origin = tl.where(larger == float("-inf"), 0.0, larger)  # no difference of infinities
+        origin = tl.where(larger == float("-inf"), 0.0, larger)  # avoids a difference of infinities
         total = total * tl.exp(largest - origin) + tl.sum(tl.exp(x - origin), axis=0)
         own += tl.sum(tl.where(columns == label, x, 0.0), axis=0)
         largest = larger
@@ -181,7 +181,7 @@ def _constants(rows: int, V: int) -> Constants:
 
 
 def _by_autograd(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    # A view: of a leaf, autocast caches one cast for all pieces, and their gradients would be summed in half precision.
+    # Autocast caches the cast of a leaf for all pieces, and would sum their gradients in half precision; so a view.
     wide_weight = at_least_float32(weight).view_as(weight)
     rows = max(1, _LOGITS_AT_ONCE // weight.shape[0])
 
@@ -199,6 +199,6 @@ def _by_autograd(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def require_label_per_row(x: Tensor, labels: Tensor) -> None:
-    """ValueError unless `labels` `[N]` has an entry for every row of `x` `[N, D]`."""
+    """Raise ValueError unless `labels` `[N]` has an entry for every row of `x` `[N, D]`."""
     if labels.shape != x.shape[:1]:
         raise ValueError(f"there are {x.shape[0]} positions to predict from, but {labels.numel()} labels")

@@ -5,8 +5,8 @@
                         dx_t = dy_t + exp(g_{t+1}) dx_{t+1}        dg_t = exp(g_t) <dx_t, y_{t-1}>
     scaled_key          r = log(moment + 1e-6) - log_scale      f = 1.5^(-r / (1 + |r|))      key = f k
 
-`step` and g are one number per token and head, `log_scale` one per head. The backward passes keep the inputs, that of
-the sum its result and g, and leave the gradient of `log_scale` per row, for torch to sum. Source: arXiv:2604.21100.
+`step` and g are one number per token and head, `log_scale` one per head. The backward passes keep the inputs, the sum's
+its result and g, and leave the gradient of `log_scale` per row, for torch to sum. Source: arXiv:2604.21100.
 """
 
 import math
@@ -26,13 +26,13 @@ from deltazoo.ops.recompute import recomputable
 __all__ = ["decayed_sum", "scaled_key", "takes_decayed_sum", "weighted_squares"]
 
 SQUASH = 1.5
-"""Largest factor of a channel of the write key; the smallest is its inverse. A literal in the kernels."""
+"""Largest factor of a channel of the write key; the smallest is its inverse. The kernels have it as a literal."""
 
 _MOST_SUMMED_CHANNELS = 256
 """Largest K of `decayed_sum`: a program holds a whole head, since the gradient of the decay sums over its channels."""
 
 _ELEMENTS = 8192
-"""Elements that a program scans at once, of at most 64 tokens: more would be spilled."""
+"""Elements that a program scans at once, of at most 64 tokens; more would spill registers."""
 
 
 def weighted_squares(step: Tensor, k: Tensor, *, fused: bool | None = None) -> Tensor:
@@ -41,13 +41,13 @@ def weighted_squares(step: Tensor, k: Tensor, *, fused: bool | None = None) -> T
     Args:
         step: `[B, T, H]`.
         k: `[B, T, H, K]`.
-        fused: as of `takes_kernel`.
+        fused: see `takes_kernel`.
 
     Returns:
-        `[B, T, H, K]` float32 (float64 stays); the backward pass keeps step and k alone.
+        `[B, T, H, K]` float32 (float64 stays); the backward pass keeps only step and k.
 
     Raises:
-        ValueError: a kernel is to take shapes that do not fit each other.
+        ValueError: shapes that do not fit each other for a kernel.
     """
     if not takes_kernel(fused, k, step, columns=k.shape[-1]):
         return recomputable(_squares_in_torch, step, k)
@@ -61,9 +61,9 @@ def _squares_in_torch(step: Tensor, k: Tensor) -> Tensor:
 
 
 def takes_decayed_sum(fused: bool | None, x: Tensor) -> bool:
-    """Whether `decayed_sum` is to sum up x `[B, T, H, K]`; else linear attention with queries and keys of one does.
+    """Whether `decayed_sum` computes the sum of x `[B, T, H, K]`, rather than linear attention with K = 1.
 
-    Few long rows are left to that operator, which works on their chunks side by side.
+    The operator gets few long rows, since it works on their chunks side by side.
     """
     B, T, H, K = x.shape
     fits = K <= _MOST_SUMMED_CHANNELS and T <= 256 * B * H and x.dtype == torch.float32
@@ -71,7 +71,7 @@ def takes_decayed_sum(fused: bool | None, x: Tensor) -> bool:
 
 
 def decayed_sum(x: Tensor, log_decay: Tensor) -> Tensor:
-    """`y_t = exp(log_decay_t) y_{t-1} + x_t` over the tokens of each row, from zero. A kernel.
+    """`y_t = exp(log_decay_t) y_{t-1} + x_t` over the tokens of each row, from zero, by a kernel.
 
     Args:
         x: `[B, T, H, K]` float32, K at most 256.
@@ -103,13 +103,13 @@ def scaled_key(moment: Tensor, log_scale: Tensor, k: Tensor, *, fused: bool | No
         moment: `[B, T, H, K]` float32, not negative.
         log_scale: `[H]`.
         k: `[B, T, H, K]`.
-        fused: as of `takes_kernel`.
+        fused: see `takes_kernel`.
 
     Returns:
-        `[B, T, H, K]` in k's dtype; the backward pass keeps the inputs alone.
+        `[B, T, H, K]` in k's dtype; the backward pass keeps only the inputs.
 
     Raises:
-        ValueError: a kernel is to take shapes that do not fit each other.
+        ValueError: shapes that do not fit each other for a kernel.
     """
     if not takes_kernel(fused, k, moment, log_scale, columns=k.shape[-1]):
         return recomputable(_key_in_torch, moment, log_scale, k)
@@ -146,7 +146,7 @@ def weighted_squares_backward_kernel(step, k, d_y, d_step, d_k, R, H: tl.constex
 
 @triton.jit
 def _factor(A, target):
-    """f, and its derivative by r."""
+    """The factor f, and its derivative by r."""
     log_1_5 = 0.4054651081081644
     r = tl.log(A + 1e-6) - target
     inverse = 1 / (1 + tl.abs(r))
@@ -166,7 +166,7 @@ def scaled_key_forward_kernel(moment, log_scale, k, y, R, H: tl.constexpr, K: tl
 @triton.jit(do_not_specialize=["R"])
 def scaled_key_backward_kernel(moment, log_scale, k, d_y, d_moment, d_k, terms, R, H: tl.constexpr, K: tl.constexpr,
                                BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """`terms [R]`: what each row adds to the gradient of log_scale."""
+    """`terms [R]`: each row's part of the gradient of log_scale."""
     rows, columns, row_mask, mask = key_rows(R, K, BR, BD)
     A, X = load_tile(moment, rows, columns, mask, K), load_tile(k, rows, columns, mask, K)
     D = load_tile(d_y, rows, columns, mask, K)
@@ -223,13 +223,13 @@ _scaled_key = row_operator(
 
 @triton.jit
 def _then(decay, x, next_decay, next_x):
-    """Two neighbouring pieces of the sum as one: the decay over it, and what it adds."""
+    """Two neighbouring pieces of the sum joined: the decay over both, and their sum."""
     return decay * next_decay, x * next_decay + next_x
 
 
 @triton.jit(do_not_specialize=["T"])
 def decayed_sum_forward_kernel(x, g, y, T, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
-    """x and y `[B, T, H, K]`, g `[B, T, H]`; grid (B * H,)."""
+    """The sum of x; x and y `[B, T, H, K]`, g `[B, T, H]`; grid (B * H,)."""
     first = (tl.program_id(0) // H).to(tl.int64) * T * H + tl.program_id(0) % H
     rows, columns = tl.arange(0, BT), tl.arange(0, BK)
     last = (rows == BT - 1)[:, None]
@@ -249,13 +249,13 @@ def decayed_sum_forward_kernel(x, g, y, T, H: tl.constexpr, K: tl.constexpr, BT:
 @triton.jit(do_not_specialize=["T"])
 def decayed_sum_backward_kernel(y, g, d_y, d_x, d_g, T, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
                                 BK: tl.constexpr):  # fmt: skip
-    """From the last token to the first; grid (B * H,)."""
+    """The gradients, from the last token to the first; grid (B * H,)."""
     first = (tl.program_id(0) // H).to(tl.int64) * T * H + tl.program_id(0) % H
     rows, columns = tl.arange(0, BT), tl.arange(0, BK)
     begins = (rows == 0)[:, None]
     carried = tl.zeros([BK], tl.float32)
     for block in range(0, tl.cdiv(T, BT)):
-        tokens = T - (block + 1) * BT + rows  # the first ones may be negative
+        tokens = T - (block + 1) * BT + rows  # the first may be negative
         at = first + tokens * H
         inside = tokens >= 0
         mask = inside[:, None] & (columns < K)[None, :]

@@ -2,10 +2,10 @@
 
     l2_norm             y = x / sqrt(sum x^2 + eps)
     rms_norm            y = x / sqrt(mean x^2 + eps) * w                                            (arXiv:1910.07467)
-    add_rms_norm        the same of total = x + residual, and total
+    add_rms_norm        rms_norm of total = x + residual, and total
     gated_rms_norm      y = x / sqrt(mean x^2 + eps) * w * g(gate),       g = SiLU, sigmoid or another function
 
-A backward pass keeps the input (of a sum, the sum), the gate and the weight.
+A backward pass keeps the input (the sum, if there is a residual), the gate and the weight.
 """
 
 from collections.abc import Callable
@@ -29,18 +29,18 @@ _MOST_PARTS = 512
 """Most programs of a backward pass: four per multiprocessor of an H100. Each sums a part of the weight's gradient."""
 
 _MOST_GATED_PARTS = 4096
-"""The same of the gated norm."""
+"""Most programs of the backward pass of the gated norm."""
 
 
 def l2_norm(x: Tensor, eps: float = L2_NORM_EPS, *, fused: bool | None = None) -> Tensor:
     """`x * rsqrt(sum x^2 + eps)` over the last axis, in x's dtype; recomputed in a backward pass.
 
-    The epsilon is inside the root, as in the released checkpoints: it bounds the gradient at the zero vector.
+    The epsilon is inside the root, as in the released checkpoints, and bounds the gradient at the zero vector.
 
     Args:
         x: `[..., D]`.
         eps: added to the sum of squares.
-        fused: as of `takes_kernel`.
+        fused: see `takes_kernel`.
     """
     kernel = takes_kernel(fused, x, columns=x.shape[-1])
     return recomputable(_l2_operator if kernel else _l2_torch, x, eps)
@@ -66,8 +66,8 @@ def rms_norm(
         x: `[..., D]`.
         weight: `[D]`.
         eps: added to the mean square.
-        fused: as of `takes_kernel`.
-        dtype: of the result; None: x's.
+        fused: see `takes_kernel`.
+        dtype: dtype of the result; None: that of x.
         feeds_linear: only linear maps read the result. Under autocast the kernel then writes it in the dtype that each
             of them would cast it to.
 
@@ -81,7 +81,7 @@ def rms_norm(
 
 
 def _rms_torch(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """On a GPU torch's kernel computes in float32 inside and keeps no float32 copy of x."""
+    """The norm by torch, whose kernel on a GPU computes in float32 inside and keeps no float32 copy of x."""
     if x.is_cuda and x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps).to(dtype)
     return _wide_rms(x, weight, eps).to(dtype)
@@ -99,14 +99,14 @@ def _kernel_dtype(x: Tensor, dtype: torch.dtype, feeds_linear: bool) -> torch.dt
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, fused: bool | None = None, feeds_linear: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of `x + residual`, and that sum, in the dtype that torch gives it; the sum is kept in place of x.
+    """`rms_norm` of `x + residual`, and that sum, in torch's dtype for it; the backward pass keeps the sum, not x.
 
     Args:
-        x, residual: of one shape `[..., D]`.
-        weight, eps, fused, feeds_linear: as of `rms_norm`.
+        x, residual: tensors of one shape `[..., D]`.
+        weight, eps, fused, feeds_linear: see `rms_norm`.
 
     Raises:
-        ValueError: a kernel is to add tensors of two shapes.
+        ValueError: tensors of two shapes for a kernel.
     """
     if not takes_kernel(fused, x, residual, weight, columns=x.shape[-1]):
         return recomputable(_add_rms_torch, x, residual, weight, eps)
@@ -138,9 +138,9 @@ def gated_rms_norm(
         x, gate: `[..., D]`.
         weight: `[D]`.
         eps: added to the mean square.
-        activation: a name in `GATE_ACTIVATIONS`, or a function of each element; torch computes those that are not in
+        activation: a name in `GATE_ACTIVATIONS`, or a function of each element; torch computes all except
             `FUSED_ACTIVATIONS`.
-        fused: as of `takes_kernel`.
+        fused: see `takes_kernel`.
 
     Returns:
         `[..., D]` in x's dtype.
@@ -158,9 +158,9 @@ def _gated_torch(x: Tensor, gate: Tensor, weight: Tensor, eps: float, function: 
 @triton.jit(do_not_specialize=["R", "eps"])
 def norm_forward_kernel(x, residual, gate, weight, y, total, R, eps, D: tl.constexpr, SILU: tl.constexpr,
                         BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """The norm of x, of `x + residual`, which is kept in `total`, or of x times the activated gate.
+    """The norm of x, of `x + residual`, which is stored in `total`, or of x times the activated gate.
 
-    Without `weight`, the L2 norm.
+    Without `weight` it is the L2 norm.
     """
     COUNT: tl.constexpr = D if weight is not None else 1
     rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
@@ -171,7 +171,7 @@ def norm_forward_kernel(x, residual, gate, weight, y, total, R, eps, D: tl.const
     a = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         a += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
-        rounded = a.to(total.dtype.element_ty)  # the norm is of the sum as it is stored
+        rounded = a.to(total.dtype.element_ty)  # the norm is that of the stored sum
         tl.store(total + offsets, rounded, mask=mask)
         a = rounded.to(tl.float32)
     if gate is not None:
@@ -193,8 +193,8 @@ def norm_forward_kernel(x, residual, gate, weight, y, total, R, eps, D: tl.const
 @triton.jit(do_not_specialize=["R", "eps"])
 def norm_backward_kernel(total, gate, weight, d_y, d_sum, d_total, d_gate, d_x, d_weight, R, eps, D: tl.constexpr,
                          SILU: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """`d_total` of the norm's input, and `d_x`, unless None, the same in another dtype; `d_weight [programs, D]`, parts
-    of a sum. Without `weight`, of the L2 norm.
+    """The gradients of the norm (without `weight` the L2 norm): `d_total` is that of its input, `d_x`, unless None, the
+    same in another dtype, and `d_weight [programs, D]` are parts of a sum.
     """
     COUNT: tl.constexpr = D if weight is not None else 1
     columns = tl.arange(0, BD)
@@ -237,7 +237,7 @@ def norm_backward_kernel(total, gate, weight, d_y, d_sum, d_total, d_gate, d_x, 
 
 @lru_cache(maxsize=1024)
 def _constants(shape: torch.Size, eps: float, most: int | None = None, silu: bool | None = None) -> Constants:
-    """With `silu` True or False those of a norm with a gate."""
+    """Grid and constants of a norm; with `silu` True or False of a gated one."""
     D = shape[-1]
     programs, tile = row_blocks(shape.numel() // D, D, most)
     warps = 4 if silu is not None else 8 if tile["BD"] <= 4096 else 16
@@ -253,7 +253,7 @@ def _l2_backward(x, eps, d_y):
 
 
 def _rms_forward(x, weight, eps, dtype, residual=None, total=None):
-    """The norm of x, or of its sum with a residual, which is kept in `total`; without a weight the L2 norm."""
+    """The norm of x, or of its sum with a residual, which is stored in `total`; without a weight the L2 norm."""
     y = torch.empty_like(x, dtype=dtype)
     launch(norm_forward_kernel, _constants(x.shape, eps), x, residual, None, weight, y, total)
     return y
@@ -265,7 +265,7 @@ def _rms_backward(x, weight, eps, dtype, d_y):
 
 
 def _sum_backward(total, weight, eps, d_y, d_sum, dtype):
-    """Gradients of the sum, the same again in `dtype` (None if that is the sum's own), and of the weight, if any."""
+    """Gradients of the sum, in its dtype and in `dtype` (None if they are equal), and of the weight, if any."""
     d_total = torch.empty_like(total)
     d_x = None if dtype == total.dtype else torch.empty_like(total, dtype=dtype)
     constants = _constants(total.shape, eps, _MOST_PARTS)

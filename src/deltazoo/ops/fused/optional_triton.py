@@ -1,6 +1,6 @@
-"""Triton and our launches where it is installed; elsewhere stand-ins, so that files with kernels can be imported.
+"""Triton and our launches if Triton is installed; otherwise stand-ins, so that files with kernels can be imported.
 
-Such a file holds a formula in torch, too, which computes where no kernel runs.
+Such a file also has each formula in torch, for cases without a kernel.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ except ModuleNotFoundError as missing:
         raise
 
     class _StandIn:
-        """What kernels name where they are defined: `jit`, plain or with options, and annotations."""
+        """A stand-in for the names in definitions of kernels: `jit`, plain or with options, and annotations."""
 
         constexpr = None
 

@@ -2,7 +2,7 @@
 
     y_i = cos_i x_i - sin_i x_{i+h}      y_{i+h} = cos_{i+h} x_{i+h} + sin_{i+h} x_i      i < h = d/2
 
-for the first d channels of a head; the others stay. The backward pass is the transpose, and keeps the angles alone.
+for the first d channels of a head; the others stay. The backward pass is the transpose, and keeps only the angles.
 """
 
 from functools import lru_cache
@@ -18,23 +18,23 @@ from deltazoo.ops.fused.row_operator import row_operator
 __all__ = ["rotate"]
 
 _ELEMENTS = 4096
-"""Elements that a program works on at a time."""
+"""Elements that a program turns at a time."""
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], *, fused: bool | None = None) -> Tensor:
-    """Turn the first d channels of heads by their angles; channels from d on stay.
+    """Heads whose first d channels are turned by their angles; channels from d on stay.
 
     Args:
         x: `[B, T, H, K]`.
         rotary: cosines and sines `[B or 1, T, d]`, d even and at most K: channels i and i + d/2 form a pair.
-        fused: as of `takes_kernel`; the kernel gives no gradient to the angles. It computes in float32, torch in x's
-            dtype.
+        fused: see `takes_kernel`. The kernel gives no gradient to the angles, and computes in float32; torch computes
+            in x's dtype.
 
     Returns:
         `[B, T, H, K]` in x's dtype.
 
     Raises:
-        ValueError: a kernel is to take angles that do not fit x or need a gradient.
+        ValueError: angles for a kernel that do not fit x or need a gradient.
     """
     if takes_kernel(fused, x, *rotary, trained=rotary):
         _require_angles(x, *rotary)

@@ -14,10 +14,10 @@ from deltazoo.ops.operator import DifferentiableOperator, Operator
 __all__ = ["element_constants", "row_blocks", "row_operator", "sum_of_parts", "sums_of_parts"]
 
 _ELEMENTS = 2048
-"""Elements that a program works on at a time: 16 bytes of bfloat16 for each thread of eight warps."""
+"""Elements that a program computes at a time: 16 bytes of bfloat16 for each thread of eight warps."""
 
 _COLUMNS, _ROWS = 16, 128
-"""Tile of a program that sums parts: few columns, for there are few, and as many rows as registers hold well."""
+"""Tile of a program that sums parts: few columns, since there are few, and many rows, as registers allow."""
 
 
 def row_operator(
@@ -33,12 +33,12 @@ def row_operator(
     """The operator `torch.ops.deltazoo.NAME` with its gradients, and `NAME_backward`, which computes them.
 
     Args:
-        schema: as for `torch.library.define`, the tensors first.
-        forward: takes the arguments, tensors contiguous and on the current device, and returns the results.
-        backward: takes them too, then the gradients of the results; returns the gradients of the tensors.
-        fake: results without data; like the first arguments unless given.
-        backward_schema, backward_fake: of a backward pass with other results, or arguments that may be None. If it
-            takes other arguments, `save` and `gradients` are needed, too.
+        schema: schema for `torch.library.define`, the tensors first.
+        forward: function of the arguments, with tensors contiguous and on the current device, that returns the results.
+        backward: function of the arguments and of the gradients of the results that returns the tensors' gradients.
+        fake: function for results without data; they are like the first arguments unless given.
+        backward_schema, backward_fake: for a backward pass with other results, or with arguments that may be None. If
+            it has other arguments, `save` and `gradients` are also needed.
         differentiation: `save` and `gradients`, see `DifferentiableOperator`.
     """
     if backward_schema is None:
@@ -66,7 +66,7 @@ def row_blocks(R: int, D: int, most: int | None = None) -> tuple[int, dict[str, 
 
 @lru_cache(maxsize=1024)
 def element_constants(N: int, **named: Any) -> Constants:
-    """Grid and constants of kernels over N elements, besides those that are `named`."""
+    """Grid and constants of kernels over N elements; `named` constants are added."""
     return Constants(max(1, -(-N // _ELEMENTS)), N=N, BLOCK=_ELEMENTS, **named, num_warps=8)
 
 
@@ -93,9 +93,9 @@ def _constants(P: int, C: int, C1: int = 0, C2: int = 0) -> Constants:
 
 
 def sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the first axis of float32 `parts [P, ...]`, a few hundred, in `dtype`; on their current device.
+    """The sum over the first axis of float32 `parts [P, ...]`, a few hundred, in `dtype`, on their current device.
 
-    The programs of a backward pass leave such parts of a parameter's gradient.
+    Such parts of a parameter's gradient come from the programs of a backward pass.
     """
     if parts.shape[0] == 1:
         return parts[0].to(dtype)
@@ -105,7 +105,7 @@ def sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sums_of_parts(parts: Tensor, like: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of three parameters of one dtype, whose parts lie side by side: a tensor like each."""
+    """The sums of parts of three parameters of one dtype, whose parts are side by side: a tensor like each."""
     first, second, third = totals = tuple([torch.empty_like(x) for x in like])
     until = first.numel(), first.numel() + second.numel()
     launch(sum_of_parts_kernel, _constants(parts.shape[0], parts[0].numel(), *until), parts, *totals)

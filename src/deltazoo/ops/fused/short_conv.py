@@ -25,6 +25,7 @@ __all__ = [
     "is_silu",
     "short_convolution",
     "short_convolutions",
+    "takes_joint_kernel",
     "unit_heads",
 ]
 
@@ -40,24 +41,24 @@ def short_convolution(
     head_dim: int = 0,
     fused: bool | None = None,
 ) -> Tensor:
-    """Causal depthwise convolution, SiLU, and the L2 norm of heads: `y = silu(sum_i w_i x_{t-i})`, then per head.
+    """A causal depthwise convolution, SiLU, and the L2 norm of heads: `y = silu(sum_i w_i x_{t-i})`, then per head.
 
     Args:
         x: `[B, T, C]`.
         weight: `[C, W]` or `[C, 1, W]`; the last tap belongs to the current token.
         past: `[N, C, W - 1]`, the inputs before each row or sequence, oldest first; zeros unless given. The kernel
             gives it no gradient.
-        sequence: `[T]` int64, which packed sequence each token belongs to, with B = 1.
-        cu_seqlens: `[N + 1]`, their boundaries.
-        activation: of the sum, "silu" or "identity".
+        sequence: `[T]` int64, the number of each token's packed sequence, with B = 1.
+        cu_seqlens: `[N + 1]`, boundaries of these sequences.
+        activation: activation of the sum, "silu" or "identity".
         head_dim: channels per head, each head divided by `sqrt(|y|^2 + L2_NORM_EPS)`; 0: no norm.
-        fused: as of `takes_kernel`.
+        fused: see `takes_kernel`.
 
     Returns:
         `[B, T, C]` in x's dtype, computed in float32 (float64 stays).
 
     Raises:
-        ValueError: a kernel is to take a `past` that needs a gradient.
+        ValueError: a `past` for a kernel that needs a gradient.
     """
     silu = is_silu(activation)
     if x.numel() and takes_kernel(fused, x, weight, past, sequence, cu_seqlens, trained=(past,)):
@@ -96,7 +97,7 @@ def _in_torch(
 def short_convolutions(
     inputs: tuple[Tensor, Tensor, Tensor],
     weights: tuple[Tensor, Tensor, Tensor],
-    pasts: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    past: Tensor | None = None,
     *,
     sequence: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -104,24 +105,26 @@ def short_convolutions(
     head_dims: tuple[int, int, int] = (0, 0, 0),
     fused: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`short_convolution` of queries, keys and values; without a past one launch and one function for autograd, if they
-    are of one kind, in a third of the host's work.
+    """The three results of `short_convolution` for queries, keys and values.
+
+    If they are of one kind, one launch and one function of autograd compute them, in a third of the host's time.
 
     Args:
         inputs: three `[B, T, C_i]`.
         weights: three `[C_i, W]` or `[C_i, 1, W]`.
-        pasts: three `[N, C_i, W - 1]`, or None each.
-        sequence, cu_seqlens, activation, fused: as of `short_convolution`.
-        head_dims: `head_dim` of each.
+        past: `[N, C, W - 1]`, that of the three concatenated along the channels; zeros unless given.
+        sequence, cu_seqlens, activation, fused: see `short_convolution`.
+        head_dims: `head_dim` of each input.
 
     Raises:
-        ValueError: as `short_convolution`.
+        ValueError: see `short_convolution`.
     """
-    head, _, v_head = head_dims
-    together = pasts[0] is None and inputs[0].numel() and not torch.compiler.is_compiling()
-    if together and _alike(inputs, weights, head_dims) and takes_kernel(fused, *inputs, *weights, sequence, cu_seqlens):
-        options = is_silu(activation), head, v_head == head
-        return recomputable(short_convs, *inputs, *weights, None, sequence, cu_seqlens, *options)
+    kernel = takes_joint_kernel(inputs, weights, head_dims, fused, past, sequence, cu_seqlens)
+    if kernel and not records_gradients(past) and not torch.compiler.is_compiling():
+        options = is_silu(activation), head_dims[0], head_dims[2] == head_dims[0]
+        past = None if past is None else past.to(inputs[0].dtype)
+        return recomputable(short_convs, *inputs, *weights, past, sequence, cu_seqlens, *options)
+    pasts = (None,) * 3 if past is None else past.split([x.shape[2] for x in inputs], 1)
     packing = {"sequence": sequence, "cu_seqlens": cu_seqlens}
     first, second, third = (
         short_convolution(x, weight, past, **packing, activation=activation, head_dim=head_dim, fused=fused)
@@ -130,8 +133,20 @@ def short_convolutions(
     return first, second, third
 
 
+def takes_joint_kernel(
+    inputs: tuple[Tensor, ...],
+    weights: tuple[Tensor, ...],
+    head_dims: tuple[int, int, int],
+    fused: bool | None,
+    *others: Tensor | None,
+) -> bool:
+    """Whether one launch of a kernel computes all three; `others` are further tensors that it reads."""
+    alike = inputs[0].numel() and _alike(inputs, weights, head_dims)
+    return bool(alike) and takes_kernel(fused, *inputs, *weights, *others)
+
+
 def _alike(inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], head_dims: tuple[int, int, int]) -> bool:
-    """Whether one launch serves all three: tensors of one kind, heads of one size, queries and keys normed alike."""
+    """Whether one launch can compute all three: tensors of one kind, heads of one size, equal norms of q and k."""
     kinds = {(x.dtype, x.shape[:2], w.dtype, w.shape[-1]) for x, w in zip(inputs, weights, strict=True)}
     q_head, k_head, v_head = head_dims
     return len(kinds) == 1 and q_head == k_head and v_head in (0, q_head)
@@ -145,12 +160,12 @@ def is_silu(activation: str) -> bool:
 
 
 def unit_heads(y: Tensor, head_dim: int) -> Tensor:
-    """y `[B, T, C]` with each head of `head_dim` channels divided by its L2 norm; as it is for 0."""
+    """y `[B, T, C]` with each head of `head_dim` channels divided by its L2 norm; y itself for 0."""
     return l2_norm(y.unflatten(2, (-1, head_dim)), fused=False).flatten(2) if head_dim else y
 
 
 def convolve_window(past: Tensor, x: Tensor, weight: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
-    """One token `[B, 1, C]` per row: one product with the window, in a third of the operations that shifting takes.
+    """The convolution of one token `[B, 1, C]` per row: a product with the window, a third of the operations of shifts.
 
     Returns:
         The activated output `[B, 1, C]`, and the new past `[B, C, W - 1]`, a view of the window.
@@ -163,10 +178,10 @@ def convolve_window(past: Tensor, x: Tensor, weight: Tensor, silu: bool) -> tupl
 def causal_sum(
     x: Tensor, weight: Tensor, past: Tensor, sequence: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """`depthwise_sum` of a batch whose rows or packed sequences each have a past.
+    """The result of `depthwise_sum` for a batch whose rows or packed sequences each have a past.
 
     Args:
-        x, weight, sequence, cu_seqlens: as of `short_convolution`.
+        x, weight, sequence, cu_seqlens: see `short_convolution`.
         past: `[N, W - 1, C]` in x's dtype, the inputs before each row or packed sequence, oldest first.
 
     Returns:
@@ -174,7 +189,7 @@ def causal_sum(
     """
     if sequence is None or cu_seqlens is None:
         return depthwise_sum(torch.cat([past, x], dim=1), weight)
-    # Put the past of each sequence before it in one long row; then no tap can reach another sequence.
+    # In one long row with the past of each sequence before it, no tap can reach another sequence.
     number, width, _ = past.shape
     begins = cu_seqlens[:-1].long() + width * torch.arange(number, device=x.device)
     outputs = torch.arange(x.shape[1], device=x.device) + width * sequence
@@ -189,11 +204,11 @@ def causal_sum(
 def depthwise_sum(history: Tensor, weight: Tensor, positions: Tensor | None = None) -> Tensor:
     """`sum_j w_j x_{t-j}` per channel, as shifted products in float32.
 
-    On a CPU they take two thirds of nn.Conv1d's time for training.
+    In training on a CPU these take two thirds of nn.Conv1d's time.
 
     Args:
         history: `[B, W - 1 + T, C]`, the W - 1 inputs before the first token, then the T inputs.
-        weight: as of `short_convolution`.
+        weight: see `short_convolution`.
         positions: `[B, T]` integer, position of each token in its document, from 0: no tap reaches past its beginning.
             None if every row is one document.
 

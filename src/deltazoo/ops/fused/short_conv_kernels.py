@@ -1,4 +1,4 @@
-"""The kernels of short convolutions over whole sequences (`short_conv`), of one input or of queries, keys and values.
+"""The kernels of short convolutions over whole sequences (`short_conv`), for one input or for queries, keys and values.
 
 Both kernels loop over tokens. A program computes the channels of one head for R runs of consecutive tokens. Each run is
 within one row of the batch. The program advances all its runs together and keeps the last W - 1 inputs in registers. So
@@ -7,7 +7,7 @@ last W - 1 `dz`. It goes W - 1 tokens past the end of the run, where the last `d
 `dx_t = sum_j w_j dz_{t+j}`.
 
 Tokens are loaded in groups: all loads of a group of GROUP tokens are issued before the first value is used. The taps,
-the inputs before a token and the tokens of a group are tuples of tiles. Tuples of what is before a token start with the
+the inputs before a token and the tokens of a group are tuples of tiles. Tuples of values before a token start with the
 nearest one.
 """
 
@@ -32,7 +32,7 @@ _TILE = 512
 """Elements of one token over all runs of a program: four per thread. Eight need twice the registers backward."""
 
 _GROUP = 4
-"""Tokens that are loaded together."""
+"""Number of tokens that are loaded together."""
 
 _LONGEST_RUN = 64
 """Most tokens of a run. The backward pass computes the W - 1 past its end twice, which are few in comparison."""
@@ -43,7 +43,7 @@ _ENOUGH_PROGRAMS = 1024
 
 @triton.jit
 def _runs(program, B, T, RUN: tl.constexpr, R: tl.constexpr):
-    """Row and first token of each run of a program, and how many tokens the row has from there on."""
+    """Row and first token of each run of a program, and the number of tokens that the row has from there on."""
     runs_per_row = tl.cdiv(T, RUN)
     run = program * R + tl.arange(0, R)
     row = run // runs_per_row
@@ -53,8 +53,10 @@ def _runs(program, B, T, RUN: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def _place(C, CK, CV, WIDTH: tl.constexpr, THREE: tl.constexpr):
-    """Of a program, one of those of THREE inputs side by side: the index along the tokens, the number of its input, its
-    head there, the channels of the inputs before, and those of all.
+    """The place of a program among those of THREE inputs side by side.
+
+    It is its index along the tokens, the number of its input, its head there, the channels of the inputs before, and
+    the channels of all.
     """
     q_heads = tl.cdiv(C, WIDTH)
     heads, channels = q_heads, C
@@ -72,7 +74,7 @@ def _place(C, CK, CV, WIDTH: tl.constexpr, THREE: tl.constexpr):
 
 @triton.jit
 def _channels(head, C, WIDTH: tl.constexpr, BC: tl.constexpr):
-    """Channels of a head, and which of them exist."""
+    """Channels of a head, and the mask of those that exist."""
     within = tl.arange(0, BC)
     columns = head * WIDTH + within
     return columns, (within < WIDTH) & (columns < C)
@@ -108,28 +110,31 @@ def _sequences(rows, t, left, N: tl.constexpr):
 
 
 @triton.jit
-def _before_run(x_rows, past, n, age, left, columns, column_mask, C, W: tl.constexpr):
-    """The inputs before each run, whose first token is token `age` of sequence n; the state has those before it."""
+def _before_run(x_rows, past, n, age, left, columns, column_mask, C, channels, W: tl.constexpr):
+    """The inputs before each run, whose first token is token `age` of sequence n; the state holds those before n.
+
+    x has C channels, and the state `channels`.
+    """
     before = ()
     for i in tl.static_range(1, W):
         mask = ((age >= i) & (left > 0))[:, None] & column_mask[None, :]
         value = tl.load(x_rows - i * C, mask=mask, other=0.0).to(tl.float32)
         if past is not None:
             mask = ((age < i) & (left > 0))[:, None] & column_mask[None, :]
-            offsets = (n[:, None].to(tl.int64) * C + columns[None, :]) * (W - 1) + (age - i + W - 1)[:, None]
+            offsets = (n[:, None].to(tl.int64) * channels + columns[None, :]) * (W - 1) + (age - i + W - 1)[:, None]
             value += tl.load(past + offsets, mask=mask, other=0.0).to(tl.float32)
         before = before + (value,)
     return before
 
 
 @triton.jit
-def _at_boundary(before, begins, past, n, columns, column_mask, C, W: tl.constexpr):
-    """The inputs before a token; from the state of sequence n if the token begins it."""
+def _at_boundary(before, begins, past, n, columns, column_mask, channels, W: tl.constexpr):
+    """The inputs before a token, from the state of sequence n if the token begins it."""
     chosen = ()
     for i in tl.static_range(1, W):
         value = 0.0
         if past is not None:
-            offsets = (n[:, None].to(tl.int64) * C + columns[None, :]) * (W - 1) + (W - 1 - i)
+            offsets = (n[:, None].to(tl.int64) * channels + columns[None, :]) * (W - 1) + (W - 1 - i)
             value = tl.load(past + offsets, mask=begins[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
         chosen = chosen + (tl.where(begins[:, None], value, before[i - 1]),)
     return chosen
@@ -146,7 +151,7 @@ def _copies(value, N: tl.constexpr):
 
 @triton.jit
 def _advance(value, before, W: tl.constexpr):
-    """The values before the next token: this token's, and all but the oldest before it."""
+    """The values before the next token: this token's value, and all but the oldest before."""
     advanced = ()
     if W > 1:
         advanced = (value,)
@@ -168,14 +173,16 @@ def short_conv_forward_kernel(x, weight, past, sequence, cu_seqlens, y, k, k_wei
                               B, T, C, CK, CV, eps, W: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
                               NORM: tl.constexpr, NORM_V: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
                               R: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """Convolve, SiLU where wanted, divide by the norm of the head; a tile holds one token of each run.
+    """Convolution, SiLU if wanted, and division by the norm of the head; a tile holds one token of each run.
 
-    x and y `[B, T, C]`, weight `[C, W]`, past `[N, C, W - 1]` or None, sequence `[T]` or None, cu_seqlens `[N + 1]` or
-    None; k and v None, or x the queries beside them; WIDTH channels of a program: those of a head where NORM.
+    x and y `[B, T, C]`, weight `[C, W]`, past `[N, all channels, W - 1]` or None, sequence `[T]` or None, cu_seqlens
+    `[N + 1]` or None; k and v None, or beside the queries x; WIDTH channels of a program: those of a head if NORM.
     """
     PACKED: tl.constexpr = sequence is not None
     HALF: tl.constexpr = x.dtype.element_ty != tl.float32
-    program, number, head, _, _ = _place(C, CK, CV, WIDTH, k is not None)
+    program, number, head, channels_before, channels = _place(C, CK, CV, WIDTH, k is not None)
+    if past is not None:
+        past += channels_before * (W - 1)
     if k is not None:
         if number == 1:
             x, weight, y, C = k, k_weight, y_k, CK
@@ -190,7 +197,7 @@ def short_conv_forward_kernel(x, weight, past, sequence, cu_seqlens, y, k, k_wei
     if PACKED:
         n = tl.load(sequence + tokens, mask=left > 0, other=0).to(tl.int32)
         age = first - tl.load(cu_seqlens + n, mask=left > 0, other=0).to(tl.int32)
-    before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, W)
+    before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, channels, W)
     for begin in range(0, RUN, GROUP):
         values = _group(x + offsets, begin, left, column_mask, C, GROUP)
         if PACKED:
@@ -201,7 +208,7 @@ def short_conv_forward_kernel(x, weight, past, sequence, cu_seqlens, y, k, k_wei
             if PACKED:
                 begins = (sequences[i] != n) & (t < left)
                 n = sequences[i]
-                before = _at_boundary(before, begins, past, n, columns, column_mask, C, W)
+                before = _at_boundary(before, begins, past, n, columns, column_mask, channels, W)
             z = _convolve(value, before, taps, W)
             s = z * sigmoid(z, HALF) if SILU else z
             if NORM:
@@ -243,8 +250,8 @@ def _d_input(d_z, d_z_before, n, n_before, taps, W: tl.constexpr, PACKED: tl.con
 
 @triton.jit
 def _backward_token(
-    t, value, d, n, before, d_z_before, n_before, d_x_rows, past, left, taps, columns, column_mask, C, normed, eps,
-    W: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+    t, value, d, n, before, d_z_before, n_before, d_x_rows, past, left, taps, columns, column_mask, C, channels, normed,
+    eps, W: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Compute `dz` of token t, and store `dx` of the token W - 1 before it.
 
@@ -252,7 +259,7 @@ def _backward_token(
     """
     if PACKED and W > 1:
         begins = (n != n_before[0]) & (t < left)
-        before = _at_boundary(before, begins, past, n, columns, column_mask, C, W)
+        before = _at_boundary(before, begins, past, n, columns, column_mask, channels, W)
     HALF: tl.constexpr = d_x_rows.dtype.scalar.element_ty != tl.float32
     d_z = _d_convolved(_convolve(value, before, taps, W), d, normed, eps, SILU, NORM, HALF)
     d_value = _d_input(d_z, d_z_before, n, n_before, taps, W, PACKED)
@@ -278,11 +285,13 @@ def short_conv_backward_kernel(x, weight, past, sequence, cu_seqlens, d_y, d_x, 
                                GROUP: tl.constexpr, R: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Gradient of x, and this program's part of the gradient of the weight.
 
-    d_y and d_x `[B, T, C]`, d_weight `[programs along the tokens, all channels, W]`, parts of a sum; the others as
-    forward.
+    d_y and d_x `[B, T, C]`, d_weight `[programs along the tokens, all channels, W]`, parts of a sum; the others are
+    those of the forward kernel.
     """
     PACKED: tl.constexpr = sequence is not None
     program, number, head, channels_before, channels = _place(C, CK, CV, WIDTH, k is not None)
+    if past is not None:
+        past += channels_before * (W - 1)
     if k is not None:
         if number == 1:
             x, weight, d_y, d_x, C = k, k_weight, d_y_k, d_k, CK
@@ -298,7 +307,7 @@ def short_conv_backward_kernel(x, weight, past, sequence, cu_seqlens, d_y, d_x, 
     if PACKED:
         n = tl.load(sequence + tokens, mask=left > 0, other=0).to(tl.int32)
         age = first - tl.load(cu_seqlens + n, mask=left > 0, other=0).to(tl.int32)
-    before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, W)
+    before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, channels, W)
     d_z_before = _copies(tl.zeros([R, BC], tl.float32), W - 1)
     n_before = _copies(n, W - 1)
     sums = _copies(tl.zeros([R, BC], tl.float32), W)
@@ -313,7 +322,7 @@ def short_conv_backward_kernel(x, weight, past, sequence, cu_seqlens, d_y, d_x, 
             d = gradients[i].to(tl.float32)
             d_z, before = _backward_token(
                 begin + i, value, d, sequences[i], before, d_z_before, n_before, d_x + offsets, past, left, taps,
-                columns, column_mask, C, normed, eps, W, SILU, NORM, PACKED,
+                columns, column_mask, C, channels, normed, eps, W, SILU, NORM, PACKED,
             )  # fmt: skip
             sums = _add_products(sums, d_z, value, before, W)
             before = _advance(value, before, W)
@@ -329,7 +338,7 @@ def short_conv_backward_kernel(x, weight, past, sequence, cu_seqlens, d_y, d_x, 
         d = gradients[i].to(tl.float32)
         d_z, before = _backward_token(
             RUN + i, value, d, sequences[i], before, d_z_before, n_before, d_x + offsets, past, left, taps, columns,
-            column_mask, C, normed, eps, W, SILU, NORM, PACKED,
+            column_mask, C, channels, normed, eps, W, SILU, NORM, PACKED,
         )  # fmt: skip
         before = _advance(value, before, W)
         d_z_before = _advance(d_z, d_z_before, W)
@@ -405,5 +414,5 @@ short_convs = row_operator(
     backward_schema=f"short_convs_backward({_ARGUMENTS}, Tensor d_q, Tensor? d_k, Tensor? d_v)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-"""Convolutions of x in place of q, from a past; or of q, k and v, without one. Heads of `head_dim` channels are divided
-by their L2 norm, those of v if `norm_v`."""
+"""The operator of convolutions: of q, k and v, or of x in place of q, after a past of all their channels or without
+one. Heads of `head_dim` channels are divided by their L2 norm, those of v if `norm_v`."""

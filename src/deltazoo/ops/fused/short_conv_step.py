@@ -2,8 +2,8 @@
 
     z = sum_i w_i x_{t-i}      s = z * sigmoid(z)  or z      y = s  or, per head,  s / sqrt(|s|^2 + eps)
 
-as in `short_conv`. The window holds the inputs before the token. It advances by one token, in place or into a new
-tensor.
+The functions are those of `short_conv`. The window holds the inputs before the token. It advances by one token, in
+place or into a new tensor.
 """
 
 from collections.abc import Sequence
@@ -34,19 +34,19 @@ def short_convolution_step(
     inplace: bool = False,
     fused: bool | None = None,
 ) -> tuple[Sequence[Tensor], Tensor]:
-    """`short_convolution` for one token of queries, keys and values at once. The kernel gives no gradients.
+    """The results of `short_convolution` for one token of queries, keys and values. The kernel has no gradients.
 
     Args:
         inputs: three `[B, 1, C_i]`.
         weights: three `[C_i, W]` or `[C_i, 1, W]`.
         window: `[B, C, S]`, the last S inputs before the token, concatenated, C the sum of the C_i; oldest first. S is
             W - 1, or more if a kernel computes.
-        activation: as of `short_convolution`.
-        head_dims: `head_dim` of the first and of the second input, as of `short_convolution`; heads of both have one
+        activation: see `short_convolution`.
+        head_dims: `head_dim` of the first and of the second input, see `short_convolution`; heads of both have one
             size.
-        inplace: the caller keeps `window` at its address. The kernel overwrites it if it is contiguous and in the
-            inputs' dtype; torch returns a view that the caller copies.
-        fused: as of `takes_kernel`.
+        inplace: whether the caller keeps `window` at its address. The kernel overwrites it if it is contiguous and in
+            the inputs' dtype; torch returns a view that the caller copies.
+        fused: see `takes_kernel`.
 
     Returns:
         Three outputs `[B, 1, C_i]` in the inputs' dtype, computed in float32, and the new window.
@@ -78,7 +78,7 @@ def short_convolution_step(
 
 @triton.jit
 def _of_block(block, q, k, v, Q_BLOCKS, K_BLOCKS):
-    """The one of three pointers that the channels of a program belong to."""
+    """The pointer, of three, to the input of a program's channels."""
     chosen = q
     if block >= Q_BLOCKS:
         chosen = k
@@ -95,7 +95,7 @@ def short_conv_step_kernel(q, k, v, q_weight, k_weight, v_weight, window, new_wi
     """q `[B, CQ]`, k `[B, CK]` and v `[B, CV]` with contiguous channels, and their strides along B; weights `[C_i, W]`.
 
     window `[B, C, KEPT]`, oldest first, C = CQ + CK + CV, KEPT at least W - 1; new_window of its shape, or its memory;
-    y `[B, C]`. WIDTH channels of a program: those of a head where one of the norms is wanted.
+    y `[B, C]`. WIDTH channels of a program: those of a head if one of the norms is wanted.
     """
     Q_BLOCKS: tl.constexpr = (CQ + WIDTH - 1) // WIDTH
     K_BLOCKS: tl.constexpr = (CK + WIDTH - 1) // WIDTH
@@ -120,7 +120,7 @@ def short_conv_step_kernel(q, k, v, q_weight, k_weight, v_weight, window, new_wi
         older = tl.load(window + slot, mask=mask, other=0.0)
         if i < W:
             z += older.to(tl.float32) * tl.load(taps + (W - 1 - i), mask=mask, other=0.0).to(tl.float32)
-        tl.debug_barrier()  # in place, no thread may write what another has yet to read
+        tl.debug_barrier()  # in place no thread may write what another has not yet read
         tl.store(new_window + slot, value, mask=mask)
         value = older
     s = z * sigmoid(z, HALF) if SILU else z

@@ -1,5 +1,5 @@
-"""The operator as Triton kernels. What lies outside imports this package inside functions: Triton may be missing.
+"""The operator as Triton kernels. Other packages import this one inside functions, since Triton may be missing.
 
-Only `deltazoo.ops.fused` and `deltazoo.ops.decoding`, which are imported in the same way, take its launches and
-operators at once.
+Only `deltazoo.ops.fused` and `deltazoo.ops.decoding`, which are also imported inside functions, import its launches and
+operators directly.
 """

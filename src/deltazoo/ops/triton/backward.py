@@ -1,4 +1,4 @@
-"""Order of the backward pass: the states, then one fused kernel, or a reverse scan and the gradients of the chunks."""
+"""The order of the backward pass: the states, then one fused kernel, or a reverse scan and the chunks' gradients."""
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of `call.differentiable` in their dtypes; None for those that were not given.
 
-    With `in_place` what was kept is no longer needed: gradients may lie in its memory, and what nothing reads any more
-    is freed. If that has been done already, and it is `overwritten`, it is computed again. `whole_segments` as of
+    With `in_place` the kept tensors are no longer needed: gradients may lie in their memory, and unread ones are freed.
+    If this has happened before (`overwritten`), the kept tensors are computed again. `whole_segments` is that of
     `Plan`.
     """
     p = Problem(call, whole_segments)
@@ -75,7 +75,7 @@ def in_one_kernel(
     p: Problem, kept: Kept, U: Tensor, states: Tensor, starts: Tensor | None, d_output: Tensor, d_final: Tensor | None,
     in_place: bool,
 ) -> tuple[Gradients, Tensor | None]:  # fmt: skip
-    """The gradients, and those of the initial states or None; `starts`: what sequences or segments start from."""
+    """The gradients, and those of the initial states or None; `starts`: the first states of sequences or segments."""
     plan, gradients = p.plan, fused_gradients(p, U, states, in_place)
     dq, dk, _, dv, d_beta, d_log_decay = gradients
     d_initial = None if p.initial_state is None else p.float32(plan.scans, plan.HV, plan.K, plan.V)
@@ -119,7 +119,7 @@ def of_chunks(
         launch_gradients(p, kept, (*scanned, low), gradients)
         return
     gluon = p.plan.route.gradients == "gluon"
-    others = high if gluon else p.float32(p.plan.slots, CHUNK)  # the diagonals of dP, in plain Triton
+    others = high if gluon else p.float32(p.plan.slots, CHUNK)  # in plain Triton the diagonals of dP
     inputs = p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay
     tensors = *inputs, *scanned, low, others, *gradients
     if gluon:

@@ -17,13 +17,13 @@ _FIELDS = len(RuleCall._fields)
 
 
 def triton_delta_rule(call: RuleCall) -> tuple[Tensor, Tensor]:
-    """Output and final state of whole sequences on the GPU, as of `deltazoo.ops.delta_rule`."""
+    """Output and final state of whole sequences on the GPU, see `deltazoo.ops.delta_rule`."""
     keep = records_gradients(*call.differentiable) and not scans_again()
     return _operator(*call, keep)
 
 
 def _forward(*arguments):
-    """Output, final state, and the fields of `Kept`. The last argument: so that no backward pass need scan again."""
+    """Output, final state, and the fields of `Kept`. The last argument, `keep`: no backward pass has to scan again."""
     call, keep = RuleCall._make(arguments[:-1]), arguments[-1]
     check_tensor_values(call.log_decay, call.cu_seqlens, call.q.shape[1])
     output, final, kept = forward(Problem(call), keep)
@@ -46,7 +46,7 @@ def _fake_forward(*arguments):
 
 
 def _backward(*arguments, in_place=False, overwritten=False):
-    """Gradients as of `backward`, whose options these are; the operator's arguments may not change, so it has none."""
+    """The gradients of `backward`, with its options; the operator has none, since its arguments must not change."""
     call, (*kept, d_output, d_final) = RuleCall._make(arguments[:_FIELDS]), arguments[_FIELDS:]
     return backward(call, Kept._make(kept), d_output, d_final, in_place, overwritten)
 
@@ -71,7 +71,7 @@ def _gradients(backward, ctx, d_output, d_final, *_):
     in_place = {}
     if backward is _backward_operator.launch:
         in_place = dict(in_place=True, overwritten=ctx.overwritten)
-        ctx.overwritten = True  # a graph that is kept (`retain_graph`) may be gone through once more
+        ctx.overwritten = True  # a backward pass may run again with `retain_graph`
     return *call.in_order(backward(*call, *kept, d_output, d_final, **in_place)), None
 
 

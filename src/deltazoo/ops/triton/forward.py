@@ -1,4 +1,4 @@
-"""Order of the forward pass: one fused kernel, which other kernels complete, or a preparation and scans."""
+"""The order of the forward pass: one fused kernel, which other kernels complete, or a preparation and scans."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ __all__ = ["complete", "forward", "infer"]
 
 
 def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
-    """Output, final state, and what the backward pass needs; with `keep` so that it need not scan again."""
+    """Output, final state, and the kept tensors; with `keep` the backward pass does not scan again."""
     route = p.plan.route
     keeps = route.keeps if keep else route.keeps_to_scan_again
     if keeps == "inputs":
@@ -35,7 +35,7 @@ def infer(p: Problem) -> tuple[Tensor, Tensor]:
 
 
 def in_stages(p: Problem, kept: Kept) -> tuple[Tensor, Tensor]:
-    """Output and final state by a preparation and scans, which fill what is kept."""
+    """Output and final state by a preparation and scans, which fill the kept tensors."""
     plan = p.plan
     prepare(p, kept)
     starts = p.initial_state if plan.segments == 1 else segment_starts(p, kept)
@@ -48,10 +48,10 @@ def in_stages(p: Problem, kept: Kept) -> tuple[Tensor, Tensor]:
 
 
 def fused(p: Problem, kept: Kept | None) -> tuple[Tensor, Tensor]:
-    """Output and final state in one kernel, which fills what is `kept` if a backward pass follows.
+    """Output and final state by one kernel, which fills `kept` if a backward pass follows.
 
     It stops a head at its first chunk with a large erase gain, or with a decay per channel beyond its range, with the
-    state so far in `final` and the number of the chunk in `stopped`. Other kernels complete these heads. Where none
+    state so far in `final` and the number of the chunk in `stopped`. Other kernels complete these heads. If no head
     stopped they return at once, so that the host need not know.
     """
     plan = p.plan
@@ -64,7 +64,7 @@ def fused(p: Problem, kept: Kept | None) -> tuple[Tensor, Tensor]:
 
 
 def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor, final: Tensor) -> None:
-    """The chunks that the fused forward pass left, from the states in `final`; strict, but with a decay per channel."""
+    """Complete the chunks that the fused forward pass left, from the states in `final`; strict unless per channel."""
     plan = p.plan
     if plan.per_channel:
         prepare(p, kept, stopped)

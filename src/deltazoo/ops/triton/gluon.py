@@ -1,4 +1,4 @@
-"""Gluon, as the installed Triton has it, whether its kernels can run on a device, and tensors as tiles to copy.
+"""Gluon of the installed Triton, the test whether its kernels run on a device, and tensors as tiles to copy.
 
 Gluon is Triton's language for kernels that choose layouts, copies and barriers themselves. It is experimental: names
 may move from version to version. On a version that is not known, or that lacks a name, the plain Triton kernels serve
@@ -16,7 +16,7 @@ from deltazoo.ops.triton.launch import TileView, Tiling
 from deltazoo.ops.triton.tiles import CHUNK
 
 MISSING: str | None = None
-"""What the installed Triton lacks for the Gluon kernels; None if it has everything."""
+"""The thing that the installed Triton lacks for the Gluon kernels, in words; None if it has everything."""
 try:
     from triton.experimental.gluon import jit
     from triton.experimental.gluon import language as gl
@@ -58,7 +58,7 @@ __all__ = [
 @lru_cache
 def available(device: torch.device) -> bool:
     """Whether Gluon kernels run on this device with this Triton; warns once if only Triton stands in the way."""
-    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():  # tensors without data need none
+    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():  # tensors without data
         return False
     if torch.cuda.get_device_capability(device) != (9, 0):
         return False
@@ -88,7 +88,7 @@ def _matrix_tiles(shape: torch.Size, rows: int) -> Tiling:
 
 
 def token_tiles(x: Tensor, channels: int) -> TileView:
-    """Tiles of a chunk of tokens by `channels` of one head, for x `[B, T, H, D]`.
+    """Tiles of a chunk of tokens by `channels` of one head, from x `[B, T, H, D]`.
 
     Coordinates are row of the batch, token, `head * D + channel`. Tokens beyond T are read as zero and not written.
     """
@@ -102,7 +102,7 @@ def matrix_tiles(x: Tensor, rows: int) -> TileView:
 
 def states_tiles(states: Tensor) -> TileView:
     """Tiles of half of the value channels of the kept states `[slots, V, K]` or `[2, B, tokens, HV, K]`."""
-    if states.ndim == 5:  # value channels in place of the tokens
+    if states.ndim == 5:  # value channels stand in place of the tokens
         two, B, T, H, D = states.shape
         return TileView(states, _token_tiles(torch.Size((two * B, T, H, D)), D))
     return matrix_tiles(states, states.shape[1] // 2)

@@ -21,17 +21,17 @@ from triton.runtime.jit import JITFunction
 __all__ = ["Constants", "TileView", "Tiling", "launch", "launches_are_watched"]
 
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
-"""Whether this version is known to pass arguments to kernels in the order used here; with others, Triton launches."""
+"""Whether this version passes arguments to kernels in the order used here; with others Triton launches."""
 
 ALIGNMENT = 16
-"""Bytes; Triton compiles a separate kernel for pointers that are no multiple of it."""
+"""Alignment in bytes; Triton compiles a separate kernel for pointers that are no multiple of it."""
 
 MOST_ENCODED = 1024
-"""Most addresses of which a launch keeps the encoded form, for each of its tiles."""
+"""Most addresses whose encoded form a launch keeps, for each of its tiles."""
 
 
 class Constants:
-    """Grid, constants and options of a launch: all of it but the tensors. Keeps the compiled kernels, so keep it too.
+    """Grid, constants and options of a launch, but not its tensors. It keeps the compiled kernels, so keep it.
 
     Args:
         grid: number of programs along each axis.
@@ -47,25 +47,25 @@ class Constants:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tiling:
-    """How tiles are cut from a tensor; two are the same only if they are one object, which is quick to look up."""
+    """The cut of a tensor into tiles; two are equal only if they are one object, which is fast to look up."""
 
     shape: tuple[int, ...]
-    """The dimensions that tiles are cut from, in elements."""
+    """Dimensions from which tiles are cut, in elements."""
     strides: tuple[int, ...]
-    """Of these dimensions, in elements; the last one is contiguous."""
+    """Strides of these dimensions, in elements; the last one is contiguous."""
     block_shape: tuple[int, ...]
-    """Size of a tile in each of them."""
+    """Size of a tile in each dimension."""
 
 
 class TileView:
-    """A tensor as a Gluon kernel takes it: as tiles that the copy engine (TMA) moves. Swizzled for matrix products.
+    """A tensor as tiles for a Gluon kernel, which the copy engine (TMA) moves, swizzled for matrix products.
 
     Triton's `TensorDescriptor` checks its arguments for longer than a launch takes, so it is made at the first launch
     only. Triton's launcher reads the same attributes of both.
 
     Args:
         base: the tensor, of 16 or 32 bits, aligned to 16 bytes.
-        tiling: of this tensor.
+        tiling: the cut of this tensor.
     """
 
     __slots__ = ("base", "data_ptr", "dtype", "tiling")
@@ -77,12 +77,12 @@ class TileView:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Dimensions that tiles are cut from."""
+        """Dimensions from which tiles are cut."""
         return self.tiling.shape
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of these dimensions."""
+        """Strides of these dimensions."""
         return self.tiling.strides
 
     @property
@@ -91,7 +91,7 @@ class TileView:
         return self.tiling.block_shape
 
     def descriptor(self) -> Any:
-        """Triton's own object for it."""
+        """Triton's own object for the tiles."""
         from triton.experimental.gluon.language import NVMMASharedLayout
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -101,7 +101,7 @@ class TileView:
 
 
 def launch(kernel: Any, constants: Constants, *tensors: Tensor | TileView | None) -> None:
-    """`kernel[grid](*tensors, **named)` on the current device and stream; the kernel takes tensors first.
+    """Launch `kernel[grid](*tensors, **named)` on the current device and stream; tensors are the first arguments.
 
     The caller makes sure that the tensors are on this device; Triton checks it at the first launch only.
     """
@@ -129,7 +129,7 @@ def launch(kernel: Any, constants: Constants, *tensors: Tensor | TileView | None
 
 
 _Start = Callable[[int, list[Any], tuple[Tensor | TileView | None, ...]], None]
-"""Starts a compiled kernel on a stream, with the addresses of the tensors, and the tensors."""
+"""A function that starts a compiled kernel on a stream, from the addresses of the tensors and the tensors."""
 
 
 def _through_triton(kernel: Any, constants: Constants, tensors: tuple[Tensor | TileView | None, ...]) -> Any:
@@ -138,12 +138,12 @@ def _through_triton(kernel: Any, constants: Constants, tensors: tuple[Tensor | T
 
 
 def _start_of(compiled: CompiledKernel, constants: Constants, tensors: tuple[Any, ...], named: list[str]) -> _Start:
-    """A start like that by Triton, which has compiled the kernel for these arguments.
+    """A function that starts a kernel that Triton has compiled for these arguments.
 
     Args:
         compiled: the kernel.
         constants, tensors: its arguments.
-        named: names of those that follow the tensors.
+        named: names of the arguments after the tensors.
     """
     run, (x, y, z), function = compiled.run, (*constants.grid, 1, 1)[:3], compiled.function
     others = [constants.named[name] for name in named]
@@ -162,7 +162,7 @@ def _start_of(compiled: CompiledKernel, constants: Constants, tensors: tuple[Any
 
     options = run.launch_cooperative_grid, run.launch_pdl, None, None, *packed_and_hooks
     known: list[dict[int, list[Any]]] = [{} for _ in tiles]
-    places = [*zip(tiles, forms, known, strict=True)][::-1]  # the last one first, for each takes more than one place
+    places = [*zip(tiles, forms, known, strict=True)][::-1]  # the last one first, since each takes several places
 
     def start(stream: int, arguments: list[Any], tensors: tuple[Any, ...]) -> None:
         for i, form, encoded in places:
@@ -179,14 +179,14 @@ def _start_of(compiled: CompiledKernel, constants: Constants, tensors: tuple[Any
 
 
 def _launcher_in_c(run: Any, tiles: bool) -> Callable[..., None] | None:
-    """The function that Triton 3.6 compiles to launch a kernel, under its functions in Python; None for other forms.
+    """The function that Triton 3.6 compiles to launch a kernel, below its functions in Python; None for other forms.
 
     Args:
         run: Triton's launcher of the kernel.
-        tiles: whether the kernel takes tiles, which one more function in Python encodes.
+        tiles: whether the kernel takes tiles, which a further function in Python encodes.
     """
     memory = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-    if memory or hasattr(run, "kernel_signature"):  # as of Triton 3.7
+    if memory or hasattr(run, "kernel_signature"):  # Triton 3.7 has it
         return None
     return getclosurevars(run.launch).nonlocals.get("launcher") if tiles else run.launch
 
@@ -206,4 +206,4 @@ def _watched(kernel: JITFunction) -> bool:
 def launches_are_watched() -> bool:
     """Whether hooks for the launches of all kernels are set, as profilers do."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # chains, a function, or None
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # a chain, a function, or None

@@ -1,4 +1,4 @@
-"""Sizes of a call, and its route: which kernels run, decided once for all calls of the same sizes, with the reasons."""
+"""The sizes of a call, and its route: the kernels that run, chosen once for all calls of these sizes, with reasons."""
 
 from collections.abc import Callable
 from functools import cached_property, lru_cache
@@ -29,14 +29,14 @@ with 80 heads of 4096 tokens: 0.17 ms without decay and 0.19 with, where several
 
 
 class Card(NamedTuple):
-    """A GPU, as far as it decides on kernels and tiles."""
+    """The properties of a GPU that decide on kernels and tiles."""
 
     shared: int = HOPPER
     """Shared memory that a thread block can use, in bytes."""
     gluon: bool = False
     """Whether Gluon kernels run."""
     multiprocessors: int = 132
-    """A thread block of the fused kernels has one to itself."""
+    """Number of multiprocessors; each runs one thread block of the fused kernels."""
 
 
 @lru_cache
@@ -52,13 +52,13 @@ class Route(NamedTuple):
     """The kernels of a call."""
 
     scans: str
-    """Kernels that scan: "gluon", but for strict reverse scans, or "triton"."""
+    """Kernels that scan: "gluon", except for strict reverse scans, or "triton"."""
     forward: str
     """Forward pass that keeps no more than its inputs: "fused" in one Gluon kernel, which other kernels complete, or in
     "stages"."""
     recorded: str
-    """Forward pass that keeps states for the backward pass, likewise: the backward pass in stages reads them in another
-    form than the fused kernel writes."""
+    """Forward pass that keeps states for the backward pass: "fused" or in "stages". A backward pass in stages reads the
+    states in another form than the fused kernel writes."""
     backward: str
     """Backward pass: "fused" in one Gluon kernel after the states are known, or in "stages"."""
     gradients: str
@@ -66,14 +66,14 @@ class Route(NamedTuple):
     keeps: str
     """Kept for the backward pass: "states" with the chunks, or "chunks", for which the backward pass scans again."""
     keeps_to_scan_again: str
-    """Kept if the backward pass is to scan again in any case: "chunks", or nothing but the "inputs".
+    """Kept if the backward pass scans again in any case: "chunks", or only the "inputs".
 
-    Running the fused forward pass twice costs less than a preparation and two scans, by the times of these parts. Not
-    so where chunks may have large gains: those are prepared by kernels of their own, which would run twice. With a
-    decay per channel the preparation runs twice: it makes four times as much as its inputs' values to keep.
+    To run the fused forward pass twice costs less than a preparation and two scans, by the times of these parts. This
+    is not so if chunks may have large gains: other kernels prepare those, which would run twice. With a decay per
+    channel the preparation runs twice, since its results take four times the memory of the inputs.
     """
     why: dict[str, str]
-    """For each of the first five fields the obstacle to the faster kernels; none where they run."""
+    """The obstacle to the faster kernels, for each of the first five fields; none where they run."""
 
     def forward_keeping(self, keeps: str) -> str:
         """The forward pass of a call that keeps "states", "chunks" or "inputs": only the preparation makes chunks."""
@@ -98,7 +98,7 @@ OBSTACLES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("forward recorded", lambda p: p.leaves_idle, "{p.row_heads} heads in all leave multiprocessors idle"),
     ("recorded backward", lambda p: p.heads * p.segments < MIN_HEADS, "there are few heads"),
 )
-"""What keeps a call from Gluon kernels: fields of `Route`, whether it holds for a plan, and the reason in words.
+"""The obstacles to Gluon kernels: fields of `Route`, the condition on a plan, and the reason in words.
 
 The first that holds counts. Those of `scans` count for all fields.
 """
@@ -124,10 +124,11 @@ def route_of(plan: "Plan") -> Route:
 
 
 def segments_of(chunks: int, programs: int) -> tuple[int, int]:
-    """Number of segments that rows of so many chunks are cut into, and the chunks in each.
+    """Number of segments into which rows of `chunks` chunks are cut, and the chunks in each.
 
     Args:
-        programs: those of a serial scan without a cut; about 256 fill a large GPU.
+        chunks: number of chunks of a row.
+        programs: number of programs of a serial scan without a cut; about 256 fill a large GPU.
     """
     if chunks < 2 * MIN_SEGMENT or programs > 128:
         return 1, chunks
@@ -136,24 +137,24 @@ def segments_of(chunks: int, programs: int) -> tuple[int, int]:
 
 
 class Plan:
-    """Sizes of a call and its route.
+    """The sizes of a call and its route.
 
     Sizes may be symbolic as long as nothing is launched.
 
     Args:
-        q, v: shapes; v has `num_micro_steps` times the tokens of q.
-        dtype: of q, k and v.
+        q, v: shapes of q and v; v has `num_micro_steps` times the tokens of q.
+        dtype: dtype of q, k and v.
         decay: 0 none, 1 per head, 2 per channel.
-        has_beta: with step sizes.
+        has_beta: whether there are step sizes.
         sequences: number of sequences packed into a row; None if rows are not packed.
-        strict: strict precision, or fast (False), or as each chunk's erase gain needs (None).
-        has_erase_key: the erase key is not the write key.
-        undecayed: the erase reads the state before the decay.
+        strict: strict precision, or fast (False), or by each chunk's erase gain (None).
+        has_erase_key: whether the erase key differs from the write key.
+        undecayed: whether the erase reads the state before the decay.
         num_micro_steps: rows of k, v and beta per token. Chunks count rows.
         scale: factor on q.
         card: the GPU.
-        whole_segments: of a piece of rows that several ranks share, whose sequences are segments: the number of
-            segments on all ranks. They choose kernels and tiles, so that every rank chooses alike.
+        whole_segments: for a piece of rows that several ranks share, whose sequences are segments: the number of
+            segments on all ranks. It chooses kernels and tiles, so that every rank chooses alike.
     """
 
     def __init__(
@@ -168,22 +169,23 @@ class Plan:
         self.decay, self.per_channel, self.has_beta = decay, decay == 2, has_beta
         assert not (undecayed and self.per_channel), "no kernel has this read"
         self.packed, self.scale, self.card = sequences is not None, scale, card
-        # float32 has one precision, and without beta there is nothing to be strict about
+        # float32 has one precision, and so have calls without beta
         chooses = self.half and has_beta
         self.by_gain, self.strict = chooses and strict is None, bool(chooses and strict)
         self.scan_modes = (False, True) if self.by_gain else (self.strict,)
         """Whether each launch of a serial scan is strict, in the order of the tokens."""
         self.matrices = 2 if has_beta else 1
-        """Per chunk: A and P, or P alone."""
+        """Number of matrices per chunk: A and P, or P alone."""
         self.grouped = self.H != self.HV
         """Whether several value heads share a key head."""
         self.separate = has_beta and (self.per_channel or has_erase_key)
-        """Whether the scans read other keys than they write."""
+        """Whether the scans read with other keys than they write."""
         self.N = self.B if sequences is None else sequences
         self.NT = -(-self.T // CHUNK) if sequences is None else self.T // CHUNK + self.N
-        """Chunks per row of the batch; of packed rows an upper bound: every sequence may end in a partial chunk."""
+        """Chunks per row of the batch; for packed rows an upper bound, since every sequence may end in a partial
+        chunk."""
         self.slots = self.B * self.NT * self.HV
-        """Chunks of all rows and value heads: the first dimension of what is kept per chunk."""
+        """Chunks of all rows and value heads: the first dimension of tensors kept per chunk."""
         self.segments, self.segment_chunks = 1, self.NT
         if sequences is None and whole_segments is None:
             self.segments, self.segment_chunks = segments_of(self.NT, self.B * self.HV * -(-self.V // 64))
@@ -198,12 +200,12 @@ class Plan:
 
     @property
     def reads_otherwise(self) -> bool:
-        """Whether the erase reads by another key than the write key, or before the decay."""
+        """Whether the erase reads with another key than the write key, or before the decay."""
         return self.has_erase_key or self.undecayed
 
     @property
     def row_heads(self) -> int:
-        """Value heads of all rows, one program each of the fused forward pass."""
+        """Value heads of all rows: the number of programs of the fused forward pass."""
         return self.B * self.HV
 
     @property
@@ -232,7 +234,7 @@ class Plan:
 
     @property
     def common(self) -> dict[str, Any]:
-        """Arguments of the kernels in plain Triton that read what is kept of chunks."""
+        """Arguments of the kernels in plain Triton that read the kept tensors of chunks."""
         return dict(
             scale=self.scale, T=self.T, NT=self.NT, HV=self.HV, K=self.K, C=CHUNK, HAS_BETA=self.has_beta,
             MICRO_STEPS=self.num_micro_steps, PACKED=self.packed,
@@ -241,7 +243,7 @@ class Plan:
 
     @property
     def per_chunk(self) -> dict[str, Any]:
-        """Arguments of those that run one program per chunk and value head, and read keys."""
+        """Arguments of kernels that run one program per chunk and value head, and read keys."""
         return self.common | dict(H=self.H, GROUPED=self.grouped)
 
     @property
@@ -258,7 +260,7 @@ class Plan:
         )  # fmt: skip
 
     def chunk_grid(self) -> tuple[int, int, int]:
-        """One program per chunk and value head; heads run fastest."""
+        """The grid of one program per chunk and value head; heads are the first axis."""
         if max(self.NT, self.B) > 65_535:  # CUDA's limit for the second and third dimension of a grid
             raise NotImplementedError(
                 f"the triton backend takes up to 65535 rows of up to 65535 chunks of {CHUNK} tokens, "
@@ -268,16 +270,16 @@ class Plan:
 
     @property
     def neighbours(self) -> int:
-        """Neighbouring chunks, up to 16, that a program of a kernel for few of the chunks looks at."""
+        """Number of neighbouring chunks, up to 16, at which a program of a kernel for few chunks looks."""
         return min(max(self.slots // 512, 1), 16)
 
     def neighbour_grid(self) -> tuple[tuple[int], dict[str, int]]:
-        """Grid and arguments of a kernel for few of the chunks."""
+        """Grid and arguments of a kernel for few chunks."""
         chunks = self.neighbours
         return (-(-self.slots // chunks),), dict(chunks=chunks, slots=self.slots)
 
 
 per_plan = lru_cache(maxsize=1024)
-"""Decorator of functions that make the constants of a launch from a plan."""
+"""A decorator of functions that make the constants of a launch from a plan."""
 
 plan_for = lru_cache(maxsize=1024)(Plan)

@@ -1,5 +1,5 @@
-"""A call as the kernels read it: contiguous tensors and its plan; what the forward pass keeps for the backward pass,
-and which tensor's memory a gradient takes.
+"""A call in the form that the kernels read: contiguous tensors and its plan, the tensors that the forward pass keeps
+for the backward pass, and the memory that gradients take.
 """
 
 from typing import Any, NamedTuple
@@ -18,10 +18,10 @@ __all__ = [
 
 
 class Problem:
-    """A call's tensors, contiguous, and its plan.
+    """The tensors of a call, contiguous, and its plan.
 
     Args:
-        whole_segments: as of `Plan`.
+        whole_segments: see `Plan`.
     """
 
     __slots__ = (
@@ -35,11 +35,11 @@ class Problem:
         self.beta = None if beta is None else beta.contiguous()
         self.log_decay = None if log_decay is None else log_decay.contiguous()
         self.erase_key = None if erase_key is None else contiguous(erase_key, plan)
-        """None: the key."""
+        """The erase key; None: k."""
         self.initial_state = None if initial_state is None else initial_state.float().contiguous()
         self.chunk_offsets: tuple[Tensor | None, ...] = (None, None, None)
         self.sequence_offsets: tuple[Tensor | None, ...] = (None, None)
-        """Chunk and sequence offsets, the last tensors of the kernels per chunk and of the serial scans."""
+        """Chunk and sequence offsets, the last tensor arguments of the kernels per chunk and of the serial scans."""
         if cu_seqlens is not None:
             rows = cu_seqlens if steps == 1 else cu_seqlens * steps
             sequence, offsets = chunk_table(rows, plan.NT)
@@ -75,7 +75,7 @@ def contiguous(x: Tensor, plan: Plan) -> Tensor:
 def chunk_table(cu_seqlens: Tensor, NT: int) -> tuple[Tensor, Tensor]:
     """The sequence of each of NT chunks, and the first chunk of each sequence, int32 (see `chunk.address`).
 
-    Built on the device, so that the host never waits for the entries of `cu_seqlens`.
+    The device builds it, so that the host never waits for the entries of `cu_seqlens`.
     """
     N = cu_seqlens.shape[0] - 1
     offsets = torch.zeros(N + 1, dtype=torch.int32, device=cu_seqlens.device)
@@ -86,38 +86,38 @@ def chunk_table(cu_seqlens: Tensor, NT: int) -> tuple[Tensor, Tensor]:
 
 
 class Kept(NamedTuple):
-    """What the forward pass keeps besides the inputs; None where a call has no such tensor, or keeps none."""
+    """The tensors that the forward pass keeps besides the inputs; None for those that a call does not have or keep."""
 
     AP: Tensor | None = None
-    """Of every chunk the transposed inverse and P `[slots, 2, C, C]`, or without step sizes P `[slots, 1, C, C]`."""
+    """Transposed inverse and P of every chunk `[slots, 2, C, C]`, or without step sizes P `[slots, 1, C, C]`."""
     beta: Tensor | None = None
     """Step sizes `[slots, C]`."""
     G: Tensor | None = None
-    """log2-decay: cumulative per chunk `[slots, C]`, or, per channel, over the whole chunk `[slots, K]`."""
+    """log2-decay: cumulative per chunk `[slots, C]`, or per channel over the whole chunk `[slots, K]`."""
     large_gain: Tensor | None = None
-    """Where precision goes by the erase gain: which chunks need strict, int32 `[slots]`."""
+    """Flags of the chunks that need strict precision, int32 `[slots]`, if the erase gain decides."""
     q_in: Tensor | None = None
-    """Per channel: queries with the decay since the chunk's start `[B, tokens, HV, K]`. Otherwise the inputs serve."""
+    """With a decay per channel: queries times the decay since the chunk's start `[B, tokens, HV, K]`."""
     k_in: Tensor | None = None
-    """Per channel: erase keys with the decay since the chunk's start `[B, T, HV, K]`."""
+    """With a decay per channel: erase keys times the decay since the chunk's start `[B, T, HV, K]`."""
     k_out: Tensor | None = None
-    """Per channel: keys with the decay to the chunk's end, likewise."""
+    """With a decay per channel: keys times the decay to the chunk's end `[B, T, HV, K]`."""
     strong_decay: Tensor | None = None
-    """Per channel: which chunks decay beyond one matrix product, int32 `[slots]`."""
+    """With a decay per channel: flags of the chunks that decay beyond one matrix product, int32 `[slots]`."""
     starts: Tensor | None = None
-    """Of rows cut into segments: the state that each segment starts from `[N * segments, HV, K, V]`."""
+    """For rows cut into segments: the first state of each segment `[N * segments, HV, K, V]`."""
     transitions: Tensor | None = None
-    """Of rows cut into segments: the transition of each segment `[N * segments, HV, K, K]`."""
+    """For rows cut into segments: the transition of each segment `[N * segments, HV, K, K]`."""
     U: Tensor | None = None
-    """Where Gluon kernels scan, and the backward pass is not to scan again: the corrections `[B, T, HV, V]`."""
+    """Corrections `[B, T, HV, V]`, if Gluon kernels scan and the backward pass shall not scan again."""
     states: Tensor | None = None
-    """The states that enter the chunks, likewise: `[slots, V, K]`, or, where the fused backward serves, `[2, B, NT * C,
-    HV, K]`, half of their value channels in place of the tokens of a chunk, so that dq and dk can lie there."""
+    """States that enter the chunks, under the same condition: `[slots, V, K]`, or, for the fused backward pass, `[2, B,
+    NT * C, HV, K]`, half of their value channels in place of the tokens of a chunk, so that dq and dk can lie there."""
 
     @classmethod
     def empty(cls, plan: Plan, q: Tensor, keep: bool) -> "Kept":
-        """Uninitialised tensors; with `keep` also those without which the backward pass would scan again."""
-        # Sizes one by one: as a tuple they cost the host half a microsecond more per tensor.
+        """Uninitialised kept tensors; with `keep` also those without which the backward pass would scan again."""
+        # Sizes are passed one by one: a tuple costs the host half a microsecond more per tensor.
         new, slots, float32, int32 = q.new_empty, plan.slots, torch.float32, torch.int32
         AP = new(slots, plan.matrices, CHUNK, CHUNK)
         beta = new(slots, CHUNK, dtype=float32) if plan.has_beta else None
@@ -147,12 +147,12 @@ class Kept(NamedTuple):
 
 
 def new_kept(plan: Plan, q: Tensor, keep: bool) -> Kept:
-    """Uninitialised, what a recorded forward pass returns; `keep`: so that the backward pass need not scan again."""
+    """Uninitialised kept tensors of a recorded forward pass; with `keep` the backward pass does not scan again."""
     return Kept() if not keep and plan.route.keeps_to_scan_again == "inputs" else Kept.empty(plan, q, keep)
 
 
 def new_states(plan: Plan, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised corrections U, and states that enter the chunks, as the kernels of the backward pass read them."""
+    """Uninitialised corrections U, and states that enter the chunks, in the form that the backward kernels read."""
     U = v.new_empty(plan.B, plan.T, plan.HV, plan.V)
     if plan.fused_backward:
         return U, v.new_empty(2, plan.B, plan.NT * CHUNK, plan.HV, plan.K)
@@ -160,15 +160,15 @@ def new_states(plan: Plan, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 StateGradients = tuple[Tensor | None, Tensor | None]
-"""Gradients of the states that leave the chunks, `[slots, V, K]` and None; or `[B, T, HV, K]` twice, those of the lower
+"""Gradients of the states that leave the chunks: `[slots, V, K]` and None; or two `[B, T, HV, K]`, those of the lower
 and of the upper half of the value channels, which take the place of the tokens of a chunk."""
 
 
 def new_state_gradients(p: Problem, kept: Kept, in_place: bool) -> StateGradients:
-    """Uninitialised; with `in_place` in the memory of the queries and keys that the reverse scan reads, if possible.
+    """Uninitialised gradients; with `in_place` in the memory of the queries and keys of the reverse scan, if possible.
 
-    It is if chunks are full, only one program of the reverse scan reads these queries and keys, and the Gluon kernels
-    read the gradients. With erase keys, they have no registers for the addresses.
+    This is possible if chunks are full, only one program of the reverse scan reads these queries and keys, and the
+    Gluon kernels read the gradients. With erase keys they have no registers for the addresses.
     """
     plan = p.plan
     possible = in_place and plan.T % CHUNK == 0 and not plan.has_erase_key and plan.route.gradients == "gluon"
@@ -179,13 +179,13 @@ def new_state_gradients(p: Problem, kept: Kept, in_place: bool) -> StateGradient
 
 
 Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
-"""Of q, k and erase_key (all per value head), v, beta and log_decay."""
+"""Gradients of q, k and erase_key (all per value head), v, beta and log_decay."""
 
 
 def empty_gradients(
     p: Problem, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None
 ) -> Gradients:
-    """Uninitialised, but for those that have memory already."""
+    """Uninitialised gradients, except those that have memory already."""
     plan = p.plan
     if plan.grouped:  # value heads that share a key head sum their gradients outside, in float32
         dq, dk = (p.float32(plan.B, x, plan.HV, plan.K) for x in (plan.tokens, plan.T))
@@ -197,11 +197,11 @@ def empty_gradients(
 
 
 def gradients_in_place(p: Problem, kept: Kept, Z: Tensor | None, d_states: StateGradients) -> Gradients:
-    """Uninitialised, in the memory of what was kept for the scans or of Z; frees what else was kept for the scans.
+    """Uninitialised gradients in the memory of Z or of tensors that the scans read, of which the others are freed.
 
-    The scans, which have been launched, were the last to read it, so dq, dk and dv may lie in any of it. If the Gluon
-    kernels make the gradients, dv lies in the memory of Z, and that of dq and dk may have the gradients of the states:
-    these kernels say why that is safe. Plain kernels read Z anew for every tile of key channels.
+    The scans, which have been launched, were the last to read these, so dq, dk and dv may lie in any of them. If the
+    Gluon kernels compute the gradients, dv lies in the memory of Z, and dq and dk may lie in that of the gradients of
+    the states; these kernels say why that is safe. Plain kernels read Z anew for every tile of key channels.
     """
     plan = p.plan
     dq, dk = (None, None) if plan.grouped else (kept.q_in, kept.k_in)
@@ -211,26 +211,26 @@ def gradients_in_place(p: Problem, kept: Kept, Z: Tensor | None, d_states: State
 
 
 def free(tensors: tuple[Tensor | None, ...], used: tuple[Tensor | None, ...]) -> None:
-    """Give back the memory of tensors that autograd holds on to, but for those that are used."""
+    """Free the memory of tensors that autograd still holds, except those that are used."""
     needed = set(map(id, used))
     for x in tensors:
         if x is not None and id(x) not in needed:
             storage = x.untyped_storage()
-            if storage.resizable():  # not so if a hook for saved tensors took it from elsewhere
+            if storage.resizable():  # a hook for saved tensors may have replaced it
                 storage.resize_(0)
 
 
 def empty_gate_gradients(p: Problem) -> tuple[Tensor | None, Tensor | None]:
-    """Of beta and log_decay, uninitialised."""
+    """Uninitialised gradients of beta and log_decay."""
     d_beta = None if p.beta is None else torch.empty_like(p.beta, dtype=torch.float32)
     d_log_decay = None if p.log_decay is None else torch.empty_like(p.log_decay, dtype=torch.float32)
     return d_beta, d_log_decay
 
 
 def fused_gradients(p: Problem, U: Tensor, states: Tensor, in_place: bool) -> Gradients:
-    """Uninitialised, for the fused backward pass: all per value head.
+    """Uninitialised gradients of the fused backward pass, all per value head.
 
-    With `in_place` dv lies where U did, and dq and dk where the states did, if chunks are full.
+    With `in_place` dv lies in the memory of U, and dq and dk in that of the states, if chunks are full.
     """
     plan = p.plan
     dv = U if in_place else torch.empty_like(U)

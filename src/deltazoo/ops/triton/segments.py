@@ -1,7 +1,7 @@
-"""The stages of a sequence that several ranks share, as operators of torch: see `ops/context/backends.py`.
+"""The stages of a sequence that several ranks share, as operators of torch for `ops/context/backends.py`.
 
-All take a `RuleCall` with segments as sequences, and the number of segments on all ranks together, by which kernels are
-chosen. So a segment is computed in the same way however many of them a rank has.
+All take a `RuleCall` with segments as sequences, and the number of segments on all ranks together, which chooses the
+kernels. So a segment is computed in the same way however many a rank has.
 """
 
 import torch
@@ -19,13 +19,13 @@ __all__ = ["segment_gradients", "segment_outputs", "segment_pairs", "segment_sta
 _INPUTS = f"{SCHEMA}, int segments"
 _NUM_INPUTS = len(RuleCall._fields) + 1
 _PREPARED = 8
-"""How many of the first fields of `Kept` the preparation of chunks fills."""
+"""Number of the first fields of `Kept` that the preparation of chunks fills."""
 _KEPT = "".join(f", Tensor? {name}" for name in Kept._fields[:_PREPARED])
 _ENDS = ", Tensor d_output, Tensor d_end"
 
 
 def _parts(arguments):
-    """The arguments of the problem, what is kept of its chunks, and the rest."""
+    """The arguments of the problem, the kept tensors of its chunks, and the rest."""
     (*inputs, segments), others = arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS:]
     return (RuleCall(*inputs), segments), others[:_PREPARED], others[_PREPARED:]
 
@@ -107,16 +107,16 @@ def _fake_gradients(*arguments):
 
 
 def _operator(name, more, results, launch, fake):
-    """An operator that takes a call of segments and `more`, and returns so many tensors."""
+    """An operator of a call of segments and `more` that returns `results` tensors."""
     several = f"({', '.join(['Tensor'] * results)})"
     return Operator(f"segment_{name}({_INPUTS}{more}) -> {several if results > 1 else 'Tensor'}", launch, fake)
 
 
 segment_pairs = _operator("pairs", "", 2 + _PREPARED, _pairs, _fake_pairs)
-"""M and X of every segment `[S, HV, K, K]` and `[S, HV, K, V]`, and what is kept of the chunks."""
+"""M and X of every segment `[S, HV, K, K]` and `[S, HV, K, V]`, and the kept tensors of the chunks."""
 
 segment_outputs = _operator("outputs", f"{_KEPT}, bool keep", 4, _outputs, _fake_outputs)
-"""The output and the segments' last states; with `keep` U and the states, where one scan gives all of them."""
+"""The output and the segments' last states; with `keep` also U and the states, if one scan gives all of them."""
 
 segment_start_gradients = _operator("start_gradients", _KEPT + _ENDS, 1, _start_gradients, _fake_start_gradients)
 """Gradients of the segments' first states."""

@@ -38,8 +38,8 @@ __all__ = [
 
 
 def prepare(p: Problem, kept: Kept, stopped: Tensor | None = None) -> None:
-    """Fill what is kept of every chunk; per channel of those from `stopped` on, if given, a number for each head."""
-    # L of strict chunks, from which the last launch makes their inverse. The memory is free again after that.
+    """Fill the kept tensors of every chunk; with `stopped` (per channel), of those from this number of a head on."""
+    # The last launch inverts L of strict chunks, whose memory is free again after that.
     strict_L = p.float32(p.plan.slots, CHUNK, CHUNK) if True in p.plan.scan_modes else None
     if p.plan.per_channel:
         launch_prepare_channel(p, kept, strict_L, stopped)
@@ -54,15 +54,15 @@ def scan(
     output: Tensor | None = None, U: Tensor | None = None, states: Tensor | None = None,
     stopped: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The scan from the states `initial` (None: zero), or without values from the identity.
+    """Run the scan from the states `initial` (None: zero), or without values from the identity.
 
-    Fills `final` and, if given, `output`, the corrections U and the states that enter the chunks. If it keeps `states`
-    without `output`, it fills `final` only where a strict launch begins. `stopped`, for Gluon kernels, has the number
-    of the chunk that each head begins at. Kernels in plain Triton fill `output`, or U and `states`, not all of them.
+    It fills `final` and, if given, `output`, the corrections U and the states that enter the chunks. If it keeps
+    `states` without `output`, it fills `final` only where a strict launch begins. `stopped`, for Gluon kernels, has the
+    number of the chunk at which each head begins. Kernels in plain Triton fill `output`, or U and `states`, not all.
     """
     start = FROM_IDENTITY if v is None else FROM_ZERO if initial is None else FROM_STATE
     for strict in p.plan.scan_modes:
-        if strict and p.plan.by_gain:  # this launch continues where the other one stopped
+        if strict and p.plan.by_gain:  # this launch continues where the other stopped
             start, initial, stopped = FROM_STATE, final, None
         scan_once(p, kept, start, v, initial, final, output, U, states, strict, stopped)
 
@@ -71,7 +71,7 @@ def scan_once(
     p: Problem, kept: Kept, start: int, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
     output: Tensor | None, U: Tensor | None, states: Tensor | None, strict: bool, stopped: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One launch of `scan`, from `start`."""
+    """Launch one part of `scan`, from `start`."""
     if p.plan.gluon:
         launch_gluon_scan(p, kept, start, v, initial, final, output, U, states, strict, stopped)
     else:
@@ -81,7 +81,7 @@ def scan_once(
 def scan_for_states(p: Problem, kept: Kept, initial: Tensor | None) -> tuple[Tensor, Tensor]:
     """The corrections U, and the states that enter the chunks."""
     plan, (U, states) = p.plan, new_states(p.plan, p.v)
-    # The fast launch leaves its state there for the strict one.
+    # The fast launch leaves its state there for the strict launch.
     final = p.float32(plan.scans, plan.HV, plan.K, plan.V) if plan.by_gain else None
     scan(p, kept, p.v, initial, final, None, U, states)
     return U, states
@@ -92,7 +92,7 @@ def reverse_scan(
 ) -> tuple[Tensor | None, StateGradients, Tensor | None]:
     """Z and the gradients of the states that leave the chunks (`keep`), and those of the initial states (`initial`).
 
-    With `in_place` gradients of states may lie in the memory of what is kept.
+    With `in_place` gradients of states may lie in the memory of kept tensors.
     """
     plan = p.plan
     Z = torch.empty_like(p.v) if keep else None
@@ -116,7 +116,7 @@ def _chain(plan: Plan, reverse: bool) -> Constants:
 
 
 def segment_starts(p: Problem, kept: Kept) -> Tensor:
-    """Fill the segments' transitions and the state that each segment starts from; returns these states."""
+    """The first state of each segment, which is stored in `kept` with the transitions."""
     assert kept.starts is not None and kept.transitions is not None
     added = torch.empty_like(kept.starts)
     scan(p, kept, p.v, None, added)
@@ -135,7 +135,7 @@ def segment_end_gradients(p: Problem, kept: Kept, d_output: Tensor, d_final: Ten
 
 
 def prepared_again(p: Problem) -> Kept:
-    """What a forward pass that kept it would have left, without corrections and states."""
+    """The tensors that a forward pass keeps, computed again without corrections and states."""
     kept = Kept.empty(p.plan, p.q, keep=False)
     prepare(p, kept)
     if p.plan.segments > 1:

@@ -1,13 +1,13 @@
-"""The recurrence for one token (decoding), with the state read once and written once.
+"""The recurrence for one token (decoding), which reads the state once and writes it once.
 
-A step does about one operation per byte of state, so its time is that of a copy of the state. Each program takes a few
+A step has about one operation per byte of state, so it takes the time of a copy of the state. Each program takes a few
 value columns of one head with all keys, `[K, BV]` in registers. Value columns never mix, so programs share nothing.
 With `S~ = D S`, `u = beta (v - k^T S~)` and `S' = S~ + k u^T`, the output is
 
     o = scale * (q^T S~ + (q^T k) u)        and not        o = scale * q^T S'
 
-which is the same number. In this form both sums over the keys depend only on the decayed state and run in parallel. Of
-several micro-steps the last one takes it. An erase key stands for k in the correction u alone.
+which is the same number. In this form both sums over the keys depend only on the decayed state and run in parallel. The
+last of several micro-steps uses it. An erase key replaces k in the correction u only.
 
 Source: the recurrence of arXiv:2406.06484 (delta rule), arXiv:2412.06464 (scalar decay), arXiv:2510.26692 (decay per
 channel).
@@ -64,9 +64,10 @@ def step_kernel(
     k_step, k_head, v_batch, v_step, v_head, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY_PER_CHANNEL: tl.constexpr, MICRO_STEPS: tl.constexpr, UNDECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Shapes as in `RuleCall`, states `[B, HV, K, V]` float32, which may be one tensor. Grid (B * HV * V / BV).
+    """Compute one token. Shapes are those of `RuleCall`; both states `[B, HV, K, V]` float32 may be one tensor.
 
-    The last axis of q, k and v is contiguous, all other tensors wholly so. Strides count elements.
+    q, k and v have a contiguous last axis, and all other tensors are contiguous. Strides count elements. Grid (B * HV *
+    V / BV).
     """
     COLUMN_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -78,7 +79,7 @@ def step_kernel(
     key_mask = keys < K
     column_mask = columns < V
 
-    # The state first: it is nearly all of the traffic, and everything up to its first use overlaps with its load.
+    # The state is loaded first: it is nearly all of the traffic, and everything up to its first use overlaps with it.
     tile = matrix * (K * V) + (keys[:, None] * V + columns[None, :])
     tile_mask = key_mask[:, None] & column_mask[None, :]
     S = tl.load(state + tile, mask=tile_mask, other=0.0)
@@ -107,7 +108,7 @@ def step_kernel(
 
     q_t = q_t.to(tl.float32)
     for step in tl.static_range(MICRO_STEPS):
-        if step < MICRO_STEPS - 1:  # what the next one takes is loaded ahead
+        if step < MICRO_STEPS - 1:  # the inputs of the next micro-step are loaded ahead
             k += k_step
             v += v_step
             step_head += HV
@@ -160,7 +161,7 @@ def _constants(
 
 
 def _launch(call: RuleCall, state: Tensor, new_state: Tensor) -> Tensor:
-    """The output `[B, 1, HV, V]`; fills `new_state`."""
+    """The output `[B, 1, HV, V]`, after filling `new_state`."""
     q, k, v, beta, log_decay, scale, _, _, _, erase_key, undecayed, num_micro_steps = call
     if v.dtype not in KERNEL_DTYPES:
         raise NotImplementedError(f"the recurrent kernel takes float32, bfloat16 or float16, got {v.dtype}")
@@ -181,13 +182,13 @@ def _output(q: Tensor, v: Tensor) -> Tensor:
 
 
 def recurrent_step(call: RuleCall, *, inplace: bool = False) -> tuple[Tensor, Tensor]:
-    """Output and next state of one token. No gradients: for inference.
+    """Output and next state of one token, without gradients.
 
     The caller checks the shapes (`check_shapes`). No value is read back from the device.
 
     Args:
-        call: of one token, from the state `initial_state`; K <= 256.
-        inplace: write the new state over this one, which must then be contiguous and float32 (a static cache).
+        call: a call of one token, from the state `initial_state`; K <= 256.
+        inplace: whether the new state overwrites this one, which must then be contiguous and float32 (a static cache).
 
     Returns:
         Output `[B, 1, HV, V]` in v's dtype and the new state `[B, HV, K, V]`, float32: that of the call if `inplace`.
@@ -218,7 +219,7 @@ def _in_place(*arguments):
             f"a state updated in place must be contiguous and float32, got {state.dtype} with strides {state.stride()} "
             f"for shape {tuple(state.shape)}"
         )
-    if not state.is_inference():  # autograd does not see what the kernel writes
+    if not state.is_inference():  # autograd does not see the writes of a kernel
         torch.autograd.graph.increment_version(state)
     return _launch(call, state, state)
 

@@ -14,10 +14,10 @@ CHUNK = 64
 """Tokens per chunk, in every kernel."""
 
 HEAD = 128
-"""Channels per head, of keys and of values, that the Gluon kernels are made for."""
+"""Channels per head, of keys and of values, in the Gluon kernels."""
 
 HOPPER = 232_448
-"""Shared memory that a thread block can use on Hopper, in bytes; data-center Ampere (8.0) has 166,912, and cards for
+"""Shared memory that a thread block can use on Hopper, in bytes; data-center Ampere (8.0) has 166,912, GPUs for
 desktops and inference (8.6, 8.9, 12.0) have 101,376."""
 
 
@@ -25,14 +25,14 @@ class Tiles(NamedTuple):
     """Launch options per kernel: tile sizes, warps, software-pipeline stages."""
 
     BK: int
-    """All key channels, as a power of two."""
+    """Number of all key channels, as a power of two."""
     prepare: dict[str, int]
     invert: dict[str, int]
     prepare_channel: dict[str, int]
     chain: dict[str, int]
     scan: dict[str, int]
     scan_keep: dict[str, int]
-    """It stores U and the states in place of the output."""
+    """Options of a scan that stores U and the states in place of the output."""
     reverse_scan: dict[str, int]
     gradients: dict[str, int]
     gradients_strong: dict[str, int]
@@ -62,20 +62,20 @@ def tiles_for(
     """Tiles for head sizes K and V.
 
     Args:
-        half: inputs are bfloat16 or float16, otherwise float32.
+        half: whether inputs are bfloat16 or float16, otherwise float32.
         decay: 0 none, 1 per head, 2 per channel.
-        has_beta: with step sizes.
-        strict: the serial scans take the inverse in two terms.
-        separate: the scans read other keys than they write.
-        shared: the card's shared memory per thread block, in bytes (`shared_memory`).
-        many_scans: there are enough independent scans that wide tiles fill the card too.
+        has_beta: whether there are step sizes.
+        strict: whether the serial scans take the inverse in two terms.
+        separate: whether the scans read with other keys than they write.
+        shared: the GPU's shared memory per thread block, in bytes (`shared_memory`).
+        many_scans: whether there are so many independent scans that wide tiles fill the GPU.
     """
     BK = max(16, triton.next_power_of_2(K))
     BV = min(64, max(16, triton.next_power_of_2(V)))
-    # Tiles of 64 key channels spill, except where the products read them from shared memory.
+    # Tiles of 64 key channels spill, unless the products read them from shared memory.
     tile = dict(BK=min(BK, 64 if half and decay < 2 and shared >= HOPPER else 32))
     prepare, invert = _options(4, 1), _options(2, 1)
-    # 64 elements in the registers of every thread, and 16-byte accesses along the channels
+    # Every thread has 64 elements in registers, with 16-byte accesses along the channels.
     channel = prepare | dict(BK=min(BK, 128 if half else 32))
     channel |= dict(RUNS=min((1024 if half else 512) // channel["BK"], 32), LEVEL_BK=min(BK, 32))
     if half and BK <= 64:
@@ -106,11 +106,11 @@ def tiles_for(
 def _serial(
     BK: int, BV: int, V: int, decay: int, has_beta: bool, strict: bool, separate: bool, shared: int, many_scans: bool
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """The scan for the output, the one that keeps states, and the reverse scan; 16-bit inputs."""
+    """Options of the scan for the output, of the scan that keeps states, and of the reverse scan, for 16-bit inputs."""
     keys = (2 if separate else 1) * CHUNK * BK * 2  # bytes of one chunk's keys
     A, P, q = has_beta * CHUNK * CHUNK * 2, CHUNK * CHUNK * 2, CHUNK * BK * 2
     split = 2 * A if strict else 0  # the two terms of A, unpacked
-    if shared < HOPPER:  # older matrix units read all operands from registers: the warps share them out
+    if shared < HOPPER:  # older matrix units read all operands from registers, which the warps divide among them
         if BK == 256:
             serial = _scan_options(4 if shared < 160_000 else 8, 1, min(BV, 32), BK)
         else:
@@ -127,13 +127,13 @@ def _serial(
 def _hopper_scan(
     BK: int, BV: int, V: int, operands: int, single: int, kept: int, many_scans: bool, largest: int = 128
 ) -> dict[str, int]:
-    """Options of one of the scans on Hopper: the most pipeline stages, and the largest tiles, that shared memory holds.
+    """Options of a scan on Hopper: the most pipeline stages, and the largest tiles, that fit shared memory.
 
     With three stages the next chunk is copied while this one is processed; with two, every chunk waits for memory.
 
     Args:
         operands: bytes of a chunk's operands, of which every stage has a copy.
-        single: bytes of what is computed from them, of which there is one copy.
+        single: bytes of intermediate results, of which there is one copy.
         kept: bytes of each state element that the scan stores.
         largest: most key channels in a tile of the state; fewer take fewer registers.
     """
@@ -150,8 +150,8 @@ def _hopper_scan(
 
 
 FUSED_BACKWARD = dict(WALK_REGISTERS=168, GRADIENT_REGISTERS=160, COPY_REGISTERS=24, num_warps=4)
-"""Options of the fused backward pass: registers per thread of its partitions; the one that is not named gets what
-remains."""
+"""Options of the fused backward pass: registers per thread of its partitions; the partition that is not named gets the
+rest."""
 
 _FUSED_FORWARD = dict(STATE_REGISTERS=184, PREPARE_REGISTERS=120, COPY_REGISTERS=24, num_warps=4)
 
@@ -159,13 +159,13 @@ KEYS, PART, MATRIX, STATE = 2 * CHUNK * HEAD, 2 * CHUNK * HEAD // 2, 2 * CHUNK *
 """Bytes of tiles: keys of a chunk, values for a part of their channels, A or P, and a part of a state."""
 
 BARRIERS = 448
-"""Bytes at most of barriers, and of what Triton hands to the partitions."""
+"""Most bytes of barriers, and of the values that Triton passes to the partitions."""
 
 
 def fused_forward_options(keep: bool, decay: int) -> dict[str, int]:
     """Options of the fused forward pass: 219 of 227 KiB of shared memory, and all registers of a multiprocessor.
 
-    Three stages, or two where it keeps something for the backward pass, which takes buffers, or has a decay per
+    There are three stages, or two if it keeps tensors for the backward pass, which take buffers, or has a decay per
     channel (2), whose keys and log-decays do.
     """
     return _FUSED_FORWARD | dict(STAGES=2 if keep or decay == 2 else 3)
@@ -174,14 +174,15 @@ def fused_forward_options(keep: bool, decay: int) -> dict[str, int]:
 def gluon_scan_options(
     output: bool, keep: bool, values: bool, decay: int, separate: bool, strict: bool, many_scans: bool
 ) -> dict[str, int]:
-    """Value channels per program, as parts of 64, and the stages of both rings of operands that shared memory holds.
+    """Value channels per program, in parts of 64, and the stages of both rings of operands that fit shared memory.
 
     Args:
-        output, keep, values: the scan stores the output, U and the states, and has values (`chunk.scan`).
+        output, keep, values: whether the scan stores the output, whether U and the states, and whether it has values
+            (`chunk.scan`).
         decay: 0 none, 1 per head, 2 per channel.
-        separate: the scan reads other keys than it writes.
-        strict: the second term of A has a buffer.
-        many_scans: two parts per program fill the card.
+        separate: whether the scan reads with other keys than it writes.
+        strict: whether the second term of A has a buffer.
+        many_scans: whether programs of two parts fill the GPU.
     """
     parts = 2 if many_scans else 1
     factors = 4 * ((CHUNK, 4 * CHUNK + 1, CHUNK + HEAD)[decay])
@@ -192,7 +193,7 @@ def gluon_scan_options(
 
 
 def gluon_reverse_scan_options(keep: bool, decay: int, separate: bool, many_scans: bool) -> dict[str, int]:
-    """Options of the reverse scan, likewise; `keep`: it stores Z and the gradients of the states."""
+    """Options of the reverse scan, see above; `keep`: whether it stores Z and the gradients of the states."""
     parts = 2 if many_scans else 1
     factors = 4 * ((CHUNK, 3 * CHUNK + 1, CHUNK + HEAD)[decay])
     stage = (2 + separate) * KEYS + parts * PART + factors
@@ -201,7 +202,7 @@ def gluon_reverse_scan_options(keep: bool, decay: int, separate: bool, many_scan
 
 
 def _stages(free: int, stage: int, late_stage: int) -> dict[str, int]:
-    """The most stages, at most four, and of what a chunk needs late as many or one less."""
+    """The most stages, at most four, and as many or one less for operands that a chunk needs late."""
     for count in (4, 3, 2):
         for late in (count, count - 1):
             if late > 1 and count * stage + late * late_stage <= free:

@@ -22,9 +22,9 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from deltazoo.distributed.tensor_parallel import check_heads
 from deltazoo.generation.fused_rule import FusedRule, first_maps, why_not_this_rule
 from deltazoo.layers import DeltaRuleAttention, RMSNorm
+from deltazoo.layers.layer_options import check_shares
 from deltazoo.layers.norm import GatedRMSNorm
 from deltazoo.layers.rotary import Rotary
 from deltazoo.layers.sequences import WHOLE_ROWS, Sequences, describe_sequences
@@ -44,7 +44,7 @@ def meta_layer(make: MakeLayer, ranks: int) -> tuple[DeltaRuleAttention, DeltaRu
     with torch.device("meta"):
         whole = make(1)
         if ranks > 1:
-            check_heads(whole, ranks)
+            check_shares(whole, ranks)
         if ranks > 1 and getattr(whole, "qk_norm", None) == "width":
             raise ValueError("tensor parallelism divides heads, and queries and keys have norms over all heads")
         return whole, make(ranks)

@@ -1,4 +1,4 @@
-"""Address arithmetic that all chunk kernels share: where chunks and sequences begin, and how long they are.
+"""Address arithmetic of all chunk kernels: beginnings and lengths of chunks and sequences.
 
 Per-chunk arrays are indexed by slot, `chunk * HV + head`. Without packing, chunk number `b * NT + i` is chunk i of
 row b. Packed sequences share one row: `chunk_offsets[n]` is the first chunk of sequence n, `chunk_sequence[i]` the
@@ -36,8 +36,8 @@ def chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C: tl.c
 def tokens_of(first, o_c, MICRO_STEPS: tl.constexpr):
     """The tokens of the micro-steps `first + o_c`, where sequences begin at multiples of MICRO_STEPS.
 
-    Returns the first token (that of `first`, in its dtype), the distance of every row's token from it, and which rows
-    are the first and which are the last micro-step of their token.
+    Returns the first token (that of `first`, in its dtype), the distance of every row's token from it, and masks of the
+    rows that are the first and the last micro-step of their token.
     """
     step = o_c
     if o_c.shape[0] % MICRO_STEPS != 0:  # otherwise chunks begin at multiples too

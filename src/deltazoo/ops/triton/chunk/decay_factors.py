@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# 2^-200 is zero in float32, so such a decay clears a state of any size; a log-decay of -inf stays finite this way.
+# 2^-200 is zero in float32, so such a decay clears a state of any size; the bound keeps a log-decay of -inf finite.
 LOG2_FLOOR = tl.constexpr(-200.0)
 
 
 @triton.constexpr_function
 def exponent_range(dtype):
-    """How far a chunk may decay, in log2, for products with `exp2(-G)` to stay in the range of a dtype.
+    """The decay of a chunk, in log2, up to which products with `exp2(-G)` stay in the range of a dtype.
 
     In bfloat16 that allows keys of up to 2^11; float32 keeps a margin for the second and third terms of its operands.
     """
@@ -27,10 +27,10 @@ def log2_decay(log_decay, mask):
 
 @triton.constexpr_function
 def centred_range(dtype):
-    """How far a chunk may decay, in log2, if its factors are those from and to `middle_of`.
+    """The decay of a chunk, in log2, up to which factors from and to `middle_of` stay in range.
 
-    In bfloat16 each factor is then within 2^96, which leaves 2^30 for what it is multiplied by: gradients of a mean
-    over many tokens are small. Float32 gradients take other factors (`gradients_levels.py`).
+    In bfloat16 each factor is then within 2^96, which leaves 2^30 for the other operand: gradients of a mean over many
+    tokens are small. Float32 gradients take other factors (`gradients_levels.py`).
     """
     return 12.0 if dtype == tl.float16 else 192.0 if dtype == tl.bfloat16 else exponent_range(dtype)
 
@@ -45,15 +45,15 @@ def decays_beyond(g_last, RANGE: tl.constexpr):
 def middle_of(g_last):
     """A whole number near half the decay of a chunk, for each channel.
 
-    `exp2(G - middle)` and `exp2(middle - G)` are both in range for twice the decay that `exp2(G)` and `exp2(-G)` are.
-    `prepare_channel_kernel` does not use it, for results of a token would depend on later ones by their rounding.
+    `exp2(G - middle)` and `exp2(middle - G)` are in range for twice the decay of `exp2(G)` and `exp2(-G)`.
+    `prepare_channel_kernel` does not use it, since results of a token would depend on later ones by their rounding.
     """
     return tl.floor(0.5 * g_last)
 
 
 @triton.jit
 def two_terms(x, DTYPE: tl.constexpr):
-    """Float32 x as two terms of 16 bits that sum to it but for 2^-17 of it."""
+    """Float32 x as two terms of 16 bits whose sum differs from it by 2^-17 of it."""
     if tl.bfloat16 == DTYPE:  # cut off, not rounded: one instruction
         hi = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     else:
@@ -65,7 +65,7 @@ def two_terms(x, DTYPE: tl.constexpr):
 def masked_sum(mask, x):
     """`mask @ x`: sums of float32 values over selected tokens on the matrix unit; the mask has the inputs' dtype.
 
-    Of 16 bits it takes two terms of x, so a sum is off by up to 2^-17 of the sum of absolute values.
+    With a mask of 16 bits it takes two terms of x, so a sum errs by up to 2^-17 of the sum of absolute values.
     """
     if tl.float32 == mask.dtype:
         return tl.dot(mask, x, input_precision="tf32x3")
@@ -90,6 +90,6 @@ def level_factor(g, o_c, level, DTYPE: tl.constexpr):
 def level_mask(o_c, level):
     """Pairs with one token in each half of a block of `2 << level` rows.
 
-    The difference of the two numbers of halves would be shifted after it is taken, and kept in registers before.
+    This form keeps few registers: a difference of the numbers of halves would be kept until it is shifted.
     """
     return (o_c >> level)[:, None] == ((o_c >> level) ^ 1)[None, :]

@@ -53,7 +53,7 @@ def decay_gradient_of_the_rest(
     """The part of the gradient of a chunk's cumulative log-decay that rounding dL to 16 bits leaves out.
 
     The gradient of a weak decay is a small difference of large sums, so strict precision adds this part. It needs only
-    the products of erase keys with keys. Returns the part, and what the tokens that read have in it.
+    the products of erase keys with keys. Returns the part, and the share of the tokens that read.
     """
     C: tl.constexpr = m_c.shape[0]
     DTYPE: tl.constexpr = k.dtype.element_ty
@@ -64,7 +64,7 @@ def decay_gradient_of_the_rest(
         b_e = b_k
         if erase_key is not None:
             b_e = tl.load(erase_key + i_k * BK + o_qk, mask=m_c[:, None] & (i_k * BK + o_k < K)[None, :], other=0.0)
-        N = tl.dot(b_e, tl.trans(b_k), N, input_precision=PRECISION) + 0.0  # waits, see `score_gradients`
+        N = tl.dot(b_e, tl.trans(b_k), N, input_precision=PRECISION) + 0.0  # the sum waits, see `score_gradients`
     rows = (b_dL - b_dL.to(DTYPE).to(tl.float32)) * N
     scaled = b_beta[:, None] * b_dL
     columns = (scaled - scaled.to(DTYPE).to(tl.float32)) * N
@@ -85,11 +85,11 @@ def chunk_gradients_kernel(
     First come the gradients that need no key channels: those of the scores P and L, dv, and the values' part of d_beta.
     Then one tile of key channels after the other. If all value channels fit into a tile, dO, U and Z are read once.
 
-    The numbers of tiles, K / BK and V / BV, are run-time arguments: a compiler that knows the count may unroll the loop
-    into straight code, which is wrong on an H200 (docs/log.md).
+    The numbers of tiles, K / BK and V / BV, are run-time arguments: a compiler that knows them may unroll the loop into
+    straight code, which is wrong on an H200 (docs/log.md).
 
     The gradient of the cumulative log-decay has one form for every kind of decay, `q o dq + e o de - k o dk`, where dk
-    leaves out de even if e is k: the terms of token i have the factor `exp(G_i)` where it reads and `exp(-G_i)` where
+    excludes de even if e is k: the terms of token i have the factor `exp(G_i)` where it reads and `exp(-G_i)` where
     it is read. With UNDECAYED the factor of e is `exp(G_{i-1})`, so a token's own log-decay has no part in `e o de`.
     """
     WHOLE: tl.constexpr = V <= BV
@@ -158,7 +158,7 @@ def chunk_gradients_kernel(
         stored = store_step_gradient(d_beta + o_gate, b_beta, b_dL, m_c)
         b_dL = tl.where(below, -b_dL, 0.0)
         if DECAY == 1:
-            # In the gradient of the decay `e o de` and `k o dk` cancel but for pairs that the decay lies between. So
+            # In the gradient of the decay `e o de` and `k o dk` cancel except for pairs with the decay between them. So
             # the rows of dL, for de, and its columns, for dk, are rounded alike: with beta, where d_beta is stored.
             b_step, b_beta = tl.where(stored, b_beta, 1.0), tl.where(stored, 1.0, b_beta)
             b_dL *= b_step[:, None]
@@ -218,7 +218,7 @@ def chunk_gradients_kernel(
                     i_v * BV * K + i_k * BK + o_vk, m_v[:, None] & m_k[None, :],
                     b_dq, b_row, b_dk, b_overlap, DECAY, HAS_BETA, PRECISION,
                 )  # fmt: skip
-                b_dk += 0.0  # waits, see `score_gradients`
+                b_dk += 0.0  # the sum waits, see `score_gradients`
         b_dq *= scale
         if DECAY == 1:
             b_dq *= entry
@@ -273,7 +273,7 @@ def chunk_gradients_kernel(
 
 
 def gradient_arguments(plan: Plan, tiles: dict[str, int]) -> dict[str, Any]:
-    """Arguments of all kernels in plain Triton that make gradients of chunks."""
+    """Arguments of all kernels in plain Triton that compute gradients of chunks."""
     key_tiles, value_tiles = -(-plan.K // tiles["BK"]), -(-plan.V // tiles["BV"])
     return dict(V=plan.V, key_tiles=key_tiles, value_tiles=value_tiles, **plan.per_chunk, **tiles)
 
@@ -286,7 +286,7 @@ def _constants(plan: Plan) -> Constants:
 
 
 def launch_gradients(p: Problem, kept: Kept, scanned: tuple[Tensor | None, ...], gradients: Gradients) -> None:
-    """Fill the gradients, from the tensors that the scans made: U, Z, d_output, the states and their gradients."""
+    """Fill the gradients, from the results of the scans: U, Z, d_output, the states and their gradients."""
     launch(
         chunk_gradients_kernel, _constants(p.plan),
         p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.large_gain, *scanned, *gradients,

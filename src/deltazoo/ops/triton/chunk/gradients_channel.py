@@ -23,8 +23,8 @@ def chunk_gradients_channel_kernel(
 ):  # fmt: skip
     """All gradients of one chunk of one value head, unless its decay is too strong; grid (HV, NT, B).
 
-    As `chunk_gradients_kernel`, with the decay inside the products over tokens: `exp(G - middle)` where a token reads,
-    `exp(middle - G)` where it is read (`middle_of`). dq, dk and `d_erase_key` are per value head.
+    The kernel is `chunk_gradients_kernel` with the decay inside the products over tokens: `exp(G - middle)` where a
+    token reads, `exp(middle - G)` where it is read (`middle_of`). dq, dk and `d_erase_key` are per value head.
     """
     WHOLE: tl.constexpr = V <= BV
     i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -51,7 +51,7 @@ def chunk_gradients_channel_kernel(
     o_cv, o_vk = o_c[:, None] * (HV * V) + o_v[None, :], o_v[:, None] * K + o_k[None, :]
     o_dk = o_c[:, None] * (HV * K) + o_k[None, :]
     o_qk = o_c[:, None] * (H * K) + o_k[None, :] if GROUPED else o_dk
-    # Where the queries, decays and outputs of the rows are, and which rows have them.
+    # Offsets of the queries, decays and outputs of the rows, and masks of the rows that have them.
     o_query, o_gate, o_output, m_query, m_gate = o_qk, o_dk, o_cv, m_c, m_c
     if MICRO_STEPS > 1:
         o_output = o_token[:, None] * (HV * V) + o_v[None, :]
@@ -159,7 +159,7 @@ def chunk_gradients_channel_kernel(
         next_q = tl.load(q + (i_k + 1) * BK + o_query, mask=m_query[:, None] & m_next_k, other=0.0)
         if erase_key is not None:
             next_e = tl.load(erase_key + (i_k + 1) * BK + o_qk, mask=m_next, other=0.0)
-        if tl.float16 == DTYPE:  # gradients may leave its range
+        if tl.float16 == DTYPE:  # gradients may exceed its range
             b_dg = tl.cumsum(b_dG, 0, reverse=True)
         else:
             b_dg = masked_sum(tl.trans(later), b_dG)

@@ -1,7 +1,7 @@
-"""The gradients of a chunk's inputs for one decay per key channel, if no one product spans the decay.
+"""The gradients of a chunk's inputs for one decay per key channel, if no single product spans the decay.
 
-Of 16-bit inputs, pairs of tokens within blocks that are in range take one product, the others the levels of
-`decay_factors`. Of float32 inputs a kernel of its own makes the gradients of all chunks: rows for which `exp(-G)` is in
+For 16-bit inputs, pairs of tokens within blocks that are in range take one product, the others the levels of
+`decay_factors`. For float32 inputs another kernel computes the gradients of all chunks: rows for which `exp(-G)` is in
 range take one product, as in `prepare_channel`, and the rows after them (STRONG) six levels of blocks.
 """
 
@@ -30,8 +30,8 @@ from deltazoo.ops.triton.tiles import CHUNK
 def level_in_range(g, DTYPE: tl.constexpr):
     """The level from which on pairs need products of their own: within blocks of `1 << level` tokens one is enough.
 
-    That is where no channel leaves half of `centred_range` within a half of a block (g: log2-decays `[64 tokens,
-    channels]`); a block of one token has no pairs. 6: the whole chunk is one block.
+    It is the level at which no channel leaves half of `centred_range` within a half of a block (g: log2-decays `[64
+    tokens, channels]`); a block of one token has no pairs. 6: the whole chunk is one block.
     """
     LIMIT: tl.constexpr = -0.5 * centred_range(DTYPE)
     sums = tl.sum(tl.reshape(g, [16, 4, g.shape[1]]), 1)
@@ -53,8 +53,8 @@ def gradients_of_tile(
 ):  # fmt: skip
     """Store the gradients of queries, keys and log_decay of one tile of BK key channels of one chunk.
 
-    Returns the tile's part of d_beta. `nothing` is zero, which the compiler does not know: it would keep masks and
-    offsets of all tiles in registers.
+    Returns the tile's part of d_beta. `nothing` is zero, which the compiler does not know: otherwise it would keep
+    masks and offsets of all tiles in registers.
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
     o_c, o_v, o_k = tl.arange(0, C) + nothing, tl.arange(0, BV), i_k * BK + tl.arange(0, BK)
@@ -65,7 +65,7 @@ def gradients_of_tile(
     o_cv, o_gk = token * (HV * V) + o_v[None, :], token * (HV * K) + o_k[None, :]
     o_qk = token * (H * K) + o_k[None, :] if GROUPED else o_gk
     queries, token_gates, outputs = keys, gates, values
-    # Where the queries, decays and outputs of the rows are, and which rows have them.
+    # Offsets of the queries, decays and outputs of the rows, and masks of the rows that have them.
     o_query, o_gate, o_output, m_query, m_gate = o_qk, o_gk, o_cv, m_c, m_c
     if MICRO_STEPS > 1:
         first_token, o_token, begins, ends = tokens_of(first, o_c, MICRO_STEPS)
@@ -94,24 +94,24 @@ def gradients_of_tile(
         b_dq = tl.dot(dO_tile, b_S, b_dq, input_precision=PRECISION)
         if HAS_BETA:
             b_row = tl.dot(Z_tile, b_S, b_row, input_precision=PRECISION)
-        b_col = tl.dot(U_tile, b_dS, b_col, input_precision=PRECISION) + 0.0  # waits, see `score_gradients`
+        b_col = tl.dot(U_tile, b_dS, b_col, input_precision=PRECISION) + 0.0  # the sum waits, see `score_gradients`
 
     b_last = tl.exp2(tl.load(G + slot * K + o_k, mask=m_k, other=0.0)) * tl.sum(b_overlap, 0)
     raw_g = tl.load(log_decay + token_gates + o_gate, mask=m_gate_k, other=0.0).to(tl.float32)
     b_g = tl.maximum(raw_g * LOG2E, LOG2_FLOOR)
-    # What is read from the state decays from the chunk's start, what is added to its gradient to the end.
+    # Reads of the state decay from the chunk's start, additions to its gradient to the chunk's end.
     entry = tl.exp2(masked_sum((other <= token).to(DTYPE), b_g))
     b_dq *= scale * entry
     if HAS_BETA:
-        # With beta, as W has it: in the gradient of the decay, pairs that no decay lies between cancel if the rows of
-        # dL, for de, and its columns, for dk, are rounded alike.
+        # The rows of W have the factor beta: in the gradient of the decay, pairs without a decay between them cancel if
+        # the rows of dL, for de, and its columns, for dk, are rounded alike.
         b_beta = tl.load(beta + slot * C + o_c)
         b_row *= -entry * tl.where(not_near_zero(b_beta), b_beta, 1.0)[:, None]
     b_col *= tl.exp2(masked_sum((other > token).to(DTYPE), b_g))
     b_last += tl.sum(tl.load(k + keys + o_qk, mask=m_ck, other=0.0) * b_col, 0)
 
     # First the pairs within blocks in range, then those between the halves of larger blocks, of `2 << level` tokens.
-    # Queries and keys are read anew each time, for which fewer registers are spilled.
+    # Queries and keys are read anew each time, which spills fewer registers.
     o_cc = token * C + tl.arange(0, C)[None, :]
     first_level = level_in_range(b_g, DTYPE)
     for level in tl.range(tl.maximum(first_level - 1, 0), 6, num_stages=1):
@@ -128,7 +128,7 @@ def gradients_of_tile(
         b_k = tl.load(k + keys + o_qk, mask=m_ck, other=0.0)
         q_read = (tl.load(q + queries + o_query, mask=m_query_k, other=0.0) * entry).to(DTYPE)
         k_written = (b_k * undone).to(DTYPE)
-        # W in memory is zero but for j < i.
+        # W in memory is zero except for j < i.
         W_P = tl.where(pairs, tl.load(W + o_cc), 0.0).to(W.dtype.element_ty)
         b_dq += entry * tl.dot(W_P, k_written, input_precision=PRECISION)
         b_pairs = tl.dot(tl.trans(W_P), q_read, input_precision=PRECISION)
@@ -143,7 +143,7 @@ def gradients_of_tile(
             b_pairs = tl.dot(tl.trans(W_L), e_read, b_pairs, input_precision=PRECISION)
         b_col += undone * b_pairs
 
-    tl.debug_barrier()  # the compiler would keep what was loaded before
+    tl.debug_barrier()  # otherwise the compiler would keep earlier loads
     b_k = tl.load(k + keys + o_qk, mask=m_ck, other=0.0)
     b_q = tl.load(q + queries + o_query, mask=m_query_k, other=0.0)
     diagonal = tl.load(P_diagonal + o_c)[:, None]
@@ -164,7 +164,7 @@ def gradients_of_tile(
         b_row *= b_e
         b_dG += b_row
     tl.store(dk + gates + o_gk, b_dk.to(dk.dtype.element_ty), mask=m_ck)
-    if tl.float16 == DTYPE:  # gradients may leave its range
+    if tl.float16 == DTYPE:  # gradients may exceed its range
         b_dg = tl.cumsum(b_dG, 0, reverse=True)
     else:
         b_dg = masked_sum((other >= token).to(DTYPE), b_dG)
@@ -192,7 +192,7 @@ def exact_gradients_of_tile(
 
     Returns the tile's part of d_beta.
 
-    Everything is transposed, `[key channels, tokens]`: products of 32 rows are synchronous on Hopper with any number of
+    Everything is transposed, `[key channels, tokens]`: on Hopper products of 32 rows are synchronous with any number of
     warps, and those of 64 rows have been miscompiled (docs/kernels.md).
     """
     o_c, o_v, o_k = tl.arange(0, C), tl.arange(0, BV), i_k * BK + tl.arange(0, BK)
@@ -202,7 +202,7 @@ def exact_gradients_of_tile(
     o_cv = o_c[:, None] * (HV * V) + o_v[None, :]
     p_W = W + o_c[:, None] * C + o_c[None, :]
     g_last = tl.load(G + slot * K + o_k, mask=m_k, other=0.0)
-    # Global loads are issued well before their use, which waits for them.
+    # Global loads are issued long before their use, which waits for them.
     o_qk = (first * H + key_head(i_h, H, HV, GROUPED)) * K + o_c[:, None] * (H * K) + o_k[None, :]
     o_dk = (first * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
     o_query, o_gate, o_output, output_base, m_query, m_gate = o_qk, o_dk, o_cv, v_base, m_c, m_c
@@ -245,7 +245,7 @@ def exact_gradients_of_tile(
     if HAS_BETA:
         W_L = tl.load(p_W + C * C)
         b_beta = tl.load(beta + slot * C + o_c)[None, :]
-    # W_P is strictly lower, so its zeros are those of the mask, which is then held in registers as W_P is.
+    # W_P is strictly lower, so its zeros are those of the mask, which has the same layout in registers.
     later = tl.where(o_c[:, None] >= o_c[None, :], 1.0, W_P)
     # Without `where` the compiler would split the operands of this sum once per warp.
     b_g = tl.maximum(b_g.to(tl.float32) * LOG2E, LOG2_FLOOR)
@@ -324,7 +324,7 @@ def chunk_gradients_levels_kernel(
     EXACT: tl.constexpr, STRONG: tl.constexpr, HAS_BETA: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, MICRO_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the chunks whose decay is too strong for one matrix product (`STRONG`); if EXACT, or of all others.
+    """Gradients of the chunks whose decay is too strong for one matrix product (`STRONG`); with EXACT also of others.
 
     One program handles up to 16 neighbouring `chunks`, of `slots` in all. W and `P_diagonal` are scratch memory for one
     chunk of each program. Grid (programs,).
@@ -384,9 +384,8 @@ def _scratch(p: Problem, constants: Constants) -> Tensor:
 
 
 def launch_gradients_levels(p: Problem, tensors: tuple[Tensor | None, ...]) -> None:
-    """Fill the gradients of chunks with strong decay, in float32 of all others before them, from the tensors of
-    `backward.of_chunks`.
-    """
+    """Fill the gradients of chunks with strong decay, and in float32 of all others before, from the tensors of
+    `backward.of_chunks`."""
     exact = not p.plan.half
     for strong in (False, True) if exact else (True,):
         constants = _constants(p.plan, exact, strong)

@@ -1,11 +1,11 @@
 """The inverse `A = (I + L)^-1` of every chunk, `L = strict_lower(diag(beta) gram(k, k))`.
 
 Forward substitution in float32 inside diagonal blocks of 16 tokens, then block substitution with small tf32 products,
-of three terms in strict mode: so the inverse survives repeated keys with any step size in [0, 2]. It is stored as one
-16-bit term in fast mode and as two that sum to it in strict mode, since rounding it to one is what breaks chunk kernels
-on repeated keys with step sizes above 1 (docs/precision.md). The second term takes no memory of its own: A^T is upper
-triangular, and the entries below its diagonal are free. In fast mode they are zero, so that strict kernels can read a
-chunk of either mode.
+of three terms in strict mode: so the inverse is right for repeated keys with any step size in [0, 2]. It is stored as
+one 16-bit term in fast mode and as two that sum to it in strict mode, since its rounding to one term is what breaks
+chunk kernels on repeated keys with step sizes above 1 (docs/precision.md). The second term takes no memory of its own:
+A^T is upper triangular, and the entries below its diagonal are free. In fast mode they are zero, so that strict kernels
+can read a chunk of either mode.
 
 No matrix passes through memory on the way. A warp owns 16 rows of `L`, so the diagonal block that it inverts is in its
 own registers, and rows reach the threads that need them by shuffles.
@@ -19,9 +19,9 @@ from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.tiles import CHUNK
 
-# The largest erase gain `beta |k|^2` of a chunk that fast precision is right for; with an erase key, the largest
+# The largest erase gain `beta |k|^2` of a chunk for which fast precision is right; with an erase key, the largest
 # `beta |e . k|` of any two tokens. Step sizes up to 1 on unit keys stay below: rounding to bfloat16 makes |k|^2 at most
-# 1.004. What lies above is measured in docs/precision.md.
+# 1.004. docs/precision.md has measurements of larger gains.
 MAX_FAST_GAIN = tl.constexpr(1.005)
 
 
@@ -52,7 +52,7 @@ def round_evenly(x, DTYPE: tl.constexpr):
     """Round a float32 matrix up or down to 16 bits, by a fixed pattern, so that errors of equal entries cancel in sums.
 
     For one key with one step size A has equal entries along its diagonals. Rounded to the nearest, they all have the
-    same error, and what remains of the state after a chunk has 64 times that error. The pattern is an additive sequence
+    same error, and the rest of the state after a chunk has 64 times that error. The pattern is an additive sequence
     modulo 1 over rows and columns; its sums along rows, columns and diagonals stay close to their means.
     """
     r, c = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[1])[None, :]
@@ -138,9 +138,9 @@ def store_strict(L, AP, C: tl.constexpr):
 
 @triton.jit
 def strict_L_offsets(slot, i_h, HV, C: tl.constexpr):
-    """Where the rows of a chunk's L lie, in `[B, NT * C, HV, C]`.
+    """Offsets of the rows of a chunk's L in `[B, NT * C, HV, C]`.
 
-    Heads are side by side, as in the states by token, so that L can lie where those of its own chunk will be
+    Heads are side by side, as in the states by token, so that L can lie in the memory of its own chunk's states
     (`forward.complete`) and spares those of other heads.
     """
     o_c = tl.arange(0, C)
@@ -175,7 +175,7 @@ def store_inverse(
 def invert_kernel(large_gain, strict_L, AP, chunks, slots, HV, C: tl.constexpr):
     """The strict inverse of all chunks whose `large_gain` is set, or of all chunks if `large_gain` is None.
 
-    One program handles up to 16 neighbouring `chunks`, of `slots` in all. A separate kernel, because this takes more
+    One program handles up to 16 neighbouring `chunks`, of `slots` in all. It is a separate kernel because it takes more
     registers than the rest of the preparation has (docs/log.md). Grid (programs,).
     """
     start, o = tl.program_id(0).to(tl.int64) * chunks, tl.arange(0, 16)
@@ -188,7 +188,7 @@ def invert_kernel(large_gain, strict_L, AP, chunks, slots, HV, C: tl.constexpr):
         slot = start + i
         if large_gain is None or tl.load(large_gain + slot) != 0:
             L = tl.load(strict_L + strict_L_offsets(slot, slot % HV, HV, C))
-            # Adding L to a product of zeros distributes it over the threads as `inverse` needs it.
+            # Adding L to a product of zeros gives it the layout over threads that `inverse` needs.
             none = tl.zeros([C, 16], dtype=AP.dtype.element_ty)
             L = tl.dot(none, tl.trans(none), L)
             store_strict(L, AP + slot * (2 * C * C), C)
@@ -201,5 +201,5 @@ def _constants(plan: Plan) -> Constants:
 
 
 def launch_invert(plan: Plan, large_gain: Tensor | None, strict_L: Tensor, AP: Tensor | None) -> None:
-    """Fill A of strict chunks, all of them or, by the gain, those with a large one."""
+    """Fill A of strict chunks: all chunks or, by the gain, those with a large one."""
     launch(invert_kernel, _constants(plan), large_gain, strict_L, AP)

@@ -1,4 +1,4 @@
-"""Chunk-parallel preparation: A, P, step sizes and cumulative decay of every chunk; no decay, or one per head.
+"""The chunk-parallel preparation: A, P, step sizes and cumulative decay of every chunk; no decay, or one per head.
 
 One program owns one chunk of one value head.
 """
@@ -18,7 +18,7 @@ from deltazoo.ops.triton.tiles import CHUNK, HOPPER
 
 @triton.jit
 def store_scores(P, AP, slot, C: tl.constexpr, HAS_BETA: tl.constexpr):
-    """Store the transposed P of a chunk, behind A if there is one; entries below its diagonal are zero."""
+    """Store the transposed P of a chunk, after A if there is one; entries below its diagonal are zero."""
     o_c = tl.arange(0, C)
     AP += slot * ((2 if HAS_BETA else 1) * C * C) + (C * C if HAS_BETA else 0)
     tl.store(AP + o_c[None, :] * C + o_c[:, None], P.to(AP.dtype.element_ty))
@@ -40,7 +40,7 @@ def prepare_chunk(
 ):  # fmt: skip
     """Store A, P, step sizes and cumulative decay of the chunk `slot`, whose `rows` rows begin at row `first`.
 
-    A largest erase gain below `least_gain` counts as that.
+    A largest erase gain below `least_gain` counts as `least_gain`.
     """
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     m_c, m_ck = o_c < rows, (o_c < rows)[:, None] & (o_k < K)[None, :]
@@ -76,7 +76,7 @@ def prepare_chunk(
         L, gain = b_beta[:, None] * tl.dot(b_e, tl.trans(b_k), input_precision=PRECISION), 0.0
         if BY_GAIN:
             gains = tl.where(above | below, 0.0, L)
-            if erase_key is not None:  # of any two tokens: together they can turn the state over
+            if erase_key is not None:  # the gain of any two tokens, which together can flip the sign of the state
                 gains = tl.abs(tl.where(above, 0.0, L))
             gain = tl.maximum(tl.max(tl.max(gains, 1), 0), least_gain)
         if DECAY == 1:
@@ -95,7 +95,7 @@ def prepare_kernel(
     HAS_BETA: tl.constexpr, STRICT: tl.constexpr, BY_GAIN: tl.constexpr, MICRO_STEPS: tl.constexpr,
     UNDECAYED: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A, P, step sizes and cumulative log2-decay G of every chunk; no decay, or one per head. Grid (HV, NT, B).
+    """Store A, P, step sizes and cumulative log2-decay G of every chunk; no decay, or one per head. Grid (HV, NT, B).
 
     The erase key is the key unless there is an `erase_key`.
     """
@@ -118,11 +118,11 @@ def prepare_rest_kernel(
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, GROUPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What `prepare_kernel` stores, of the chunks at which and after which a fused kernel stopped.
+    """Store the results of `prepare_kernel` for the chunks from the one on at which a fused kernel stopped.
 
-    `stopped [B, HV]` has the first such chunk of every head, or NT. It counts as one with a large erase gain, so that
-    the strict scan begins there. Few programs, each for up to 16 `chunks` of a head, since nearly always there is
-    nothing to do. Grid (HV, programs, B).
+    `stopped [B, HV]` has the first such chunk of every head, or NT. It counts as a chunk with a large erase gain, so
+    that the strict scan begins there. There are few programs, each for up to 16 `chunks` of a head, since there is
+    nearly always nothing to do. Grid (HV, programs, B).
     """
     i_h, start, i_b = tl.program_id(0), tl.program_id(1) * chunks, tl.program_id(2)
     begin = tl.load(stopped + i_b * HV + i_h)
@@ -142,8 +142,8 @@ def prepare_rest_kernel(
 def _constants(plan: Plan) -> Constants:
     options = plan.tiles.prepare
     more = plan.num_micro_steps > 1 or plan.has_erase_key
-    if more and plan.half and plan.tiles.BK <= 128 and plan.card.shared >= HOPPER:  # older cards spill
-        options = options | dict(maxnreg=128)  # a few less let four programs share a multiprocessor
+    if more and plan.half and plan.tiles.BK <= 128 and plan.card.shared >= HOPPER:  # older GPUs spill
+        options = options | dict(maxnreg=128)  # a few registers less let four programs share a multiprocessor
     return Constants(
         *plan.chunk_grid(), DECAY=plan.decay, UNDECAYED=plan.undecayed, BK=plan.tiles.BK, **plan.precisions,
         **plan.per_chunk, **options,
@@ -151,7 +151,7 @@ def _constants(plan: Plan) -> Constants:
 
 
 def launch_prepare(p: Problem, kept: Kept, strict_L: Tensor | None) -> None:
-    """Fill what is kept of chunks, and L of strict ones; no decay, or one per head."""
+    """Fill the kept tensors of chunks, and L of strict ones; no decay, or one per head."""
     launch(
         prepare_kernel, _constants(p.plan),
         p.q, p.k, p.erase_key, p.beta, p.log_decay, kept.AP, kept.beta, kept.G, kept.large_gain, strict_L,
@@ -171,7 +171,7 @@ def _constants_of_rest(plan: Plan) -> Constants:
 
 
 def launch_prepare_rest(p: Problem, kept: Kept, stopped: Tensor, strict_L: Tensor) -> None:
-    """Fill what is kept of the chunks that the fused forward pass left, all of them strict."""
+    """Fill the kept tensors of the chunks that the fused forward pass left, all of them strict."""
     launch(
         prepare_rest_kernel, _constants_of_rest(p.plan),
         p.q, p.k, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.large_gain, strict_L,

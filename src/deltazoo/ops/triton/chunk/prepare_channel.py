@@ -1,12 +1,12 @@
-"""Chunk-parallel preparation for one decay per key channel.
+"""The chunk-parallel preparation for one decay per key channel.
 
 The decay is inside the products over channels. Rows for which `exp(-G)` is in range, G the decay since the chunk's
 start, take one product, `(q o exp(G)) (k o exp(-G))^T`. The rows after them, if any, take six levels of blocks, each
 twice as long as the one before, which cover every pair of tokens once. With moderate gates few chunks have such rows,
 so a program first assumes that its chunk has none, and starts again if it finds one. If the channels take several
-tiles, registers do not suffice for both forms, and a second launch prepares these chunks. The flag `strong_decay`
-tells this launch and the gradient kernels which chunks they are: 0 none of its rows, 1 some, 2 if the decay is beyond
-the range of the gradients' product as well.
+tiles, registers do not suffice for both forms, and a second launch prepares these chunks. The flag `strong_decay` of a
+chunk tells this launch and the gradient kernels: 0, it has no such rows; 1, it has some; 2, the decay is also beyond
+the range of the gradients' product.
 
 The rows of a chunk, one per micro-step, are loaded in another order: first the first row of each of RUNS runs of
 neighbouring rows, then the second ones, and so on. A run is then in the registers of one thread, and its running sum of
@@ -36,10 +36,10 @@ from deltazoo.ops.triton.problem import Kept, Problem
 
 @triton.jit
 def running_sum(g, RUNS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """Running sum over the tokens of `g [C, BK]`, in the order in which they are loaded, and the sum over all.
+    """Running sum over the tokens of `g [C, BK]`, in the order of loading, and the sum over all.
 
-    No sum reads a later token, so no bit of it depends on one. The sum over all comes as `[RUNS, BK]`, once per run: as
-    `[BK]` it would take a reduction, whose traffic through shared memory has bank conflicts.
+    No sum reads a later token, so no bit of it depends on one. The sum over all is `[RUNS, BK]`, once per run: `[BK]`
+    would take a reduction, whose traffic through shared memory has bank conflicts.
     """
     run = tl.arange(0, RUNS)[:, None]
     g = tl.reshape(g, [C // RUNS, RUNS, BK])
@@ -53,14 +53,14 @@ def running_sum(g, RUNS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def of_all_runs(x, C: tl.constexpr):
-    """`x [RUNS, BK]` for the rows of all runs, `[C, BK]`, as they are loaded."""
+    """`x [RUNS, BK]` repeated for the rows of all runs, `[C, BK]`, in the order of loading."""
     RUN: tl.constexpr = C // x.shape[0]
     return tl.reshape(tl.broadcast_to(x[None, :, :], [RUN, x.shape[0], x.shape[1]]), [C, x.shape[1]])
 
 
 @triton.jit
 def by_token(x, RUNS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """The rows of `x [C, BK]` from the order in which they are loaded to the order of the tokens."""
+    """The rows of `x [C, BK]`, changed from the order of loading to that of the tokens."""
     return tl.reshape(tl.permute(tl.reshape(x, [C // RUNS, RUNS, BK]), (1, 0, 2)), [C, BK])
 
 
@@ -94,7 +94,7 @@ def add_levels(
     if HAS_BETA:  # for the erase gain
         b_N += tl.where(row == other, tl.sum(b_e.to(tl.float32) * b_k.to(tl.float32), 1)[:, None], 0.0)
 
-    # Within blocks of 16 rows: those in range from the block's start take one product.
+    # Within blocks of 16 rows: rows in range from the block's start take one product.
     same = (row >> 4) == (other >> 4)
     b_G = masked_sum((same & (other <= row)).to(DTYPE), b_g)
     near = tl.min(b_G, 1)[:, None] >= -RANGE
@@ -125,12 +125,12 @@ def prepare_chunk(
     C: tl.constexpr, STRONG: tl.constexpr, HAS_BETA: tl.constexpr, STRICT: tl.constexpr, BY_GAIN: tl.constexpr,
     GROUPED: tl.constexpr, PRECISION: tl.constexpr, MICRO_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Prepare one chunk; returns its flag `strong_decay`. Without STRONG returns early if that is not 0."""
+    """Prepare one chunk and return its flag `strong_decay`; without STRONG return early if that is not 0."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     RANGE: tl.constexpr = exponent_range(DTYPE)
     o_c = tl.arange(0, C)
     RUN: tl.constexpr = C // RUNS
-    row = (o_c % RUNS * RUN + o_c // RUNS)[:, None]  # in the order in which they are loaded
+    row = (o_c % RUNS * RUN + o_c // RUNS)[:, None]  # in the order of loading
     diagonal, below = o_c[:, None] == o_c[None, :], o_c[:, None] > o_c[None, :]
     g_base, g_stride = (first * HV + i_h) * K, HV * K
     q_base = (first * H + key_head(i_h, H, HV, GROUPED)) * K if GROUPED else g_base
@@ -187,7 +187,7 @@ def prepare_chunk(
         if not STRONG:
             if tl.float32 == DTYPE:
                 b_k_out = b_k * tl.exp2(masked_sum((tl.trans(row) > row).to(DTYPE), b_g))
-            else:  # as good as 16 bits
+            else:  # as accurate as 16 bits
                 b_k_out = (k_written * of_all_runs(tl.exp2(g_last), C)).to(DTYPE)
             tl.store(k_out + o_gk, b_k_out, mask=mask)
         k_written = tl.trans(by_token(k_written.to(DTYPE), RUNS, C, BK))
@@ -220,7 +220,7 @@ def prepare_chunk(
         L, gain = b_beta[:, None] * b_N, 0.0
         if BY_GAIN:
             gains = tl.where(diagonal, L, 0.0)
-            if erase_key is not None:  # of any two tokens: together they can turn the state over
+            if erase_key is not None:  # the gain of any two tokens, which together can flip the sign of the state
                 gains = tl.abs(tl.where(diagonal | below, L, 0.0))
             gain = tl.max(tl.max(gains, 1), 0)
         store_inverse(
@@ -237,7 +237,7 @@ def prepare_channel_kernel(
     BY_GAIN: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr,
     MICRO_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """A, P, step sizes, log2-decay G, q and k with the decay multiplied in, and the flag `strong_decay` of every chunk.
+    """Store A, P, step sizes, log2-decay G, q and k times their decays, and the flag `strong_decay` of every chunk.
 
     `k_in` has the erase keys if there are any.
 
@@ -268,7 +268,7 @@ def prepare_channel_kernel(
             return
         strong = flag > 0
     if strong:
-        tl.debug_barrier()  # other threads may have stored some of what is stored now
+        tl.debug_barrier()  # other threads may have stored some of these rows before
         flag = prepare_chunk(
             q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, slot, first,
             rows, i_h, scale, level_tiles, H, HV, K, BK, LEVEL_BK, RUNS, C, True, HAS_BETA, STRICT, BY_GAIN, GROUPED,
@@ -279,7 +279,7 @@ def prepare_channel_kernel(
 
 @per_plan
 def _constants(plan: Plan) -> list[Constants]:
-    """One launch, or a second one for strong decay if the channels take several tiles."""
+    """The constants of one launch, or of two if the channels take several tiles: the second is for strong decay."""
     tiles = plan.tiles.prepare_channel
     return [
         Constants(
@@ -291,7 +291,7 @@ def _constants(plan: Plan) -> list[Constants]:
 
 
 def launch_prepare_channel(p: Problem, kept: Kept, strict_L: Tensor | None, stopped: Tensor | None) -> None:
-    """Fill what is kept of chunks, and L of strict ones; if `stopped` is given, of the chunks from its number on."""
+    """Fill the kept tensors of chunks, and L of strict ones; if `stopped` is given, of chunks from its number on."""
     for constants in _constants(p.plan):
         launch(
             prepare_channel_kernel, constants,

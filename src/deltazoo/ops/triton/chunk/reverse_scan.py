@@ -1,4 +1,4 @@
-"""The reverse scan: the gradient of the state is carried from the last chunk to the first; built as `scan`."""
+"""The reverse scan: the gradient of the state is carried from the last chunk to the first; in the form of `scan`."""
 
 import triton
 import triton.language as tl
@@ -36,10 +36,10 @@ def reverse_scan_kernel(
 
         dU = P^T dO + k_out dS,   Z = A^T dU,   dS' = total o dS + scale q_in^T dO - k_in^T (beta o Z)
 
-    With `d_states_high` dS lies where `q_in` and `k_in` do, that of value channels from 64 on in `d_states_high`, with
-    channels in place of the chunk's tokens. That takes one program per head (V <= BV): no other one then reads these
-    rows. This one stores a tile of dS behind the products with its q and `k_in`, which all its threads have put into
-    shared memory before.
+    With `d_states_high` dS lies in the memory of `q_in` and `k_in`, and that of value channels from 64 on in
+    `d_states_high`, with channels in place of the chunk's tokens. That takes one program per head (V <= BV), so that no
+    other program reads these rows. This one stores a tile of dS after the products with its q and `k_in`, which all its
+    threads have put into shared memory before.
 
     With BY_GAIN the launch with STRICT comes first. It processes the chunks from the last one to the first with a large
     erase gain, and stores its gradient in `d_initial`. The other launch continues from there. Grid (V / BV * HV * N).
@@ -203,7 +203,7 @@ def launch_reverse_scan(
     p: Problem, kept: Kept, d_output: Tensor, Z: Tensor | None, d_states: tuple[Tensor | None, Tensor | None],
     d_final: Tensor | None, d_initial: Tensor | None, initial: bool, strict: bool,
 ) -> None:  # fmt: skip
-    """One launch of `stages.reverse_scan`; `initial`: the gradients of the first states are wanted."""
+    """One launch of `stages.reverse_scan`; `initial`: whether the gradients of the first states are wanted."""
     keys, chunks = kept.scanned(p)
     launch(
         reverse_scan_kernel, _constants(p.plan, d_final is not None, initial, Z is not None, strict),

@@ -1,6 +1,6 @@
 """The serial part: the state is carried from chunk to chunk in registers, and each chunk stores its output.
 
-The same scan stores instead what the backward pass needs of every chunk.
+The scan can store instead the tensors that the backward pass needs of every chunk.
 
 Everything is transposed, with value channels as rows: the state `[V, K]`, the corrections `U^T [V, C]` and the output
 `O^T [V, C]` are then always the left operand of a product, which the matrix unit reads from registers. So nothing that
@@ -23,7 +23,7 @@ from deltazoo.ops.triton.problem import Kept, Problem
 
 @triton.jit
 def times_terms(x, a, a_rest, STRICT: tl.constexpr, PRECISION: tl.constexpr):
-    """`x @ (a + a_rest)` for float32 x: x as one term, or as two in strict mode."""
+    """`x @ (a + a_rest)` for float32 x: with x as one term, or as two in strict mode."""
     hi = x.to(a.dtype)
     out = tl.dot(hi, a, input_precision=PRECISION)
     if STRICT:
@@ -34,7 +34,7 @@ def times_terms(x, a, a_rest, STRICT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_product(S, u, k, STRICT: tl.constexpr, PRECISION: tl.constexpr):
-    """`S + u @ k` for float32 u: as one term, or as two in strict mode."""
+    """`S + u @ k` for float32 u, with u as one term, or as two in strict mode."""
     hi = u.to(k.dtype)
     S = tl.dot(hi, k, S, input_precision=PRECISION)
     if STRICT:
@@ -82,8 +82,8 @@ def fetch_values(
 ):
     """Value channels `i_v * BV` to `(i_v + 1) * BV` of C rows, zero beyond V and `rows`, for `unpack_values`.
 
-    With MICRO_STEPS > 1 x has a row per token, which belongs to its last micro-step, and all others are zero; `phase`
-    is the first row's micro-step.
+    With MICRO_STEPS > 1 x has a row per token, which belongs to its last micro-step, and the other rows are zero;
+    `phase` is the micro-step of the first row.
 
     Values of 16 bits are loaded in pairs. They are not operands of a product, and Triton copies such loads ahead only
     if they have 4 bytes. Single ones would also be converted right after the load, which waits for memory.
@@ -105,7 +105,7 @@ def fetch_values(
 
 @triton.jit
 def output_row(row, i_h, HV, V: tl.constexpr, MICRO_STEPS: tl.constexpr):
-    """Where the outputs of a head of the token of micro-step `row` begin, and which of its micro-steps it is."""
+    """Offset of a head's output of the token of micro-step `row`, and the number of the micro-step in its token."""
     return (row // MICRO_STEPS * HV + i_h) * V, (row % MICRO_STEPS).to(tl.int32)
 
 
@@ -127,12 +127,12 @@ def scan_kernel(
     INITIAL: tl.constexpr, PACKED: tl.constexpr, HAS_V: tl.constexpr, OUTPUT: tl.constexpr, KEEP: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Final state; with OUTPUT the output, or with KEEP the states that enter the chunks, and the corrections U.
+    """Store the final state, and with OUTPUT the output, or with KEEP the states that enter the chunks and U.
 
     One program owns BV value channels of one value head of one sequence or segment. It starts from zero, a given state
-    (INITIAL = 1) or the identity (2). Without HAS_V the values are zero. q and k have HK heads. `k_in`, the keys that
-    the state is read with, are others than `k_out` with SEPARATE. With AHEAD values are loaded a chunk ahead into
-    registers, which leaves the shared memory to the other operands.
+    (INITIAL = 1) or the identity (2). Without HAS_V the values are zero. q and k have HK heads. With SEPARATE the keys
+    `k_in` with which the state is read differ from `k_out`. With AHEAD values are loaded a chunk ahead into registers,
+    which leaves the shared memory to the other operands.
 
     With BY_GAIN a sequence takes two launches. The first one processes the chunks before the first one with a large
     erase gain, and stores its state in `final_state`. The launch with STRICT starts from this state and processes the
@@ -287,7 +287,7 @@ def scan_arguments(plan: Plan, tiles: dict[str, int], V: int, **named: Any) -> C
 @per_plan
 def _constants(plan: Plan, start: int, values: bool, output: bool, keep: bool, strict: bool) -> Constants:
     tiles = plan.scan_tiles[strict].scan_keep if keep else plan.scan_tiles[strict].scan
-    V = plan.V if values else plan.K  # a segment's transition
+    V = plan.V if values else plan.K  # the transition of a segment
     return scan_arguments(
         plan, tiles, V, HAS_V=values, INITIAL=start, OUTPUT=output, KEEP=keep, STRICT=strict,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Gradients of the scores P and L of a chunk, its values and step sizes: what all gradient kernels begin with."""
+"""Gradients of the scores P and L of a chunk, its values and step sizes, with which all gradient kernels begin."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from deltazoo.ops.triton.chunk.address import tokens_of
 
 @triton.jit
 def load_values(d_output, U, Z, o_output, m_output, offsets, mask):
-    """dO, U and Z of a tile of value channels. Only last micro-steps have an output, hence offsets of its own."""
+    """dO, U and Z of a tile of value channels. Only last micro-steps have an output, so it has other offsets."""
     b_dO = tl.load(d_output + o_output, mask=m_output, other=0.0)
     b_U = tl.load(U + offsets, mask=mask, other=0.0)
     b_Z = tl.load(Z + offsets, mask=mask, other=0.0)
@@ -36,8 +36,8 @@ def score_gradients(
 ):  # fmt: skip
     """Gradients of the scores of a chunk, dP and -dL, not yet masked, and the values' part of d_beta; stores dv.
 
-    With WHOLE, if a tile has all value channels, also dO, U and Z. `o_output` and `m_output` are the offsets of dO and
-    which rows have one; for all else `o_cv` and `m_c`.
+    With WHOLE, if a tile has all value channels, it also returns dO, U and Z. `o_output` and `m_output` are the offsets
+    of dO and the mask of the rows that have one; for everything else `o_cv` and `m_c`.
     """
     C: tl.constexpr = m_c.shape[0]
     b_dP, b_dL = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
@@ -59,16 +59,16 @@ def score_gradients(
             b_dbeta += values_gradient(v, dv, i_v * BV + o_cv, m_cv, b_beta, Z_tile, HAS_BETA)
             if HAS_BETA:
                 b_dL = tl.dot(Z_tile, tl.trans(U_tile), b_dL, input_precision=PRECISION)
-            # The sum with the last product makes this iteration wait for all of its products. Without it they are still
-            # running while the next tile is copied over their operands: Triton has a single buffer for operands that
-            # registers read as well (docs/log.md).
+            # The sum with the last product makes this iteration wait for all of its products. Otherwise they would
+            # still be running while the next tile is copied over their operands: Triton has a single buffer for
+            # operands that registers read as well (docs/log.md).
             b_dP = tl.dot(dO_tile, tl.trans(U_tile), b_dP, input_precision=PRECISION) + 0.0
     return b_dO, b_U, b_Z, b_dP, b_dL, b_dbeta
 
 
 @triton.jit
 def not_near_zero(b_beta):
-    """Which step sizes have their gradient from `<z, u>`."""
+    """Mask of the step sizes whose gradient comes from `<z, u>`."""
     return b_beta > 0.0625
 
 
@@ -76,7 +76,7 @@ def not_near_zero(b_beta):
 def store_step_gradient(d_beta, b_beta, b_ZU, m_c):
     """Store d_beta of the tokens whose step size is not near zero: `<z, u> / beta`, from the products `Z U^T`.
 
-    Returns which tokens these are. d_beta is also `<z, v> + <k, row>`, but with nearly parallel keys that is a sum of
+    Returns the mask of these tokens. d_beta is also `<z, v> + <k, row>`, but with nearly parallel keys that is a sum of
     many terms that cancel, while the correction u has only been rounded. With a step size near zero u vanishes.
     """
     o = tl.arange(0, b_ZU.shape[0])
@@ -94,8 +94,9 @@ def pair_gradients(
 ):  # fmt: skip
     """Store the gradients of the scores of one chunk, dv, and d_beta of the tokens whose step size is not near zero.
 
-    Returns the values' part of d_beta, and which tokens have their d_beta stored. W gets the strictly lower parts of
-    dP, with the scale, and (with beta) of dL, WITH_STEPS times the step size of these tokens; `P_diagonal` the diagonal
+    Returns the values' part of d_beta, and the mask of the tokens whose d_beta is stored. W gets the strictly lower
+    parts of dP, with the scale, and (with beta) of dL, WITH_STEPS times the step size of these tokens; `P_diagonal` the
+    diagonal
     of dP.
     """
     o_c, o_v = tl.arange(0, C), tl.arange(0, BV)
@@ -116,7 +117,7 @@ def pair_gradients(
     o_cc = o_c[:, None] * C + o_c[None, :]
     below = o_c[:, None] > o_c[None, :]
     b_dP *= scale
-    tl.debug_barrier()  # all threads have read W of the chunk before
+    tl.debug_barrier()  # waits until all threads have read W of the chunk before
     tl.store(W + o_cc, tl.where(below, b_dP, 0.0).to(W.dtype.element_ty))
     tl.store(P_diagonal + o_c, tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_dP, 0.0), 1))
     if HAS_BETA:

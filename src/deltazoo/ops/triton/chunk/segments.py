@@ -1,4 +1,4 @@
-"""The state that each segment of a long row starts with, from the transitions of the segments before it."""
+"""The first state of each segment of a long row, from the transitions of the segments before."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ def chain_kernel(
     transitions, added, first, states, segments, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`states[0] = first` (None: zero), `states[i + 1] = transitions[i] states[i] + added[i]` over a row's segments.
+    """Store `states[0] = first` (None: zero) and `states[i + 1] = transitions[i] states[i] + added[i]` of a row.
 
     REVERSE runs from the last segment to the first with the transposed transitions. All `[N * segments, HV, K, V]`
     float32, transitions `[.., K, K]`, first `[N, HV, K, V]`. One program owns BV value channels of one head of one row,
@@ -42,7 +42,7 @@ def chain_kernel(
         after = before - HV if REVERSE else before + HV
         last, S = S, ()
         if THROUGH_MEMORY:
-            tl.debug_barrier()  # the state was written by other threads of this program
+            tl.debug_barrier()  # other threads of this program wrote the state
         for row in tl.static_range(NK):
             m_row = row * BK + o_k < K
             m_state = m_row[:, None] & m_v

@@ -1,4 +1,4 @@
-"""What both Gluon kernels for gradients with one decay per key channel begin with: layouts, copies, and the scores'.
+"""The parts of both Gluon kernels for gradients with one decay per key channel: layouts, copies, gradients of scores.
 
 Four warps own one chunk of one value head. dO, U and Z stay in shared memory, and tiles of key channels pass through a
 single buffer.
@@ -18,17 +18,17 @@ from deltazoo.ops.triton.hopper.scan import C
 BK = gl.constexpr(32)  # key channels per tile
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-"""Layout of `[C, C]`, a product's accumulator."""
+"""Layout of an accumulator `[C, C]` of a product."""
 TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
-"""Layout of `[C, BK]`, likewise."""
+"""Layout of an accumulator `[C, BK]` of a product."""
 TOKENS = gl.constexpr(gl.SliceLayout(1, TILE.value))
 CHANNELS = gl.constexpr(gl.SliceLayout(0, TILE.value))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
-"""Layout of sums over tokens `[C, BK]`, the same registers as in TILE. They are synchronous products (mma.sync): to
-products that run on, ptxas before 13.3 hands registers with constants before these are set (docs/kernels.md)."""
+"""Layout of sums over tokens `[C, BK]`, with the registers of TILE. They are synchronous products (mma.sync): before
+13.3 ptxas hands asynchronous products registers with constants before these are set (docs/kernels.md)."""
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 2))
-# Layouts of what is loaded or stored 16 bytes at a time: all channels, a tile of 16 bits, and one of float32.
+# Layouts of loads and stores of 16 bytes at a time: all channels, a tile of 16 bits, and one of float32.
 WIDE_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 ROWS_32 = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
@@ -38,7 +38,7 @@ SWIZZLED_TILE = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
 
 @jit
 def store_two_terms(x, hi, lo):
-    """Store float32 x as two terms of 16 bits that sum to it but for 2^-17 of it."""
+    """Store float32 x as two terms of 16 bits whose sum differs from it by 2^-17 of it."""
     cut = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
     hi.store(cut.to(gl.bfloat16))
     lo.store((x - cut).to(gl.bfloat16))
@@ -46,7 +46,7 @@ def store_two_terms(x, hi, lo):
 
 @jit
 def reciprocal(x):
-    """`1 / x` but for its last bit, for normal float32 x. A division takes ten instructions, to allow for others."""
+    """`1 / x` except for its last bit, for normal float32 x. A division, for any x, takes ten instructions."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -58,7 +58,7 @@ def row_pairs(x):
 
 @jit
 def overlap_of(S, dS):
-    """The products of two buffers `[D, BK]` by element, summed over rows but for 32, as `row_pairs`."""
+    """The products of two buffers `[D, BK]` by element, summed over rows into 32 sums, in the form of `row_pairs`."""
     overlap = S.slice(0, C).load(TILE).to(gl.float32) * dS.slice(0, C).load(TILE).to(gl.float32)
     overlap += S.slice(C, C).load(TILE).to(gl.float32) * dS.slice(C, C).load(TILE).to(gl.float32)
     return row_pairs(overlap)
@@ -75,10 +75,11 @@ def copy_values(d_output, U, Z, o_values, mask, dO_buffer, U_buffer, Z_buffer):
 
 @jit
 def copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states, o_rows, o, o_keys, mask, buffers):
-    """Begin to copy a tile of key channels of S, dS, k, q and the erase keys, if they are others.
+    """Begin to copy a tile of key channels of S, dS, k, q and the erase keys, if there are separate ones.
 
-    With `d_states_high` dS lies where dq and dk will, at `o_rows` behind channel o, that of value channels from 64 on
-    in `d_states_high`. The sum with o is the address's, not the offsets', for which fewer registers are spilled.
+    With `d_states_high` dS lies in the memory of dq and dk, at `o_rows` after channel o, and that of value channels
+    from 64 on in `d_states_high`. The sum with o is part of the address, not of the offsets, which spills fewer
+    registers.
     """
     S, dS, key_tile, query_tile, erase_tile = buffers
     async_copy.async_copy_global_to_shared(key_tile, k + o_keys, mask=mask)
@@ -96,9 +97,9 @@ def copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states, o_rows
 
 @jit
 def score_gradients(v, dv, beta, d_beta, wide_row, o_values, m_values, token, HV, rows, scale, dO, b_U, b_Z, dP, ZU):
-    """Store dv, d_beta where it is <z, u> / beta, and what is below the diagonals of dP and Z U^T in shared memory.
+    """Store dv, d_beta where it is <z, u> / beta, and in shared memory dP and Z U^T below their diagonals.
 
-    Waits for all copies but the latest. Step sizes near zero have a sum in place of <z, u> / beta
+    It waits for all copies except the latest. Step sizes near zero have a sum in place of <z, u> / beta
     (`chunk.score_gradients`). Returns the diagonal of dP, beta, and the values' part of that sum.
     """
     b_v = gl.load(v + o_values, mask=m_values, other=0.0)

@@ -5,9 +5,9 @@ With G the decay since the chunk's start, in log2, the state is read by `q o exp
 
     S~ = exp2(m) o S    S' = exp2(G_last - m) o (S~ + (k o exp2(m - G))^T U)
 
-so nothing else needs the decay. Where a channel decays by up to `2^-RANGE` over the chunk, m is 0. Where it decays by
-more, m is half of that, so by rounding results of a token depend on later ones of its chunk. A chunk in which some
-channel decays by more than twice RANGE is left to other kernels (`chunk.prepare_channel`).
+so nothing else needs the decay. If a channel decays by up to `2^-RANGE` over the chunk, m is 0. If it decays by more, m
+is half of that, so by rounding results of a token depend on later ones of its chunk. Other kernels process a chunk in
+which some channel decays by more than twice RANGE (`chunk.prepare_channel`).
 """
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2E
@@ -16,20 +16,20 @@ from deltazoo.ops.triton.gluon import gl, jit
 __all__ = ["RANGE", "add", "decay_keys"]
 
 RANGE = gl.constexpr(96.0)
-"""The largest factor of a key, in log2. In float32 that leaves 2^31 for the sums of what is written and U."""
+"""The largest factor of a key, in log2. In float32 that leaves 2^31 for the sums of written keys times U."""
 
 ROWS = gl.constexpr(16)  # tokens at a time
 
 
 @jit
 def add(a, b):
-    """For running sums."""
+    """The sum of a and b, for running sums."""
     return a + b
 
 
 @jit
 def decay_keys(q, k, written, gates, entry, total, fewest):
-    """Replace q and k `[C, K]` in shared memory, fill `written` and the factors of the state. Four warps.
+    """Replace q and k `[C, K]` in shared memory, and fill `written` and the factors of the state, by four warps.
 
     `entry [K]` and `total [K]` are factors of the state before and after the chunk, and `fewest [4]` the least
     log2-decay of any channel over the chunk, for each warp. Warps own channels, all tokens of them.
@@ -37,7 +37,7 @@ def decay_keys(q, k, written, gates, entry, total, fewest):
     DTYPE: gl.constexpr = q.dtype
     C: gl.constexpr = q.shape[0]
     K: gl.constexpr = q.shape[1]
-    # Two lanes four rows apart: with the swizzle they are in different banks.
+    # Two lanes are four rows apart: with the swizzle they are in different banks.
     LAYOUT: gl.constexpr = gl.BlockedLayout([4, 2], [2, 16], [1, 4], [1, 0])
     zero = gl.full([K], 0.0, gl.float32, gl.SliceLayout(0, LAYOUT))
     whole = zero

@@ -1,25 +1,25 @@
-"""Output and final state in one kernel, from the inputs, and what the fused backward pass reads if it follows.
+"""Output and final state in one kernel, from the inputs, and the tensors for the fused backward pass if it follows.
 
 One program owns one value head of one sequence and walks through its chunks. Four groups of warps share the work:
 
 * one warp copies q, k, v ahead and sums up the log-decays (`copy_chunks`);
-* four warps make of every chunk, a chunk or two ahead of the state, what does not depend on the state
+* four warps compute, a chunk or two ahead of the state, the parts of a chunk that do not depend on the state
   (`prepare_chunks`): P, the inverses of the two diagonal blocks of 32 tokens, and the block of L below them;
 * twice four warps carry the state of 64 value channels each (`carry_state`), transposed, in registers.
 
 With `T = (diag(1 / beta) + L)^-1 = [[T11, 0], [-T22 L21 T11, T22]]` the corrections are U = T R with R = v - k_in S.
-The last block of T is computed only where the backward pass is to read it:
+The last block of T is computed only if the backward pass will read it:
 
     U1 = T11 R1    U2 = T22 (R2 - L21 U1)
 
-It is also more precise that way where a key repeats: the second half corrects what rounding of T11 left of the first.
+This is also more precise if a key repeats: the second half corrects the rounding of T11 in the first.
 
-Barriers, one of each per stage. `full`: the inputs of a chunk are there. `ready`: so is what was prepared of it.
-`empty`: the state is past it. Nothing else has to be waited for. The state waits for `ready`, so at `empty` the
-preparation is done with the inputs too; and it overwrites what it prepared only after the `full` of a later chunk,
-which comes after `empty`. What a thread writes to shared memory for matrix products or the copy engine to read passes
-first a proxy fence of the thread that wrote it, and then a barrier of its warps. The order matters: readers wait for
-that barrier only. What ordinary loads read needs the barriers alone.
+There is one barrier of each kind per stage. `full`: the inputs of a chunk have arrived. `ready`: its preparation has
+ended. `empty`: the state has passed it. Nothing else has to wait. The state waits for `ready`, so at `empty` the
+preparation no longer needs the inputs; and it overwrites its results only after the `full` of a later chunk, which
+comes after `empty`. Shared memory that a thread writes for matrix products or for the copy engine passes first a proxy
+fence of the thread that wrote it, and then a barrier of its warps. The order matters: readers wait for that barrier
+only. Ordinary loads need the barriers only.
 """
 
 import triton
@@ -59,7 +59,7 @@ from deltazoo.ops.triton.tiles import CHUNK, fused_forward_options
 
 __all__ = ["hopper_forward_kernel"]
 
-NOWHERE = gl.constexpr(0x7FFF0000)  # a token beyond every sequence: the copy engine drops what is written there
+NOWHERE = gl.constexpr(0x7FFF0000)  # a token beyond every sequence, where the copy engine drops writes
 
 
 @triton.constexpr_function
@@ -74,7 +74,7 @@ def _read_scalar(x, warps: gl.constexpr):
 
 @jit
 def copy_chunks(copied, DECAY: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.constexpr, STAGES: gl.constexpr):
-    """Copy q, k and v of every chunk, and store its step sizes and factors of decay. One warp."""
+    """Copy q, k and v of every chunk, and store its step sizes and factors of decay, by one warp."""
     tiles, rings, channel, bars, factors, large, beta, chunk_beta, chunk_G, scale, i_b, i_k, i_h, T, HV, NC = copied
     q_tiles, k_tiles, v_tiles, log_decay = tiles
     q_ring, k_ring, v_ring = rings
@@ -96,7 +96,7 @@ def copy_chunks(copied, DECAY: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.const
             g = gl.maximum(g, LOG2_FLOOR)
         mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
         if STOPS and c >= STAGES:
-            end = gl.where(_read_scalar(large.index(stage), 1) != 0, c, end)  # it stopped at chunk c - STAGES
+            end = gl.where(_read_scalar(large.index(stage), 1) != 0, c, end)  # the head stopped at chunk c - STAGES
         if c < end:
             bar = full.index(stage)
             mbarrier.expect(bar, 3 * C * D * 2)
@@ -129,7 +129,7 @@ def copy_chunks(copied, DECAY: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.const
             base += C * HV
             slots += C * HV
             c += 1
-    # Of a head that stopped, chunks after the one it stopped at may still be on their way.
+    # Copies of later chunks may still be on their way if the head stopped.
     if STOPS:
         for i in range(gl.maximum(c - STAGES, 0), c):
             mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
@@ -160,7 +160,7 @@ def carry_state(
     carried, PART: gl.constexpr, DECAY: gl.constexpr, INITIAL: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The state of value channels `PART * 64` on, from chunk to chunk, and their outputs. Four warps."""
+    """The state of value channels `PART * 64` on, from chunk to chunk, and store their outputs, by four warps."""
     tiles, rings, channel, bars, prepared, factors, large, buffers, ends, scale, i_b, i_h, B, NC = carried
     initial, final, stopped = ends
     o_tiles, U_tiles, states_tiles = tiles
@@ -187,7 +187,7 @@ def carry_state(
     none = gl.full([HALF, 32], 0.0, gl.float32, BLOCK)
     buffer, U_buffer, states_buffer = output.index(PART), U_buffers.index(PART), states_buffers.index(PART)
     column = i_h * D + PART * HALF
-    token = gl.to_tensor(NOWHERE)  # the first copy stores an output that does not exist
+    token = gl.to_tensor(NOWHERE)  # there is no output before the first chunk
     O_before = zero.to(DTYPE)
     c = 0
     end = NC
@@ -198,7 +198,7 @@ def carry_state(
         k, q = k_ring.index(stage), q_ring.index(stage)
         T, L, P = T_ring.index(stage), L_ring.index(stage), P_ring.index(stage)
         written = written_ring.index(stage) if DECAY == 2 else k
-        if DECAY == 2:  # q and k are those with the decay
+        if DECAY == 2:  # q and k contain the decay
             mbarrier.wait(ready.index(stage), (c // STAGES) & 1)
             S = _times_columns(S, entries.index(stage), totals.index((c + 2 * STAGES - 1) % (2 * STAGES)), STATE)
         S_left = gl.convert_layout(S.to(DTYPE), CHUNK_LEFT)
@@ -229,7 +229,7 @@ def carry_state(
         O = warpgroup_mma(S_left, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(ready.index(stage), (c // STAGES) & 1)
         O = warpgroup_mma_wait(0, deps=[O])
-        if STOPS:  # of a chunk that this kernel must not process, T is zero and the state stays as it is
+        if STOPS:  # in a chunk that this kernel must not process, T is zero and the state stays unchanged
             is_large = _read_scalar(large.index(stage), 4) != 0
             end = gl.where(is_large, c + 1, end)
             stopped_at = gl.where(is_large, c, stopped_at)
@@ -270,7 +270,7 @@ def carry_state(
         S, O = warpgroup_mma_wait(0, deps=[S, O])
         O_before = O.to(DTYPE)
         token = c * C
-        barrier()  # all warps are done with the operands
+        barrier()  # all warps have read the operands
         mbarrier.arrive(empty.index(stage), count=1)
         c += 1
     if DECAY == 2:
@@ -291,12 +291,12 @@ def hopper_forward_kernel(
     KEEP: gl.constexpr, STAGES: gl.constexpr, STATE_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Output and final states of the delta rule; DECAY is 0 for none, 1 per head, 2 per channel. Grid (B * HV,).
+    """Store output and final states of the delta rule; DECAY is 0 for none, 1 per head, 2 per channel. Grid (B * HV,).
 
-    A program stops at the first chunk that is not for it: with BY_GAIN one whose largest erase gain needs strict
+    A program stops at the first chunk that it must not process: with BY_GAIN one whose largest erase gain needs strict
     precision, per channel one that decays too far (`decayed_keys`). It stores the number of this chunk in `stopped
     [B, HV]` (the number of chunks if there is none), and the state that enters it in `final`. Outputs from this chunk
-    on are not valid. With KEEP it also stores what the backward pass reads; no decay or one per head.
+    on are not valid. With KEEP, without decay or with one per head, it also stores tensors for the backward pass.
     """
     DTYPE: gl.constexpr = q_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -349,7 +349,7 @@ def hopper_forward_kernel(
         mbarrier.init(ready.index(n), count=1)
     SPREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     order.store(gl.arange(0, C, SPREAD).to(gl.float32) * 1073741824.0)
-    if DECAY == 2:  # behind the chunk before the first one
+    if DECAY == 2:  # after the chunk before the first
         totals.index(2 * STAGES - 1).store(gl.full([D], 1.0, gl.float32, SPREAD))
     fence_async_shared()
     barrier()
@@ -400,7 +400,7 @@ def _constants(plan: Plan, initial: bool, keep: bool) -> Constants:
 
 
 def launch_forward(p: Problem, kept: Kept | None, output: Tensor, final: Tensor, stopped: Tensor | None) -> None:
-    """Fill output, final state, for each head the number of the chunk it `stopped` at, and if wanted what is `kept`."""
+    """Fill output, final state, the number of the chunk at which each head `stopped`, and `kept` if it is given."""
     plan, log_decay = p.plan, p.log_decay
     filled: tuple[TileView | Tensor | None, ...] = (None,) * 5
     if kept is not None:

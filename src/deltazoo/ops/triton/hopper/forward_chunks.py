@@ -1,10 +1,10 @@
-"""What the fused forward pass makes of a chunk without its state: P, T11, T22 and -L21 (`hopper.forward`).
+"""The parts of a chunk that the fused forward pass computes without its state: P, T11, T22 and -L21.
 
-Where the backward pass follows, step sizes are factors of L, and A stands in place of T: then A and P go to memory too.
+If the backward pass follows, step sizes are factors of L, A stands in place of T, and A and P go to memory, too.
 
 A warp has 16 rows of every matrix of the chunk. The inverse of its diagonal block of 16 tokens comes from substitution
 in float32, where a lane has one column; then each pair of warps joins its two blocks with products in bfloat16, inside
-the warps. The blocks are rounded before these products, as those that the state is multiplied with are: so the joined
+the warps. The blocks are rounded before these products, as are those that multiply the state: so the joined
 block fits them, and one key repeated errs less than with products in higher precision (docs/log.md).
 """
 
@@ -72,7 +72,7 @@ def _twice(x, LAYOUT: gl.constexpr):
 
 @jit
 def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, STAGES: gl.constexpr):
-    """P, T11 and T22, and -L21 of every chunk, and whether its largest gain is too large. Four warps."""
+    """Compute P, T11, T22 and -L21 of every chunk, and whether its largest gain is too large, by four warps."""
     rings, channel, bars, prepared, factors, large, scratch, kept, scale, NC = chunks
     q_ring, k_ring, _ = rings
     written_ring, entries, totals, gates, gates_full, gates_empty, fewest = channel
@@ -81,11 +81,11 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
     diagonal, inverses, gains, order = scratch
     AP_tiles, A_buffer, P_buffer, corner, slot, HV = kept
     DTYPE: gl.constexpr = T_ring.dtype
-    # Every warp has 16 rows, in all of these.
+    # Every warp has 16 rows in all of these layouts.
     SQUARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     PAIR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     BLOCK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
-    # The same as four blocks of 16 x 16, one per warp, for products within the warps.
+    # Layouts of four blocks of 16 x 16, one per warp, for products within the warps.
     BLOCKS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, BLOCKS, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, BLOCKS, 2)
@@ -95,7 +95,7 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
         [[0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]],
         [[0, 1, 0, 0], [1, 0, 0, 0]], [], [2, 2, 16, 16],
     )  # fmt: skip
-    # Substitution: a warp has one block, a lane one column of its inverse (twice), and in turn all rows.
+    # In the substitution a warp has one block, a lane one column of its inverse (twice), and one row after another.
     COLUMN: gl.constexpr = gl.DistributedLinearLayout(
         [], [[0, 1], [0, 2], [0, 4], [0, 8], [0, 0]], [[1, 0], [2, 0]], [], [4, 16]
     )
@@ -148,7 +148,7 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
             L = L * E
         if KEEP:
             L = L * factors.index(vectors + STEP).load(gl.SliceLayout(1, SQUARE))[:, None]
-            tma.store_wait(0)  # of the chunk before
+            tma.store_wait(0)  # waits for the store of the chunk before
             barrier()
         left, right = halves(L, C)
         B0, B1 = halves(left, 32)
@@ -156,7 +156,7 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
         B0, B1 = gl.convert_layout(B0, BLOCK), gl.convert_layout(B1, BLOCK)
         B2, B3 = gl.convert_layout(B2, BLOCK), gl.convert_layout(B3, BLOCK)
         own = gl.where(warp == 0, B0, gl.where(warp == 1, B1, gl.where(warp == 2, B2, B3)))
-        # -L of the block left of the own one; of even warps, which have none in their pair, not used
+        # -L of the block to the left; even warps have none in their pair and do not use it
         below = gl.convert_layout(gl.where(warp < 2, B0, B2).to(DTYPE).reshape([4, 16, 16]), RIGHT)
         diagonal.store(own.reshape([4, 16, 16]).permute((1, 0, 2)).reshape([C, 16]))
         L_ring.index(stage).store(gl.convert_layout(left.to(DTYPE), PAIR))
@@ -170,7 +170,7 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
         P_ring.index(stage).store(P.to(DTYPE))
         if KEEP:
             P_buffer.permute((1, 0)).store((P if DECAY == 1 else P * scale).to(DTYPE))
-        # Rows of (1 / beta - L)^-1 from the first to the last: b_r (e_r + sum_n -L_rn x_n); of A without b_r.
+        # Rows of (1 / beta - L)^-1 from the first to the last: b_r (e_r + sum_n -L_rn x_n); A has no b_r.
         steps = _split16(factors.index(vectors + STEP).reshape([4, 16]).load(STEPS))
         gain = gl.full([4], 0.0, gl.float32, gl.SliceLayout(1, COLUMN))
         xs = ()
@@ -208,7 +208,7 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
         T = gl.join(first, second).permute((0, 1, 3, 2)).reshape([C, 32])
         T = gl.convert_layout(T, PAIR)
         T_ring.index(stage).store(T)
-        if KEEP:  # the last block, A22 (-L21 A11): of 64 rows in these products the first 32 mean nothing
+        if KEEP:  # the last block, A22 (-L21 A11); the first 32 of 64 rows in these products have no meaning
             fence_async_shared()
             barrier()
             first_rows = T_ring.index(stage).slice(0, 32, dim=0)
@@ -238,7 +238,7 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
                     entry.store(gl.full([2 * C], 1.0, gl.float32, SPREAD))
                     total.store(gl.full([2 * C], 1.0, gl.float32, SPREAD))
                 end = c + 1
-        fence_async_shared()  # T, L and P, of every thread that wrote them
+        fence_async_shared()  # orders T, L and P of every thread that wrote them
         barrier()  # ... before the arrival, which one thread makes for all
         mbarrier.arrive(ready.index(stage), count=1)
         if KEEP:

@@ -3,21 +3,21 @@
 One program walks the chunks of a value head of a sequence, or of a segment of it, from the last to the first. Its warps
 are specialised:
 
-* two groups of four `walk`: each carries the gradient of the state, of half the value channels, and makes Z; the first
-  also makes the gradient of P, the second that of L, and d_beta;
-* one group of four makes the other `gradients` of the chunk that they have just passed;
-* one warp `copies` what they read from memory.
+* two groups of four `walk`: each carries the gradient of the state, of half the value channels, and computes Z; the
+  first also computes the gradient of P, the second that of L, and d_beta;
+* one group of four computes the other `gradients` of the chunk that they have just passed;
+* one warp `copies` the operands from memory.
 
-The formulas are those of `chunk.scan` and `chunk.gradients` (docs/math.md, section 9), and so is what is rounded. What
-differs: dS never goes to memory, and the sum over a chunk that d_log_decay begins with is `<S, dS>` of the state that
-enters the chunk, which the walk has at hand.
+The formulas and roundings are those of `chunk.scan` and `chunk.gradients` (docs/math.md, section 9), with two
+differences: dS never goes to memory, and the sum over a chunk with which d_log_decay begins is `<S, dS>` of the state
+that enters the chunk, which the walk has in registers.
 
-A launch with STRICT makes the gradients of heads with a large erase gain: the walk multiplies with two terms where the
-serial scans do.
+A launch with STRICT computes the gradients of heads with a large erase gain: the walk multiplies with two terms where
+the serial scans do.
 
-Gradients may lie where their chunk's inputs do: dv where U lies, dq and dk where the state lies, `[2, B, tokens, HV,
-D]`, whose value channels stand in place of tokens. A program reads and writes the tiles of its own head alone, and
-what replaces a tile is computed from the copy of it in shared memory.
+Gradients may lie in the memory of their chunk's inputs: dv in that of U, dq and dk in that of the state, `[2, B,
+tokens, HV, D]`, whose value channels stand in place of tokens. A program reads and writes only the tiles of its own
+head, and computes the replacement of a tile from its copy in shared memory.
 """
 
 from torch import Tensor
@@ -64,7 +64,7 @@ __all__ = ["backward_kernel"]
 
 @jit
 def copy_stage(tiles, buffers, bars, gates, beta, G, where, token, slot, n, DECAY: gl.constexpr):
-    """Copy k, dO and U of a chunk, and what decays and step sizes make."""
+    """Copy k, dO and U of a chunk, and store factors of its decays and step sizes."""
     q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles = tiles
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
     full, empty, single = bars
@@ -92,7 +92,7 @@ def copy_stage(tiles, buffers, bars, gates, beta, G, where, token, slot, n, DECA
 
 @jit
 def copies(tiles, buffers, bars, gates, beta, G, where, DECAY: gl.constexpr):
-    """The warp that copies."""
+    """Copy the operands of all chunks, by one warp."""
     q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles = tiles
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
     full, empty, single = bars
@@ -123,10 +123,10 @@ def copies(tiles, buffers, bars, gates, beta, G, where, DECAY: gl.constexpr):
 
 @jit
 def gradients(tiles, buffers, bars, gates, d_beta, d_G, where, DECAY: gl.constexpr, STRICT: gl.constexpr):
-    """The gradients of q, k and, with decay, G of each chunk, from those of P and L; with STRICT these, too.
+    """Store the gradients of q, k and, with decay, G of each chunk, from those of P and L; with STRICT these, too.
 
     W_P and W_L have a buffer each, but with STRICT one, since the second term of A takes the other.
-    dq is put down in the buffer of dO and dk in that of U, when nobody reads these any more.
+    dq goes to the buffer of dO and dk to that of U, when nobody reads these any more.
     """
     q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles = tiles
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
@@ -151,7 +151,7 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, where, DECAY: gl.constex
         W_P, W_L = W_buffer.index(0 + z), W_buffer.index((0 if STRICT else 1) + z)
         mbarrier.wait(full.index(s), (n // 2) & 1)
 
-        # What a key gets as the one that was written: exit o (U dS) + W_P^T q + W_L^T k
+        # The gradient of a key as write key: exit o (U dS) + W_P^T q + W_L^T k
         mbarrier.wait(dS_full, parity)
         written = warpgroup_mma(
             U.slice(0, HALF, dim=1), dS_buffer.index(0 + z), zero_keys, use_acc=False, is_async=True
@@ -160,7 +160,7 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, where, DECAY: gl.constex
         if STRICT:
             W_P.store(gradient_of_P(dO_buffer, U_buffer, gates, scale, s, z, DECAY))
             fence_async_shared()
-        tma.store_wait(0)  # of the chunk before: the buffers of its dO and U are free
+        tma.store_wait(0)  # the buffers of dO and U of the chunk before are free
         barrier()
         if n > 0:
             mbarrier.arrive(empty.index(s ^ 1), count=1)
@@ -212,7 +212,7 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, where, DECAY: gl.constex
         if not STRICT:
             mbarrier.wait(WL_full, parity)
         written = warpgroup_mma(W_L.permute((1, 0)), k, written, is_async=True)
-        # and as the one that asks: beta o (W_L k - entry o (Z S))
+        # The gradient of a key as erase key: beta o (W_L k - entry o (Z S))
         Z0, Z1 = Z_buffer.index(0 + z), Z_buffer.index(1 + z)
         steps = gates.index(ROWS * s + STEP).load(ROW)
         erase = gl.where(steps > SMALL, -1.0, -steps)  # the factor of beta that Z lacks
@@ -248,12 +248,11 @@ def backward_kernel(
     d_G, overlap, d_final, d_initial, scale, T, H, HV, segments, chunks, ZERO, DECAY: gl.constexpr,
     STRICT: gl.constexpr, WALK_REGISTERS: gl.constexpr, GRADIENT_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """All gradients of one value head of one row, or of one of its `segments` of `chunks` chunks; grid (N * HV).
+    """Store all gradients of a value head of a row, or of one of its `segments` of `chunks` chunks; grid (N * HV).
 
     The first arguments are tiles for the copy engine: `[C, D]` of q, k, dO, U, S, dq and dk, `[C, HALF]` of AP and dv.
-    With `large_gain` heads with a flagged chunk are those of the launch with STRICT, and all others of the launch
-    without. ZERO is 0: an index with `n * ZERO` is not known to the compiler, which would keep every address in a
-    register.
+    With `large_gain` the launch with STRICT computes heads with a flagged chunk, and the launch without it all others.
+    ZERO is 0: the compiler does not know an index with `n * ZERO`, so it does not keep every address in a register.
     """
     DTYPE: gl.constexpr = k_tiles.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -265,7 +264,7 @@ def backward_kernel(
     slot = (row * gl.cdiv(T, C) + first_chunk) * HV + i_h
     NC = gl.minimum(gl.cdiv(T, C) - first_chunk, chunks)
     if large_gain is not None:
-        o_flag = gl.arange(0, 32, gl.BlockedLayout([1], [32], [4], [0]))  # all of them in every warp
+        o_flag = gl.arange(0, 32, gl.BlockedLayout([1], [32], [4], [0]))  # all flags in every warp
         found = 0
         for start in range(0, NC, 32):
             chunk = start + o_flag
@@ -302,7 +301,7 @@ def backward_kernel(
     mbarrier.init(single.index(9), count=1)
     for i in gl.static_range(10, 14):
         mbarrier.init(single.index(i), count=1)
-    mbarrier.init(single.index(14), count=2)  # the two terms of A stand apart
+    mbarrier.init(single.index(14), count=2)  # the two terms of A are separate
     gates.index(ORDER).store(gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0])).to(gl.float32) * SPACING)
     fence_async_shared()
     tiles = (q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles)
@@ -310,7 +309,7 @@ def backward_kernel(
     bars = full, empty, single
     rows = gl.num_programs(0) // (HV * segments)
     where = (scale, row, i_h, column, key_column, slot, first_chunk * C, rows, T, HV, NC, ZERO)
-    # Constants in a tuple would become run-time values, so the arguments stand here.
+    # A tuple in a variable would turn constants into run-time values, so the arguments stand here.
     gl.warp_specialize(
         [
             (walk, (dv_tiles, buffers, bars, gates, G, overlap, d_beta, d_final, d_initial, where, 0, DECAY, STRICT)),
@@ -335,10 +334,10 @@ def launch_gradients(
     p: Problem, kept: Kept, U: Tensor, states: Tensor, d_output: Tensor, d_final: Tensor | None, gradients: Gradients,
     d_G: Tensor | None, overlap: Tensor | None, d_initial: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill the gradients but that of log_decay, for which `d_G` and the sums `overlap` are left, and `d_initial`."""
+    """Fill `d_initial` and the gradients except that of log_decay, for which it fills `d_G` and the sums `overlap`."""
     plan, (dq, dk, _, dv, d_beta, _) = p.plan, gradients
     assert kept.AP is not None
-    for strict in plan.scan_modes:  # by the gain each of both makes the gradients of some heads
+    for strict in plan.scan_modes:  # by the gain each of both computes the gradients of some heads
         launch(
             backward_kernel, _constants(plan, strict),
             token_tiles(p.q, plan.K), token_tiles(p.k, plan.K), token_tiles(d_output, plan.V), token_tiles(U, plan.V),

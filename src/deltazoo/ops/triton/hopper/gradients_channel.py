@@ -2,8 +2,8 @@
 copies and waits of its own.
 
 Tiles of key channels pass through a single buffer: it is free for the next tile as soon as the products with S and dS
-have read it, halfway through a tile. What plain Triton does otherwise is wait for every matrix product where it is
-issued, and move tiles through shared memory from layout to layout; two thirds of its barriers are gone here
+have read it, halfway through a tile. Plain Triton waits for every matrix product where it is
+issued, and moves tiles through shared memory from layout to layout; two thirds of its barriers are gone here
 (docs/kernels.md).
 """
 
@@ -56,12 +56,12 @@ def hopper_chunk_gradients_channel_kernel(
 ):  # fmt: skip
     """All gradients of one chunk of one value head, unless its decay is too strong; grid (HV, NT, B).
 
-    dv may lie where Z does, and dq and dk where `d_states` and `d_states_high` do, if there is the latter. Only this
-    program reads what it overwrites. All of Z is in shared memory before it stores dv, and a tile of dS before it
+    dv may lie in the memory of Z, and dq and dk in that of `d_states` and `d_states_high`, if there is the latter. Only
+    this program reads what it overwrites. All of Z is in shared memory before it stores dv, and a tile of dS before it
     stores that tile of dq and dk; later copies are of other tiles.
 
-    `channels` is D, and `nothing` zero, at run time: the compiler shall keep the loop, and not keep the address of
-    every operand of its products in a register.
+    `channels` is D, and `nothing` zero, both unknown to the compiler: otherwise it would unroll the loop, and keep the
+    address of every operand of its products in a register.
     """
     i_h, i_t, i_b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     first = i_b.to(gl.int64) * T + i_t * C
@@ -135,7 +135,7 @@ def hopper_chunk_gradients_channel_kernel(
         dP, ZU, hi, lo = dP_buffer.index(n), ZU_buffer.index(n), hi_buffer.index(n), lo_buffer.index(n)
         written, query, erase = written_buffer.index(n), query_buffer.index(n), erase_buffer.index(n)
 
-        # G, and behind it the products with the states.
+        # G, and after it the products with the states.
         store_two_terms(gl.maximum(next_g.to(gl.float32) * LOG2E, LOG2_FLOOR), hi, lo)
         async_copy.wait_group(0)
         fence_async_shared()
@@ -195,7 +195,8 @@ def hopper_chunk_gradients_channel_kernel(
         b_dG -= b_k * b_col
         b_dk += b_col
 
-        # d_log_decay is the sum over this token and all later ones: the sum over all, less that over earlier ones.
+        # d_log_decay is the sum over this token and all later ones: the sum over all tokens less that over earlier
+        # ones.
         barrier()  # the products of all warps have read their operands
         store_two_terms(-b_dG, hi, lo)
         last = gl.reshape(last + row_pairs(b_dG), [BK, BK])

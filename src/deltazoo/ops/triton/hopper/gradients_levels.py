@@ -1,8 +1,8 @@
-"""The gradients of the chunks that `gradients_channel` leaves out: no one product spans the decay of a channel.
+"""The gradients of the chunks that `gradients_channel` leaves out, since no single product spans a channel's decay.
 
-As in `chunk.gradients_levels`, pairs of tokens take products of their own where they are far apart. From the largest
-blocks down: if no channel decays too far from the middle of a block to its ends, one product serves all pairs within
-such blocks. Otherwise it serves those with a token in each half, and blocks half as long come next.
+As in `chunk.gradients_levels`, distant pairs of tokens take products of their own. The kernel starts with the largest
+blocks: if no channel decays too far from the middle of a block to its ends, one product computes all pairs within such
+blocks. Otherwise it computes those with a token in each half, and blocks half as long come next.
 
 Products over tokens are synchronous (mma.sync): their left operands are masked in registers, from which asynchronous
 ones are assembled wrongly (docs/kernels.md).
@@ -48,12 +48,12 @@ from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Problem
 
 HALF_RANGE = gl.constexpr(96.0)
-"""How far a channel may decay between the middle of a block and an end, in log2: half of `centred_range`."""
+"""Most decay of a channel between the middle of a block and an end, in log2: half of `centred_range`."""
 
 
 @jit
 def sums_over_tokens(mask, hi, lo):
-    """Sums, for each token of a chunk, over the tokens that `mask [C, C]` says; of two terms in shared memory."""
+    """Sums, for each token of a chunk, over the tokens in `mask [C, C]`, of two terms in shared memory."""
     no_sums = gl.full([C, BK], 0.0, gl.float32, SUMS)
     mask = gl.where(mask, 1.0, 0.0).to(gl.bfloat16)
     return gl.convert_layout(mma_v2(mask, hi.load(RIGHT), mma_v2(mask, lo.load(RIGHT), no_sums)), TILE)
@@ -61,7 +61,7 @@ def sums_over_tokens(mask, hi, lo):
 
 @jit
 def product_of_pairs(W, pairs, tile, accumulator, ALL: gl.constexpr):
-    """The accumulator plus the product of W, of these pairs of tokens or ALL, and a tile; both in shared memory."""
+    """The accumulator plus the product of W, for these pairs of tokens or ALL, and a tile, both in shared memory."""
     weights = W.load(LEFT)
     if not ALL:
         weights = gl.where(pairs, weights, 0.0)
@@ -72,7 +72,7 @@ def product_of_pairs(W, pairs, tile, accumulator, ALL: gl.constexpr):
 def add_pairs(b_dq, b_row, b_col, level, operands, buffers, WHOLE: gl.constexpr):
     """Add the pairs of tokens within blocks of `2 << level`, or, if these are too long, those between their halves.
 
-    WHOLE: one block is the chunk, so that no pairs need to be masked. Returns also whether the blocks were in range.
+    WHOLE: one block is the chunk, so that no pairs are masked. It also returns whether the blocks were in range.
     """
     k_16, q_16, e_16, b_beta, token, reader, scale = operands
     dP, ZU, hi, lo, written, query, erase = buffers
@@ -107,8 +107,8 @@ def hopper_chunk_gradients_strong_kernel(
 ):  # fmt: skip
     """All gradients of the chunks whose decay is too strong; grid (programs,).
 
-    A program looks at `chunks` neighbouring ones, of `slots` in all. `channels` and `nothing` are as in
-    `hopper_chunk_gradients_channel_kernel`; what does not change from chunk to chunk depends on `nothing` as well.
+    A program looks at `chunks` neighbouring ones, of `slots` in all. `channels` and `nothing` are those of
+    `hopper_chunk_gradients_channel_kernel`; values that do not change from chunk to chunk also depend on `nothing`.
     """
     dO_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, D], SWIZZLED)
     U_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, D], SWIZZLED)
@@ -188,7 +188,7 @@ def hopper_chunk_gradients_strong_kernel(
                 reader = gl.arange(0, C, gl.SliceLayout(1, LEFT)) + n
                 i, j = reader[:, None], gl.arange(0, C, gl.SliceLayout(0, LEFT))[None, :]
 
-                # What is read from the state decays from the chunk's start, what is added to its gradient to the end.
+                # Reads of the state decay from the chunk's start, additions to its gradient to the end.
                 store_two_terms(gl.maximum(next_g.to(gl.float32) * LOG2E, LOG2_FLOOR), hi, lo)
                 async_copy.wait_group(0)
                 fence_async_shared()

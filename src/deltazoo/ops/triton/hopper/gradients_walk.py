@@ -7,19 +7,19 @@ from deltazoo.ops.triton.hopper.scan import HALF, C, D, as_tile, split_inverse
 from deltazoo.ops.triton.hopper.small_step_gradients import SMALL_STEP
 
 SPACING = gl.constexpr(1073741824.0)
-"""More than any decay, and a power of two, so that its multiples are exact."""
-# Rows of `gates`, two sets of them.
+"""A number above any decay, and a power of two, so that its multiples are exact."""
+# Rows of `gates`, which has two sets of them.
 ENTRY = gl.constexpr(0)  # decay from the chunk's start to a token
 EXIT = gl.constexpr(1)  # decay from a token to the chunk's end
 LOG = gl.constexpr(2)  # cumulative log2-decay
 STEP = gl.constexpr(3)  # step sizes
 ROWS = gl.constexpr(4)
-ORDER = gl.constexpr(8)  # behind both sets: the multiples of SPACING
+ORDER = gl.constexpr(8)  # after both sets: the multiples of SPACING
 
 
 @jit
 def first_ten(single):
-    """Barriers: full and empty, of q, S, A and P, dS, and Z."""
+    """Barriers full and empty of q, S, A and P, dS, and Z."""
     return (
         single.index(0), single.index(1), single.index(2), single.index(3), single.index(4), single.index(5),
         single.index(6), single.index(7), single.index(8), single.index(9),
@@ -28,7 +28,7 @@ def first_ten(single):
 
 @jit
 def last_five(single):
-    """Barriers: full and empty, of W_P and W_L; and whether the two terms of A stand apart."""
+    """Barriers full and empty of W_P and W_L, and the one after which the two terms of A are separate."""
     return single.index(10), single.index(11), single.index(12), single.index(13), single.index(14)
 
 
@@ -39,7 +39,7 @@ ROW, COLUMN = gl.constexpr(gl.SliceLayout(1, PAIRS.value)), gl.constexpr(gl.Slic
 
 @jit
 def decay_between(gates, s, z, DECAY: gl.constexpr):
-    """The decay from token j to token i, `[C, C]`, 0 for j > i; and the multiples of SPACING that lie between i and j.
+    """The decay from token j to token i, `[C, C]`, 0 for j > i, and the multiples of SPACING between i and j.
 
     A minimum takes the place of masks, which would take a register for two elements.
     """
@@ -95,11 +95,11 @@ def walk(
     dv_tiles, buffers, bars, gates, G, overlap, d_beta, d_final, d_initial, where, PART: gl.constexpr,
     DECAY: gl.constexpr, STRICT: gl.constexpr,
 ):  # fmt: skip
-    """Carry dS of half of the value channels, `[HALF, D]`, from the last chunk to the first, and make dv of each.
+    """Carry dS of half of the value channels, `[HALF, D]`, from the last chunk to the first, and compute dv of each.
 
-    dv is `beta o Z`, but of tokens with a small beta Z itself (`small_steps_kernel`, `tiny_steps_kernel`).
-    With decay also `<S, dS>` of the state that enters each chunk, a sum per value channel. Without STRICT the first
-    group makes the gradient of P before it walks through a chunk, the second that of L after it.
+    dv is `beta o Z`, but Z itself for tokens with a small beta, which `tiny_steps_kernel` completes. With decay it also
+    stores `<S, dS>` of the state that enters each chunk, a sum per value channel. Without STRICT the first group
+    computes the gradient of P before it walks through a chunk, the second that of L after it.
     """
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
     full, empty, single = bars
@@ -144,7 +144,7 @@ def walk(
         fence_async_shared()
         dU = warpgroup_mma_wait(0, deps=[dU])
         dO = dO_buffer.index(s).slice(PART * HALF, HALF, dim=1).permute((1, 0)).load(CHUNK)
-        mbarrier.arrive(dS_full, count=1)  # dO is read too: `gradients` writes there
+        mbarrier.arrive(dS_full, count=1)  # dO has been read too, where `gradients` writes
         mbarrier.wait(AP_full, parity)
         if STRICT:
             split_inverse(A_buffer, W_buffer.index(1), PART)

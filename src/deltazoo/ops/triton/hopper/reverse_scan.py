@@ -1,8 +1,8 @@
 """The reverse scan on Hopper: the gradient of the state from the last chunk to the first.
 
-Built as `scan`: two partitions hold the gradient for 64 value channels each, and one warp copies operands. What
-the store of the gradients leaves of shared memory holds three chunks of queries, keys and output gradients, but only
-two of the matrices, which are needed later in a chunk; so these have a ring of buffers of their own.
+Like `scan`, it has two partitions that hold the gradient for 64 value channels each, and one warp that copies operands.
+Beside the stored gradients, shared memory holds three chunks of queries, keys and output gradients, but only two of the
+matrices, which are needed later in a chunk; so these have a ring of buffers of their own.
 """
 
 from torch import Tensor
@@ -126,7 +126,7 @@ def gradient_partition(
         mbarrier.wait(late_full.index(late), (i // LATE_STAGES) & 1)
         P = AP.slice(C, C, dim=0).permute((1, 0))
         from_output = warpgroup_mma(gl.convert_layout(dO, LEFT), P, zero, use_acc=False, is_async=True)
-        if KEEP:  # under these products
+        if KEEP:  # during these products
             tma.store_wait(1)
             d_states_buffer.store(dS_rounded)
             fence_async_shared()
@@ -148,7 +148,7 @@ def gradient_partition(
             dU *= write
         dU_left = gl.convert_layout((dU + from_output).to(DTYPE), LEFT)
         Z = warpgroup_mma(dU_left, AP.slice(0, C, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        # Not before a wait of this chunk: ptxas would wait for all products in flight.
+        # This stands after a wait of this chunk: before one, ptxas would wait for all products in flight.
         dS = decayed(dS, totals, stage, DECAY)
         dS = warpgroup_mma(gl.convert_layout(dO_out.to(DTYPE), LEFT_STATE), q_ring.index(stage), dS, is_async=True)
         erased = -factor(factors, of_stage + ERASE)
@@ -174,14 +174,14 @@ def hopper_reverse_scan_kernel(
     SEPARATE: gl.constexpr, UNDECAYED: gl.constexpr, HAS_FINAL: gl.constexpr, HAS_INITIAL: gl.constexpr,
     KEEP: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As `chunk.scan.reverse_scan_kernel` without STRICT: heads of 128 channels, 16-bit inputs, rows not packed.
+    """`chunk.reverse_scan.reverse_scan_kernel` without STRICT, for heads of 128 channels, 16-bit inputs, unpacked rows.
 
     One program owns `64 * PARTS` value channels of one value head of one row or segment. Grid (2 / PARTS * HV * N).
 
-    With IN_PLACE the gradients dS lie where q and `k_in` do, those of value channels from 64 on in
-    `d_states_high_tiles`, with channels in place of the chunk's tokens. That takes one program per head (PARTS = 2): no
-    other one then reads these rows, and a partition stores its dS of a chunk only once the barrier `full` says that the
-    copies of q and `k_in` to shared memory are complete.
+    With IN_PLACE the gradients dS lie in the memory of q and `k_in`, and those of value channels from 64 on in
+    `d_states_high_tiles`, with channels in place of the chunk's tokens. That takes one program per head (PARTS = 2), so
+    that no other program reads these rows, and a partition stores its dS of a chunk only once the barrier `full` says
+    that the copies of q and `k_in` to shared memory are complete.
     """
     DTYPE: gl.constexpr = k_out_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -237,7 +237,7 @@ def hopper_reverse_scan_kernel(
     )  # fmt: skip
     tiles = (q_tiles, k_in_tiles, k_out_tiles, d_output_tiles, AP_tiles)
     where = (scale, row, first, key_column, value_column, slot, HV, count)
-    # Constants that a tuple in a variable passes would become run-time values, so the arguments stand here.
+    # A tuple in a variable would turn constants into run-time values, so the arguments stand here.
     if PARTS == 2:
         gl.warp_specialize([
             (gradient_partition, (walk, 0, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
@@ -268,9 +268,9 @@ def launch_reverse_scan(
     p: Problem, kept: Kept, d_output: Tensor, Z: Tensor | None, d_states: tuple[Tensor | None, Tensor | None],
     d_final: Tensor | None, d_initial: Tensor | None, initial: bool,
 ) -> None:  # fmt: skip
-    """The launch of `stages.reverse_scan` that is not strict; `initial`: the gradients of the first states are wanted.
+    """Launch the part of `stages.reverse_scan` that is not strict; `initial`: the gradients of first states are wanted.
 
-    If `d_states` are two tensors, these have the place of queries and keys.
+    If `d_states` are two tensors, they have the memory of queries and keys.
     """
     plan, ((q_in, k_in, k_out), (beta, G, AP, large_gain)) = p.plan, kept.scanned(p)
     assert q_in is not None and k_in is not None and k_out is not None and AP is not None

@@ -1,12 +1,13 @@
-"""The serial part on Hopper: the same arithmetic as `chunk.scan`, with copies beside the products.
+"""The serial part on Hopper, with the arithmetic of `chunk.scan` and copies beside the products.
 
 Two partitions of four warps hold 64 value channels of the state each, transposed `[V, K]`, in the registers of their
 matrix products. One more warp copies the operands of the next chunks into rings of buffers with the copy engine (TMA)
-and prepares the factors of step sizes and decay. Barriers in shared memory say which buffers are full and which are
-read; the two partitions never wait for each other. What a chunk needs late, A, P and other keys to write with than to
-read with, has a ring of its own: with fewer stages of it more fit of all the rest.
+and prepares the factors of step sizes and decay. Barriers in shared memory say which buffers are full and which have
+been read; the two partitions never wait for each other. Operands that a chunk needs late (A, P, and separate keys to
+write with) have a ring of their own: with fewer stages of it there are more of all others.
 
-A strict launch multiplies with two terms where the plain one does: the inverse, what it multiplies, and corrections.
+A strict launch multiplies with two terms where the plain one does: the inverse, the operand that it multiplies, and
+corrections.
 """
 
 from typing import Any
@@ -35,8 +36,8 @@ D = gl.constexpr(128)  # channels of a head, of keys and of values
 HALF = gl.constexpr(64)  # value channels of a partition
 
 # Rows of factors per stage, one factor per token. Without a decay per head there is one row, of step sizes.
-ERASE = gl.constexpr(0)  # step size, and decay of the state as the erase reads it
-OUT = gl.constexpr(1)  # decay of the state as the output reads it, and scale
+ERASE = gl.constexpr(0)  # step size, and decay of the state that the erase reads
+OUT = gl.constexpr(1)  # decay of the state that the output reads, and scale
 WRITE = gl.constexpr(2)  # decay of a correction until the chunk's end
 BETA = gl.constexpr(3)  # step size; the reverse scan needs none
 
@@ -45,13 +46,13 @@ STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 """Layout of `[64 value channels, 64 tokens]`."""
 LEFT = gl.constexpr(gl.DotOperandLayout(0, TOKENS.value, 2))
-"""Layout of the left operand of a product; that of `[64, 128]` products is the same, by another name."""
+"""Layout of the left operand of a product; that of `[64, 128]` products is the same under another name."""
 LEFT_STATE = gl.constexpr(gl.DotOperandLayout(0, STATE.value, 2))
 
 
 @jit
 def as_tile(buffer, channels: gl.constexpr):
-    """A buffer `[tokens, channels]` as the copy engine sees it, as a tile of one row of the batch."""
+    """A buffer `[tokens, channels]` in the form of the copy engine, a tile of one row of the batch."""
     return buffer._reinterpret(buffer.dtype, [1, C, channels], gl.NVMMASharedLayout(128, 16, 3))
 
 
@@ -86,13 +87,13 @@ def store_factors(
 
 @jit
 def factor(factors, row):
-    """One factor for every token, as a row that multiplies `[value channels, tokens]`."""
+    """The factor of every token, as a row that multiplies `[value channels, tokens]`."""
     return factors.index(row).load(gl.SliceLayout(0, TOKENS))[None, :]
 
 
 @jit
 def decayed(S, totals, stage, DECAY: gl.constexpr):
-    """The state `[value channels, key channels]` with the decay of a whole chunk."""
+    """The state `[value channels, key channels]` times the decay of a whole chunk."""
     if DECAY == 1:
         S *= totals.index(stage).load(gl.SliceLayout(1, STATE))[:, None]
     if DECAY == 2:
@@ -144,7 +145,7 @@ def copy_partition(
 
 @jit
 def store_tile(tiles, coordinates, buffer, x):
-    """Start to copy x `[64 value channels, 64 tokens]` to `tiles` by way of the buffer `[tokens, value channels]`."""
+    """Start to copy x `[64 value channels, 64 tokens]` to `tiles` through the buffer `[tokens, value channels]`."""
     buffer.permute((1, 0)).store(x)
     fence_async_shared()
     tma.async_copy_shared_to_global(tiles, coordinates, as_tile(buffer, HALF))
@@ -152,7 +153,7 @@ def store_tile(tiles, coordinates, buffer, x):
 
 @jit
 def split_inverse(A, rest, HALF_OF_ROWS: gl.constexpr):
-    """Set the two terms of a strict inverse apart (`chunk.inverse.store_strict`): 32 rows of A, columns of `rest`."""
+    """Separate the two terms of a strict inverse (`chunk.inverse.store_strict`): 32 rows of A, columns of `rest`."""
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = HALF_OF_ROWS * 32 + gl.arange(0, 32, gl.SliceLayout(1, ROWS))[:, None]
     upper = row <= gl.arange(0, C, gl.SliceLayout(0, ROWS))[None, :]
@@ -166,7 +167,7 @@ def split_inverse(A, rest, HALF_OF_ROWS: gl.constexpr):
 
 @jit
 def second_term(x, DTYPE: gl.constexpr):
-    """What float32 x is more than itself in 16 bits, in 16 bits."""
+    """The difference between float32 x and x in 16 bits, in 16 bits."""
     return (x - x.to(DTYPE).to(gl.float32)).to(DTYPE)
 
 
@@ -191,7 +192,7 @@ def state_partition(
     o_k = gl.arange(0, D, gl.SliceLayout(0, STATE))
     o_state = state_slot * (D * D) + o_k[None, :] * D + o_v[:, None]
     if INITIAL == 1:
-        if STRICT or REST:  # mostly a launch that finds nothing to do reads nothing
+        if STRICT or REST:  # a launch that finds nothing to do reads nothing
             S = gl.load(initial_state + o_state, mask=o_v[:, None] < D * count, other=0.0)
         else:
             S = gl.load(initial_state + o_state)
@@ -219,7 +220,7 @@ def state_partition(
         Y = warpgroup_mma(S_left, k_in.permute((1, 0)), zero, use_acc=False, is_async=True)
         if OUTPUT:
             O = warpgroup_mma(S_left, q_ring.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-            # The output of the chunk before is stored under these products.
+            # The output of the chunk before is stored during these products.
             if i > 0:
                 tma.store_wait(0)
                 store_tile(out_tiles, [row, token - C, column], out_buffer, out)
@@ -238,7 +239,7 @@ def state_partition(
                 )
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         mbarrier.arrive(late_empty.index((i + LATE_STAGES - 1) % LATE_STAGES), count=1, pred=i > 0)
-        # What products wait for afterwards is loaded under those before.
+        # Factors that later products need are loaded during the products before.
         erase = factor(factors, stage * ROWS + ERASE)
         v = zero
         if HAS_V:
@@ -297,7 +298,7 @@ def state_partition(
         if count > 0:
             tma.store_wait(0)
             store_tile(out_tiles, [row, first + (count - 1) * C, column], out_buffer, out)
-    if final_state is not None and not (STRICT and KEEP and not OUTPUT):  # then nothing follows
+    if final_state is not None and not (STRICT and KEEP and not OUTPUT):  # in that case nothing follows
         if store_final:
             gl.store(final_state + o_state, S)
     tma.store_wait(0)
@@ -323,11 +324,11 @@ def hopper_scan_kernel(
     KEEP: gl.constexpr, BY_TOKEN: gl.constexpr, STRICT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As `chunk.scan.scan_kernel`: heads of 128 channels, 16-bit inputs, rows that are not packed.
+    """`chunk.scan.scan_kernel` for heads of 128 channels, 16-bit inputs and rows that are not packed.
 
     One program owns `64 * PARTS` value channels of one value head of one row or segment. Grid (2 / PARTS * HV * N).
-    With BY_TOKEN the states lie as `backward_kernel` reads them. `stopped`, if given, has the number of the chunk that
-    each head begins at.
+    With BY_TOKEN the states lie in the form that `backward_kernel` reads. `stopped`, if given, has the number of the
+    chunk at which each head begins.
     """
     DTYPE: gl.constexpr = k_in_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -355,7 +356,7 @@ def hopper_scan_kernel(
             first += stop * C
             slot += stop * HV
         else:
-            if KEEP and not OUTPUT:  # only the launch with STRICT reads it, if chunks remain for it
+            if KEEP and not OUTPUT:  # only the launch with STRICT reads the state, if chunks remain for it
                 store_final = stop < count
             count = stop
     if REST:
@@ -409,7 +410,7 @@ def hopper_scan_kernel(
     )  # fmt: skip
     tiles = (q_tiles, k_in_tiles, k_out_tiles, v_tiles, AP_tiles)
     where = (scale, row, first, key_column, value_column, slot, HV, count)
-    # Constants that a tuple in a variable passes would become run-time values, so the arguments stand here.
+    # A tuple in a variable would turn constants into run-time values, so the arguments stand here.
     if PARTS == 2:
         gl.warp_specialize([
             (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
@@ -429,7 +430,7 @@ def hopper_scan_kernel(
 
 
 def gluon_scan_arguments(plan: Plan, options: dict[str, int], **named: Any) -> Constants:
-    """Constants of a serial scan in Gluon: a program for one part of 64 value channels of a head, or for both."""
+    """Constants of a serial scan in Gluon, with a program for one part of 64 value channels of a head, or for both."""
     return Constants(
         2 // options["PARTS"] * plan.HV * plan.scans, UNDECAYED=plan.undecayed, scale=plan.scale, T=plan.T,
         NT=plan.NT, HV=plan.HV, **plan.scanned_heads, **named, **options,
@@ -449,7 +450,7 @@ def launch_scan(
     p: Problem, kept: Kept, start: int, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
     output: Tensor | None, U: Tensor | None, states: Tensor | None, strict: bool, stopped: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One launch of `stages.scan_once`, from `start`; it stores any of the output, and U with the states."""
+    """Launch `stages.scan_once` from `start`; it stores the output, or U with the states, or both, or neither."""
     plan, ((q_in, k_in, k_out), (beta, G, AP, large_gain)) = p.plan, kept.scanned(p)
     assert q_in is not None and k_in is not None and k_out is not None and AP is not None
     with_output = output is not None

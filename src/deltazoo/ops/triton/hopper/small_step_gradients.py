@@ -1,4 +1,4 @@
-"""What the fused backward leaves to small kernels: tiny step sizes, the end of d_log_decay, sums of groups of heads."""
+"""Small kernels after the fused backward: tiny step sizes, the end of d_log_decay, sums over groups of heads."""
 
 import triton
 import triton.language as tl
@@ -38,9 +38,9 @@ def tiny_steps_kernel(
 ):  # fmt: skip
     """d_beta and dv of the tokens with a small step size, whose rows of dv are Z; grid (N * HV).
 
-    `d_beta = <z, v - y>`, y what the token reads of its key: of the state that enters the chunk, and of the corrections
-    of the tokens before. All are computed again, since gradients may have replaced the states. A branch in the fused
-    kernel would cost every chunk registers and addresses.
+    `d_beta = <z, v - y>`, with y the read of the token by its key from the state that enters the chunk and from the
+    corrections of the tokens before. All are computed again, since gradients may have replaced the states. A branch in
+    the fused kernel would cost registers and addresses in every chunk.
 
     A program walks through a head of a sequence or segment, as `chunk.scan.scan_kernel` with STRICT, and ends after the
     last token with a small step size. Heads without one take no time.
@@ -87,7 +87,7 @@ def tiny_steps_kernel(
                 b_Z = tl.load(dv + o_values, mask=m_c[None, :], other=0.0).to(tl.float32)
                 p_dbeta = d_beta + (first + o_c) * HV + i_h
                 part = tl.load(p_dbeta, mask=small & (i_v > 0), other=0.0)
-                tl.debug_barrier()  # other threads may store than load
+                tl.debug_barrier()  # other threads may store than those that load
                 tl.store(p_dbeta, part + tl.sum(b_Z * (b_v - Y), 0), mask=small)
                 tl.store(dv + o_values, (b_beta[None, :] * b_Z).to(DTYPE), mask=small[None, :])
             if DECAY == 1:
@@ -101,7 +101,7 @@ def tiny_steps_kernel(
 def log_decay_gradient_kernel(
     d_G, overlap, log_decay, d_log_decay, T, HV, C: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr
 ):
-    """d_log_decay of a chunk: `<S, dS>` less the running sum of dG before the token; grid (HV / HEADS, NC, B)."""
+    """Store d_log_decay of a chunk: `<S, dS>` less the running sum of dG before the token; grid (HV / HEADS, NC, B)."""
     i_t, i_b = tl.program_id(1), tl.program_id(2)
     o_h = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     slot = (i_b.to(tl.int64) * tl.cdiv(T, C) + i_t) * HV + o_h
@@ -118,7 +118,7 @@ def log_decay_gradient_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def sum_of_groups_kernel(dq_heads, dk_heads, dq, dk, rows, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """dq and dk, `rows` of D channels: sums of GROUP rows each; grid (rows / ROWS, 2)."""
+    """Store dq and dk, `rows` of D channels, each the sum of GROUP rows; grid (rows / ROWS, 2)."""
     o = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_d, mask = tl.arange(0, D)[None, :], (o < rows)[:, None]
     if tl.program_id(1) == 0:

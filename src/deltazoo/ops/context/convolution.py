@@ -1,0 +1,126 @@
+"""Short convolutions of a piece, whose first outputs depend on the last inputs of the ranks before.
+
+Those travel while everything else is computed. Forward the piece is convolved as if nothing came before it, then the
+few first outputs anew. Backward the gradients of the tokens before, which follow from those of the first outputs, are
+computed and sent first.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.ops.context.exchange import add_to_last_tokens, started_last_tokens, tokens_before_piece
+from deltazoo.ops.context.group import ContextParallel, started_gather
+from deltazoo.ops.fused.short_conv_kernels import short_convs
+from deltazoo.ops.recompute import declare_recomputable
+
+__all__ = ["PieceBounds", "convolved_piece"]
+
+Three = tuple[Tensor, Tensor, Tensor]
+_Packing = tuple[Tensor | None, Tensor | None]
+"""The sequence of each token and the boundaries, as the kernel takes them; None for rows that are not packed."""
+
+
+class PieceBounds(NamedTuple):
+    """The ranks of a piece, and where packed sequences begin."""
+
+    context: ContextParallel
+    """With lengths."""
+    cu_seqlens: Tensor | None
+    """`[N + 1]` boundaries in the whole row; None: every row is one sequence."""
+
+    @property
+    def begin(self) -> int:
+        """The first token of the piece in the whole row."""
+        return sum(self.context.known_lengths[: self.context.rank])
+
+    def packing(self, begin: int, num_tokens: int) -> _Packing:
+        """Of the tokens from `begin` in the whole row on, as if there were no others."""
+        if self.cu_seqlens is None:
+            return None, None
+        bounds = (self.cu_seqlens - begin).clamp(0, num_tokens)
+        tokens = torch.arange(num_tokens, device=bounds.device, dtype=bounds.dtype)
+        return torch.searchsorted(bounds[1:], tokens, right=True), bounds
+
+    def past(self, before: Tensor) -> Tensor:
+        """The state before each row or sequence `[N, C, width]`, from the tokens `[B, width, C]` before the piece."""
+        if self.cu_seqlens is None:
+            return before.mT.contiguous()
+        # Only a sequence that has begun before the piece has tokens there.
+        first = torch.full((1,), self.begin, device=before.device, dtype=self.cu_seqlens.dtype)
+        number = torch.searchsorted(self.cu_seqlens[1:], first, right=True)
+        place = torch.arange(self.begin - before.shape[1], self.begin, device=before.device)
+        before = before.masked_fill((place < self.cu_seqlens[number])[:, None], 0)
+        past = before.new_zeros(len(self.cu_seqlens) - 1, before.shape[2], before.shape[1])
+        return past.index_copy_(0, number, before.mT)
+
+
+def convolved_piece(inputs: Three, weights: Three, bounds: PieceBounds, silu: bool, head: int, norm_v: bool) -> Three:
+    """`short_convolutions` of this rank's tokens, by its kernel; ranks exchange what lies before the pieces.
+
+    Args:
+        inputs: three `[B, T, C_i]`.
+        weights: three `[C_i, 1, W]`.
+        bounds: of the piece.
+        silu, head, norm_v: as of `short_convs`.
+    """
+    options = silu, head, norm_v
+    *outputs, past = _Convolved.apply(bounds, options, *inputs, *weights)
+    packing, start = bounds.packing(bounds.begin, inputs[0].shape[1]), 0
+    for y, x, weight, normed in zip(outputs, inputs, weights, (True, True, norm_v), strict=True):
+        place = start, start + x.shape[2], silu, head if normed else 0
+        declare_recomputable(y, _convolved_alone, x, weight, past, *packing, *place)
+        start += x.shape[2]
+    return tuple(outputs)
+
+
+def _convolved_alone(
+    x: Tensor, weight: Tensor, past: Tensor, sequence: Tensor | None, cu_seqlens: Tensor | None, start: int, stop: int,
+    silu: bool, head: int,
+) -> Tensor:  # fmt: skip
+    past = past[:, start:stop]
+    return short_convs(x, None, None, weight, None, None, past, sequence, cu_seqlens, silu, head, True)[0]
+
+
+class _Convolved(torch.autograd.Function):
+    """The outputs of all three, and the state before the piece."""
+
+    @staticmethod
+    def forward(ctx: Any, bounds: PieceBounds, options: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs, weights, context = tensors[:3], tensors[3:], bounds.context
+        width, num_tokens = weights[0].shape[-1] - 1, inputs[0].shape[1]
+        gathered = started_last_tokens(inputs, width, context)
+        outputs = short_convs(*inputs, *weights, None, *bounds.packing(bounds.begin, num_tokens), *options)
+        before = tokens_before_piece(gathered, context, context.rank)
+        here = min(width, num_tokens)
+        head = _head(before, inputs, here)
+        packing = bounds.packing(bounds.begin - width, width + here)
+        for y, first in zip(outputs, short_convs(*head, *weights, None, *packing, *options), strict=True):
+            y[:, :here] = first[:, width:]
+        past = bounds.past(before)
+        ctx.mark_non_differentiable(past)
+        ctx.bounds, ctx.options = bounds, options
+        ctx.save_for_backward(*tensors, before, past)
+        return *outputs, past
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        *tensors, before, past = ctx.saved_tensors
+        inputs, weights, d_outputs, bounds = tensors[:3], tensors[3:], gradients[:3], ctx.bounds
+        width, num_tokens = before.shape[1], inputs[0].shape[1]
+        here = min(width, num_tokens)
+        head, d_head = _head(before, inputs, here), _head(torch.zeros_like(before), d_outputs, here)
+        packing = bounds.packing(bounds.begin - width, width + here)
+        d_before = short_convs.backward(*head, *weights, None, *packing, *ctx.options, *d_head)[:3]
+        gathered = started_gather(torch.cat([d[:, :width] for d in d_before], 2), bounds.context)
+        packing = bounds.packing(bounds.begin, num_tokens)
+        found = short_convs.backward(*inputs, *weights, past, *packing, *ctx.options, *d_outputs)
+        add_to_last_tokens(found[:3], gathered, bounds.context)
+        return None, None, *found
+
+
+def _head(before: Tensor, inputs: tuple[Tensor, ...], here: int) -> list[Tensor]:
+    """The tokens before the piece, and `here` of its own, of each input."""
+    parts = before.split([x.shape[2] for x in inputs], 2)
+    return [torch.cat([part, x[:, :here]], 1) for part, x in zip(parts, inputs, strict=True)]
