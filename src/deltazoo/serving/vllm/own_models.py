@@ -88,7 +88,7 @@ class PagedStates:
 class _SoftmaxAttention(JoinedMaps, Qwen3Attention):
     """vLLM's attention with the parameters of ours; norms of queries and keys are a choice there."""
 
-    joined: ClassVar = {"qkv_proj": {f"{x}_proj": x for x in "qkv"}}
+    joined = {"qkv_proj": {f"{x}_proj": x for x in "qkv"}}
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         config = vllm_config.model_config.hf_config
@@ -102,7 +102,7 @@ class _SoftmaxAttention(JoinedMaps, Qwen3Attention):
 
 
 class _SwiGLU(JoinedMaps):
-    joined: ClassVar = {"gate_up_proj": {"gate_proj": 0, "up_proj": 1}}
+    joined = {"gate_up_proj": {"gate_proj": 0, "up_proj": 1}}
 
     def __init__(self, config: Any, quantised: Any, prefix: str) -> None:
         super().__init__()

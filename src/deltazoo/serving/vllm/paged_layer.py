@@ -8,7 +8,7 @@ compute the rule (`deltazoo.generation.fused_rule`), they read and write the pag
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def states_of(make: MakeLayer, ranks: int, dtype: torch.dtype) -> list[tuple[tup
 class JoinedMaps(nn.Module):
     """A module in which linear maps of a checkpoint are parts of fewer products."""
 
-    joined: dict[str, dict[str, Any]]
+    joined: Mapping[str, Mapping[str, Any]]
     """By product, the names of its maps in the checkpoint, each with vLLM's name of the part."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -154,11 +154,12 @@ class PagedLayer(JoinedMaps, MambaBase):
         Quantised ones leave maps to step sizes, decays and low ranks as they are. The second half of a map of low rank
         stays in the layer; the first half, which every rank has whole, counts in its product once for each.
         """
-        first, ranks = first_maps(whole), get_tensor_model_parallel_world_size()
+        first: dict[str, Any] = first_maps(whole)
+        ranks = get_tensor_model_parallel_world_size()
         self.low_rank = [name for name in first if isinstance(getattr(whole, name), nn.Sequential)]
         gates = {*self.low_rank, *GATE_PROJECTIONS} if quantised else set()
         groups = {"in_proj": [x for x in first if x not in gates], "gates_proj": [x for x in first if x in gates]}
-        self.joined = {}
+        self.joined: dict[str, dict[str, int]] = {}
         self.columns: dict[str, slice] = {}
         """Where the result of each map is in those of all products side by side."""
         self._results: dict[str, Tensor] = {}

@@ -60,7 +60,7 @@ class _Swapped(PagedStates):
             block.self_attn = _Slot(partial(self.make_linear_layer, config, index), vllm_config, name, rotary_emb)
             self.slots[name] = block.self_attn
         self.hf_to_vllm_mapper = model.hf_to_vllm_mapper | WeightsMapper(orig_to_new_substr={".delta.": "."})  # LoRA's
-        self.packed_modules_mapping = {**self.packed_modules_mapping, **self.paged_layers()[0].packed}
+        self.packed_modules_mapping = {**model.packed_modules_mapping, **self.paged_layers()[0].packed}
 
     @staticmethod
     def make_linear_layer(config: Any, index: int, ranks: int) -> DeltaRuleAttention:
