@@ -32,7 +32,7 @@ def test_hybrids_with_the_prefix_cache(rule, tmp_path):
 
 
 def test_softmax_heads_with_norms_biases_and_a_scaled_rotary_embedding(tmp_path):
-    rope = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
+    rope = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
     model = small_model("gated_deltanet", hybrid=True, softmax_qk_norm=True, qkv_bias=True, rope_parameters=rope)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():

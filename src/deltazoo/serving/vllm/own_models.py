@@ -19,7 +19,7 @@ from deltazoo.compat.fla.checkpoints import modernize_state_dict
 from deltazoo.layers import DeltaRuleAttention, RMSNorm, make_layer
 from deltazoo.ops.fused import takes_kernel
 from deltazoo.ops.fused.glu import swiglu
-from deltazoo.serving.vllm.paged_layer import JoinedMaps, PagedLayer, states_of
+from deltazoo.serving.vllm.paged_layer import JoinedMaps, MakeLayer, PagedLayer, states_of
 
 __all__ = ["DeltazooForCausalLM", "PagedStates", "PureDeltazooForCausalLM", "share_of"]
 
@@ -36,21 +36,16 @@ class PagedStates:
     has_inner_state: ClassVar[bool] = True
 
     @staticmethod
-    def make_linear_layer(config: Any, index: int, ranks: int) -> DeltaRuleAttention:
-        """Linear layer `index` of a model, or the share of one of so many ranks."""
-        raise NotImplementedError
-
-    @staticmethod
-    def linear_layers(config: Any) -> list[int]:
-        """Numbers of the linear layers."""
+    def linear_layers(config: Any) -> dict[int, MakeLayer]:
+        """Makers of the linear layers, by number."""
         raise NotImplementedError
 
     @classmethod
     def _states(cls, vllm_config: VllmConfig) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """One sequence's states in a layer; ValueError if they differ among layers."""
         config, ranks = vllm_config.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
-        makers = [partial(cls.make_linear_layer, config, index) for index in cls.linear_layers(config)]
-        first, *others = [states_of(make, ranks, vllm_config.model_config.dtype) for make in makers]
+        makers, dtype = cls.linear_layers(config).values(), vllm_config.model_config.dtype
+        first, *others = [states_of(make, ranks, dtype) for make in makers]
         if different := [x for x in others if x != first]:
             raise ValueError(f"vLLM keeps states of one shape in all layers, got {first} and {different[0]}")
         return first
@@ -131,9 +126,8 @@ class _Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, fused=None)
         self.mlp = _SwiGLU(config, quantised, f"{prefix}.mlp")
         self.is_linear = config.layer_types[index] == "linear_attention"
-        make = partial(_OwnModel.make_linear_layer, config, index)
         self.attn: nn.Module = (
-            PagedLayer(make, vllm_config, f"{prefix}.attn")
+            PagedLayer(_OwnModel.linear_layers(config)[index], vllm_config, f"{prefix}.attn")
             if self.is_linear
             else _SoftmaxAttention(vllm_config, f"{prefix}.attn")
         )
@@ -177,15 +171,14 @@ class _OwnModel(PagedStates, SupportsLoRA):
         self.packed_modules_mapping = {**self.packed_modules_mapping, **self.paged_layers()[0].packed}
 
     @staticmethod
-    def make_linear_layer(config: Any, index: int, ranks: int) -> DeltaRuleAttention:
-        """Linear layer `index` of a model, or the share of one of so many ranks."""
-        options = share_of(config.layer_options, ranks)
-        return make_layer(**options, layer_idx=index, num_layers=config.num_hidden_layers)
+    def linear_layers(config: Any) -> dict[int, MakeLayer]:
+        """Makers of the linear layers, by number."""
 
-    @staticmethod
-    def linear_layers(config: Any) -> list[int]:
-        """Numbers of the linear layers."""
-        return [i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+        def make(index: int, ranks: int) -> DeltaRuleAttention:
+            options = share_of(config.layer_options, ranks)
+            return make_layer(**options, layer_idx=index, num_layers=config.num_hidden_layers)
+
+        return {i: partial(make, i) for i, kind in enumerate(config.layer_types) if kind == "linear_attention"}
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embeddings `[T, hidden_size]`."""
