@@ -183,7 +183,7 @@ def launches_of(shape: Shape, op: str, gates: str, precision: str) -> dict[str, 
 def in_float32(launch: Launch, shape: Shape) -> dict[str, Any]:
     """Changes that make a launch of a scan or of the chunk gradients compute in float32 from the same inputs."""
     tiles = tiles_for(
-        shape.K, shape.V, False, launch.arguments.get("DECAY", 2), has_beta=True, strict=False, separate=False
+        shape.K, shape.V, False, launch.arguments.get("DECAY", "channel"), has_beta=True, strict=False, separate=False
     )
     tensors = {name: x for name, x in launch.arguments.items() if isinstance(x, Tensor)}
     changes: dict[str, Any] = {name: x.float() for name, x in tensors.items() if x.is_floating_point()}

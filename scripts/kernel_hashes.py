@@ -87,9 +87,9 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     for decay, options in product(chunks.DECAYS, OPTIONS):
         call = chunks.Call(decay=decay, **without_undecayed_channels(decay == "channel", options))
         yield str(call), call.run
-    for decay, options in product(range(3), HOPPER_OPTIONS):
-        options = without_undecayed_channels(decay == 2, options)
-        named = [hopper.DECAYS[decay], *(f"{name}={value}" for name, value in options.items())]
+    for decay, options in product(hopper.DECAYS, HOPPER_OPTIONS):
+        options = without_undecayed_channels(decay == "channel", options)
+        named = [decay, *(f"{name}={value}" for name, value in options.items())]
         yield f"hopper-{'-'.join(named)}", hopper.Call(decay=decay, **options).run
     for decay, strict in product(inference.DECAYS, (None, False)):
         call = inference.meta_call(decay, strict=strict, state=strict is None)

@@ -172,7 +172,7 @@ def test_promises_are_made_where_a_class_is_registered(own_registry: None) -> No
     register_rule(my_rule())
     assert registered_promises("my_rule") == Promises(StepForm("fixed"), gain_at_most_one=True)
 
-    line = r"Former.step_form is said where the rule is registered: write .*\(SPEC, layer=Former, step_form="
+    line = r"Former.step_form belongs to the registration of the rule: write .*\(SPEC, layer=Former, step_form="
     with pytest.raises(TypeError, match=line):
 
         class Former(DeltaRuleAttention):

@@ -373,6 +373,19 @@ def registering_module(name: str) -> str | None:
     return None if entry.comes_with_deltazoo else entry.module
 
 
+ANOTHER_FORM = (
+    "another recurrence is an nn.Module of its own, which keeps its state in a deltazoo.layers.StateStore "
+    "(docs/new_rules.md#a-module-of-another-form)"
+)
+"""The advice for a rule that the operator cannot compute."""
+
+OTHER_FORMS = {
+    *("mdn", "falcon2", "falcon3", "vla", "mesanet", "gatedkalmanet", "loglinear", "loglinearattention"),
+    *("mamba3", "ttt", "titans", "atlas", "oja", "gatedoja", "path", "cyfa"),
+}
+"""Names of such rules, in small letters and nothing else; docs/layers.md says why each is one."""
+
+
 def list_rules() -> list[str]:
     """Names of all registered rules, in the order of registration: deltazoo's own by kind, then others."""
     return list(_REGISTRY)
@@ -380,6 +393,8 @@ def list_rules() -> list[str]:
 
 def _entry(name: str) -> _Entry:
     if name not in _REGISTRY:
+        if name.lower().replace("-", "").replace("_", "") in OTHER_FORMS:
+            raise ValueError(f"rule {name!r} does not have the form of the operator: {ANOTHER_FORM}")
         raise ValueError(
             f"{unknown('rule', name, list_rules())} (a rule of your own is known once its module is imported, "
             "on the command line by --load FILE.py)"

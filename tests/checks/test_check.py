@@ -13,7 +13,7 @@ from torch import Tensor
 from deltazoo.checks import CHECKS, check_rule
 from deltazoo.cli.options import load_rule_file
 from deltazoo.layers import DeltaRuleAttention, LayerInput
-from deltazoo.spec import RuleSpec, list_rules, register_rule
+from deltazoo.spec import ANOTHER_FORM, RuleSpec, list_rules, register_rule
 
 # File -> the checks that must fail, and words from the message of the first.
 WRONG = {
@@ -160,6 +160,11 @@ def test_the_command_says_what_is_wrong_and_exits_with_one(
 
     (tmp_path / "empty_rule.py").write_text("import deltazoo\n")
     assert call("check", str(tmp_path / "empty_rule.py")) == 1
-    assert "registers no rule" in " ".join(capsys.readouterr().err.split())
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "registers no rule" in shown and ANOTHER_FORM in shown
+    for name in ("MesaNet", "log_linear", "mamba-3"):
+        assert call("check", name) == 1
+        shown = " ".join(capsys.readouterr().err.split())
+        assert shown == f"Error: rule '{name}' does not have the form of the operator: {ANOTHER_FORM}"
     assert call("check", "kad") == 1
     assert "did you mean 'kda'" in " ".join(capsys.readouterr().err.split())

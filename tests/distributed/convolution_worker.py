@@ -30,7 +30,7 @@ PIECES = {2: ((10, 20), (28, 2)), 3: ((10, 2, 18), (1, 1, 28))}
 
 
 def compare(documents: tuple[int, ...] | None, lengths: tuple[int, ...], level: str) -> None:
-    """Outputs have the bits of the whole rows; gradients equal them to rounding."""
+    """Compare outputs, which have the bits of the whole rows on a CPU, and gradients, which equal them to rounding."""
     generator = torch.Generator().manual_seed(0)
     rows = 2 if documents is None else 1
 
@@ -62,7 +62,10 @@ def compare(documents: tuple[int, ...] | None, lengths: tuple[int, ...], level: 
     found = run_block(level, convolved, *parts, exchanges=True)
     d_found = torch.autograd.grad(found[3:], [*parts, *weights], [d[:, piece] for d in gradients])
     for y, mine in zip(expected, found[:3], strict=True):
-        assert torch.equal(y[:, piece], mine)
+        if GPU:  # whose compiler may contract other products in runs of another length
+            torch.testing.assert_close(y[:, piece], mine, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(y[:, piece], mine)
     for d, mine in zip(d_expected[:3], d_found[:3], strict=True):
         torch.testing.assert_close(d[:, piece], mine, rtol=1e-5, atol=1e-5)
     for d, mine in zip(d_expected[3:], d_found[3:], strict=True):

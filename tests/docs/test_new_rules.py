@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import call
 from outside_rule import forget_rules
 from tiny_runs import write_text_folder
@@ -39,3 +40,34 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
             assert call(name, *arguments, *smaller) == 0, (name, arguments)
         run.add(name)
     assert run == {"check", "show", "train", "eval", "generate", "diagnose"}
+
+
+def test_the_module_of_another_form_works_in_a_model() -> None:
+    """Cached, padded and in training, as the layers of a rule do."""
+    (block,) = re.findall(
+        r"^```python\n(.*?class StepwiseMomentum.*?)^```$", PAGE.partition("## A module of")[2], re.M | re.S
+    )
+    namespace: dict = {"__name__": "page"}
+    exec(block, namespace)
+    model = namespace["model"].eval()
+    tokens = torch.randint(300, (2, 9))
+    with torch.no_grad():
+        whole = model(tokens).logits
+        cache, steps = None, []
+        for part in tokens.split([5, 1, 1, 2], dim=1):
+            result = model(part, past_key_values=cache, use_cache=True)
+            cache = result.past_key_values
+            steps.append(result.logits)
+        mask = torch.ones(2, 12, dtype=torch.int64)
+        mask[0, :3] = mask[1, 9:] = 0
+        padded = torch.zeros(2, 12, dtype=torch.int64).masked_scatter(mask.bool(), tokens)
+        logits = model(padded, attention_mask=mask).logits[mask.bool()].view_as(whole)
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-5)
+    changed = torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % 300], dim=1)
+    assert torch.equal(model(changed).logits[:, :-1], whole[:, :-1])
+    model.train()(tokens, labels=tokens).loss.backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+    model.generate(tokens, num_beams=2, max_new_tokens=3)
+    with pytest.raises(ValueError, match=r"(?s)model\.layers"):
+        model.save_pretrained("never")

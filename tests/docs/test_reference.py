@@ -1,4 +1,4 @@
-"""The reference pages name things that exist; every public name and every page is listed; versions agree."""
+"""The reference pages name things that exist; every public name, rule and page is listed; versions agree."""
 
 from __future__ import annotations
 
@@ -26,3 +26,10 @@ def test_every_page_is_in_the_navigation_and_names_this_version() -> None:
     for page in (ROOT / "README.md", ROOT / "docs" / "architecture.md"):
         wheels = re.findall(r"deltazoo-([\d.]+)-py3", page.read_text(encoding="utf-8"))
         assert set(wheels) == {deltazoo.__version__}
+
+
+def test_every_rule_is_in_the_table_and_counted() -> None:
+    table = (ROOT / "docs" / "layers.md").read_text(encoding="utf-8").split("### All of them")[1].split("\n#")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == deltazoo.list_rules()
+    counts = re.findall(r"(?:has|of the) (\d+)[ .]", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert {int(count) for count in counts} == {len(deltazoo.list_rules())}

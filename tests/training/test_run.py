@@ -361,7 +361,7 @@ def test_what_a_run_would_replace_is_not_replaced(text: Path, tmp_path: Path, na
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
     file.write_text("my own")
-    with pytest.raises(ValueError, match=f"{name.partition('/')[0]} is there already and of no run that began"):
+    with pytest.raises(ValueError, match=f"{name.partition('/')[0]} exists already and belongs to no run"):
         train(run_config(text, tmp_path))
     assert file.read_text() == "my own" and not (tmp_path / "config.yaml").exists()
 

@@ -15,7 +15,7 @@ from deltazoo.layers import rule as rule_functions
 HIDDEN, HEADS, HEAD_DIM, VALUE_HEADS = 24, 2, 8, 4
 TOKENS = 70  # a chunk of 64 and the beginning of another
 TOLERANCE = 1e-9
-_MIXES = "a token's inputs depend on other tokens"
+_MIXES = "a token's inputs depend on other tokens, and only a further state may hand on what those have left"
 
 
 def make(rule: str, dtype: torch.dtype = torch.float64, **options: Any) -> DeltaRuleAttention:

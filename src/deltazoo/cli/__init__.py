@@ -187,7 +187,7 @@ def check(
     if rule.endswith(".py") or Path(rule).is_file():
         names = load_rule_file(rule)
         if not names:
-            raise ValueError(f"{rule} registers no rule: call deltazoo.register_rule in it")
+            raise ValueError(f"{rule} registers no rule: call deltazoo.register_rule in it; {spec.ANOTHER_FORM}")
     else:
         names = [spec.get_rule(rule).name]
 

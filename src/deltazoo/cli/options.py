@@ -42,7 +42,7 @@ def load_rule_file(path: str | Path) -> list[str]:
         return _registered_by(name)
     if loaded is not None or not name.isidentifier() or _importable_elsewhere(name, path):
         raise ValueError(
-            f"{path} cannot be loaded as a module {name!r}: that is another module's name, or none: rename it"
+            f"{path} cannot be loaded as a module {name!r}: another module has that name, or none can: rename it"
         )
     specification = importlib.util.spec_from_file_location(name, path)
     if specification is None or specification.loader is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo._report import describe_update
-from deltazoo.diagnosis.rule_calls import RuleCall, delta_rule_layers, recorded_calls
+from deltazoo.diagnosis.rule_calls import RecordedCall, delta_rule_layers, recorded_calls
 from deltazoo.diagnosis.rule_figures import CHUNK, Figures, Quantiles, figure_of, measure
 from deltazoo.generation.nan_origin import watch_for_nan
 from deltazoo.models.delta_layers import evaluation_mode
@@ -153,7 +153,7 @@ def diagnose(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> Diagnosis:
     found: dict[str, LayerDiagnosis] = {}
     counts: list[tuple[int, int]] = []
 
-    def receive(name: str, call: RuleCall) -> None:
+    def receive(name: str, call: RecordedCall) -> None:
         with torch.autocast(call.inputs.q.device.type, enabled=False):
             heads, num_tokens, num_sequences = measure(call)
         update = describe_update(call.spec, call.num_micro_steps)

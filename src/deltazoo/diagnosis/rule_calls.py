@@ -18,7 +18,7 @@ from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.rules.channel_gates import ChannelGates
 from deltazoo.spec import RuleSpec, get_rule
 
-__all__ = ["Gate", "RuleCall", "delta_rule_layers", "recorded_calls"]
+__all__ = ["Gate", "RecordedCall", "delta_rule_layers", "recorded_calls"]
 
 
 class Gate(NamedTuple):
@@ -31,7 +31,7 @@ class Gate(NamedTuple):
     """Whether the gate has an upper end; not SiLU, `x * sigmoid(x)`, which is shut where the sigmoid is."""
 
 
-class RuleCall(NamedTuple):
+class RecordedCall(NamedTuple):
     """One call of the operator by a layer."""
 
     spec: RuleSpec
@@ -53,7 +53,7 @@ def delta_rule_layers(model: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def recorded_calls(layers: dict[str, Any], receive: Callable[[str, RuleCall], None]) -> Iterator[None]:
+def recorded_calls(layers: dict[str, Any], receive: Callable[[str, RecordedCall], None]) -> Iterator[None]:
     """A context in which every forward pass of one of the layers ends with `receive(name, call)`.
 
     Raises:
@@ -68,7 +68,7 @@ def recorded_calls(layers: dict[str, Any], receive: Callable[[str, RuleCall], No
 
 
 @contextmanager
-def _recorded(name: str, layer: Any, receive: Callable[[str, RuleCall], None]) -> Iterator[None]:
+def _recorded(name: str, layer: Any, receive: Callable[[str, RecordedCall], None]) -> Iterator[None]:
     calls: list[tuple[RuleInputs, Sequences]] = []
     gates: dict[str, Gate] = {}
 
@@ -100,7 +100,7 @@ def _recorded(name: str, layer: Any, receive: Callable[[str, RuleCall], None]) -
         if inputs.log_decay is not None and lower_bound is not None:
             share = inputs.log_decay / lower_bound
             gates["decay"] = Gate(share if share.ndim == 4 else share[..., None])
-        receive(name, RuleCall(spec, getattr(layer, "num_micro_steps", 1), inputs, sequences, dict(gates)))
+        receive(name, RecordedCall(spec, getattr(layer, "num_micro_steps", 1), inputs, sequences, dict(gates)))
         gates.clear()
 
     with ExitStack() as hooks:

@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from deltazoo.diagnosis.rule_calls import RuleCall
+from deltazoo.diagnosis.rule_calls import RecordedCall
 from deltazoo.layers import PackedSequences, RightPaddedSequences, RuleInputs, run_rule
 from deltazoo.ops.dtypes import at_least_float32
 
@@ -93,7 +93,7 @@ def figure_of(record: Mapping[str, Any], name: str) -> float | None:
     return None if shut is None else shut + (record[f"{gate}_open"] or 0.0)
 
 
-def measure(call: RuleCall) -> tuple[list[Figures], int, int]:
+def measure(call: RecordedCall) -> tuple[list[Figures], int, int]:
     """The figures of every value head, the number of tokens, and the number of sequences.
 
     Keys, gates and decays are those that the operator saw, rounding included; figures computed from them are float32
@@ -128,7 +128,7 @@ class _Row(NamedTuple):
     """`[B, T]` bool: the places of these tokens in the batch."""
 
 
-def _one_row(call: RuleCall) -> _Row:
+def _one_row(call: RecordedCall) -> _Row:
     inputs, sequences = call.inputs, call.sequences
     rows, length = inputs.q.shape[:2]
     device = inputs.q.device
@@ -157,7 +157,7 @@ def _one_row(call: RuleCall) -> _Row:
     return _Row(picked, starts, ~cleared[real], real)
 
 
-def _gain_figures(tokens: _Row, call: RuleCall, heads: int) -> dict[str, list[Any]]:
+def _gain_figures(tokens: _Row, call: RecordedCall, heads: int) -> dict[str, list[Any]]:
     inputs, steps = tokens.inputs, call.num_micro_steps
     if inputs.beta is None:
         return {}
@@ -190,7 +190,7 @@ def _gain_figures(tokens: _Row, call: RuleCall, heads: int) -> dict[str, list[An
     }
 
 
-def _state_figures(tokens: _Row, call: RuleCall) -> dict[str, list[Any]]:
+def _state_figures(tokens: _Row, call: RecordedCall) -> dict[str, list[Any]]:
     """Figures of transitions and states, which the operator computes for chunks as sequences of their own."""
     bounds, sequence_of, order = _chunks(tokens.starts)
     inputs = tokens.inputs
@@ -264,7 +264,7 @@ def _spectral_norm(matrices: Tensor) -> Tensor:
     return (log_norm / 2).exp()
 
 
-def _gate_figures(tokens: _Row, call: RuleCall, heads: int) -> list[dict[str, GateShares]]:
+def _gate_figures(tokens: _Row, call: RecordedCall, heads: int) -> list[dict[str, GateShares]]:
     found: list[dict[str, GateShares]] = [{} for _ in range(heads)]
     for name, gate in call.gates.items():
         values = gate.values[tokens.real]

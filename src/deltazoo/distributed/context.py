@@ -190,11 +190,7 @@ def piece_of_batch(batch: Mapping[str, Any], rank: int, ranks: int) -> dict[str,
 
 
 def _piece_bounds(tokens: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Begin and end of a rank's piece of `tokens` tokens; pieces differ by at most one grid cell.
-
-    Raises:
-        ValueError: fewer tokens than ranks.
-    """
+    """Begin and end of a rank's piece of `tokens` tokens, at least one; pieces differ by at most one grid cell."""
     if tokens < ranks:
         raise ValueError(f"{tokens} tokens cannot be divided among {ranks} ranks: every rank needs at least one")
     grid = _GRID if tokens >= _GRID * ranks else 1
@@ -217,22 +213,10 @@ def _attend_to_all_ranks(
     delta_batch: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of this rank's queries to the keys of all ranks, an implementation for transformers.
+    """Causal attention of this rank's queries `[B, H, T, d]` to the keys of all ranks, an implementation for
+    transformers: `[B, T, H, d]`, and None in place of the weights.
 
-    Args:
-        module: the layer.
-        query: `[B, H, T, d]`, of this rank's piece; key and value: `[B, G, T, d]`.
-        attention_mask: None.
-        scaling: factor of the scores, `d ** -0.5` unless given.
-        dropout: dropout of the weights.
-        delta_batch: the description of the batch.
-        kwargs: arguments of other implementations, without effect.
-
-    Returns:
-        `[B, T, H, d]`, and None in place of the weights.
-
-    Raises:
-        NotImplementedError: attention within a window, or with a mask or logits of its own kind.
+    Attention within a window, or with a mask or logits of its own kind, raises NotImplementedError.
     """
     sequences = None if delta_batch is None else delta_batch.sequences
     if not isinstance(sequences, SharedSequences):

@@ -61,7 +61,7 @@ def fused_blocks(model: nn.Module, products: Sequence[JointProduct]) -> "list[Fu
     return [block for block in fused if block is not None]
 
 
-class _Parts(NamedTuple):
+class _BlockParts(NamedTuple):
     """The modules of a block that computes `x + layer(norm(x))`, then `x + mlp(norm(x))`."""
 
     norm: Any
@@ -72,7 +72,7 @@ class _Parts(NamedTuple):
     """The attention module of transformers that contains the layer."""
 
     @classmethod
-    def of(cls, block: Any) -> "_Parts":
+    def of(cls, block: Any) -> "_BlockParts":
         norm, layer, mlp_norm, mlp = (getattr(block, name) for name in _names_of_parts(type(block)))
         if "step_parts" in vars(type(block)):
             return cls(norm, layer, mlp_norm, mlp)
@@ -108,7 +108,7 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
             sums.
         products: the merged products of the model, by the identity of their first map.
     """
-    parts = norm, layer, mlp_norm, mlp, swapped = _Parts.of(block)
+    parts = norm, layer, mlp_norm, mlp, swapped = _BlockParts.of(block)
     own = swapped is None
     known = isinstance(layer, DeltaRuleAttention) and layer.is_registered_class
     if not known or not (type(mlp) is SwiGLU if own else is_swiglu(mlp)):
@@ -161,7 +161,7 @@ class FusedBlock:
 
     def __init__(self, block: Any, products: dict[int, JointProduct]) -> None:
         self.block = block
-        self._parts = parts = _Parts.of(block)
+        self._parts = parts = _BlockParts.of(block)
         self._layer, self._mlp = parts.layer, parts.mlp
         self._into_layer = products[id(self._layer.q_proj)]
         self._into_mlp = products[id(self._mlp.gate_proj)]

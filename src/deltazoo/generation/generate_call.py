@@ -222,12 +222,7 @@ class GenerateCall:
     def _static_decoding(self, filled: Cache, rows: int) -> "StaticDecoding":
         """A static cache, emptied, and its step: those of an earlier call if they fit, otherwise new ones.
 
-        Args:
-            filled: the cache whose contents will be moved to the static one.
-            rows: number of rows of the batch.
-
-        Raises:
-            ValueError: the model can have no static cache, or there is too little memory for it.
+        It raises ValueError if the model can have no static cache, or there is too little memory for it.
         """
         model, max_length = self._model, self._max_length
         kept, self._steps.kept = self._steps.kept, None

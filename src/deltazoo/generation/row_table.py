@@ -290,13 +290,9 @@ class PromptRows:
         return self.model.base_model(tokens, use_cache=True, **{CACHE: cache}, **arguments).last_hidden_state
 
     def _mask(self, positions: Tensor) -> Tensor | dict[str, Tensor | None]:
-        """Ready masks of softmax layers, since transformers waits for the device to make its own.
+        """Ready masks `[N, 1, T, columns]` of softmax layers for queries at positions `[N, T]`, alone or by layer type.
 
-        Args:
-            positions: `[N, T]`, positions of queries, which see all columns up to their own.
-
-        Returns:
-            A mask `[N, 1, T, columns]`, alone or for each layer type.
+        transformers waits for the device to make its own.
         """
         mask = self._columns <= positions[:, None, :, None]
         if self.model.config._attn_implementation == "eager":

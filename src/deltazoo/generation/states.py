@@ -171,14 +171,7 @@ def _why_not_fill(layer: Any, kind: str, tensors: Tensors, num_tokens: int, *, r
 
 
 def _fill(layer: Any, tensors: Tensors, num_tokens: int, others: Iterable[Any]) -> None:
-    """Copy tensors to an empty layer; a static layer keeps its addresses.
-
-    Args:
-        layer: a layer of the kind of the tensors, after its `reset`.
-        tensors: the new contents, on the layer's device if it holds something.
-        num_tokens: number of tokens of the new contents.
-        others: all layers of the cache.
-    """
+    """Copy tensors of `num_tokens` tokens to a layer after its `reset`; a static layer keeps its addresses."""
     kind = _kind_of(layer)
     if kind == "softmax" and not isinstance(layer, StaticLayer):
         layer.keys = layer.values = None  # older versions of transformers leave zeros at a reset

@@ -29,7 +29,7 @@ from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.recompute import recomputable
 from deltazoo.runtime import RuntimeOptions
-from deltazoo.spec import Promises, RuleSpec, StepForm, get_rule, registered_layer, registered_promises
+from deltazoo.spec import ANOTHER_FORM, Promises, RuleSpec, StepForm, get_rule, registered_layer, registered_promises
 
 __all__ = ["DeltaRuleAttention", "layer_class", "make_layer"]
 
@@ -187,8 +187,8 @@ class DeltaRuleAttention(Float32Parameters):
         for name in Promises._fields:
             if stands_for is None and name in vars(cls):
                 raise TypeError(
-                    f"{cls.__name__}.{name} is said where the rule is registered: write "
-                    f"deltazoo.register_rule(SPEC, layer={cls.__name__}, {name}=...) behind the class"
+                    f"{cls.__name__}.{name} belongs to the registration of the rule: write "
+                    f"deltazoo.register_rule(SPEC, layer={cls.__name__}, {name}=...) after the class"
                 )
         for name in ("step_gate", "log_decay", "rule_inputs", "with_auxiliary_state"):
             parameters = list(signature(getattr(cls, name)).parameters)
@@ -203,8 +203,7 @@ class DeltaRuleAttention(Float32Parameters):
                 f"{cls.__name__} overrides apply_rule, the call of the operator, and checks, reports and diagnoses "
                 "would describe an operator that never ran. A rule of the operator's form is registered with "
                 "register_rule, and its class overrides step_gate, log_decay, rule_inputs or with_auxiliary_state; "
-                "another recurrence is an nn.Module of its own, which keeps its state in a "
-                "deltazoo.layers.StateStore (docs/new_rules.md)"
+                f"{ANOTHER_FORM}"
             )
 
     def forward(

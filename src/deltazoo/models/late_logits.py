@@ -55,9 +55,9 @@ class LateLogits:
         if self._logits is None or (recording and not self._logits.requires_grad):
             if not self._weight_is_unchanged():
                 raise RuntimeError(
-                    "the logits of this forward pass were not read while lm_head.weight was what it had been: an "
-                    "optimizer step has changed it, or FSDP or DeepSpeed has released it. Read output.logits right "
-                    "after the forward pass, or call model.set_runtime(fuse_linear_cross_entropy=False)"
+                    "the logits of this forward pass were not read before lm_head.weight changed: an optimizer step "
+                    "has changed it, or FSDP or DeepSpeed has released it. Read output.logits right after the forward "
+                    "pass, or call model.set_runtime(fuse_linear_cross_entropy=False)"
                 )
             device = self._hidden_states.device.type
             as_then: Any = nullcontext()

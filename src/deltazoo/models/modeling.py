@@ -341,12 +341,9 @@ def _leave_out(labels: Tensor, tokens: Tensor, logits_to_keep: int | Tensor) -> 
 
 
 def _select_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """Hidden states at some positions.
+    """Hidden states `[B, T, hidden_size]` at the last positions (0 = all), at positions `[n]` or `[B, n]`, or by mask.
 
-    Args:
-        hidden_states: `[B, T, hidden_size]`.
-        logits_to_keep: how many last positions (0 = all), positions `[n]` or `[B, n]`, or a mask `[B, T]`, which gives
-            `[number of True, hidden_size]`.
+    A mask `[B, T]` gives `[number of True, hidden_size]`.
     """
     if isinstance(logits_to_keep, int):
         if logits_to_keep < 0:

@@ -78,11 +78,7 @@ def with_softmax_heads(config: Any) -> Any:
 
 
 def _frequencies(config: Any) -> tuple[Tensor, float]:
-    """Frequencies `[d/2]` of the d channels that turn, in radians per position, and the scale of cosines and sines.
-
-    Args:
-        config: a result of `with_softmax_heads`, with any `rope_type` of transformers.
-    """
+    """Frequencies `[d/2]` of the d channels that turn, in radians per position, and the scale of cosines and sines."""
     rope_type = config.rope_parameters.get("rope_type", "default")
     return _default_frequencies(config) if rope_type == "default" else ROPE_INIT_FUNCTIONS[rope_type](config)
 

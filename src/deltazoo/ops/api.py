@@ -262,11 +262,7 @@ def _checked(
 ) -> tuple[RuleCall, str]:
     """The call in the form that backends take, and the name of the backend that runs it.
 
-    Args:
-        given: the caller's arguments.
-        backend, precision, erase_reads: the caller's choices by name.
-        corrects: whether there must be step sizes.
-        one_token: whether the call is a step, whose state is the initial one.
+    `corrects`: there must be step sizes. `one_token`: the call is a step, whose state is the initial one.
     """
     q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, num_micro_steps = given
     if corrects and beta is None:  # None would mean linear attention below

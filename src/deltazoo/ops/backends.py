@@ -101,7 +101,7 @@ def describe_kernels(
     def obstacles(sequences: int | None) -> dict[str, str]:
         heads = card.multiprocessors  # so many as fill the GPU: reports know no batch
         q, v = torch.Size([1, CHUNK, heads, K]), torch.Size([1, CHUNK * num_micro_steps, heads, V])
-        forms = ("none", "scalar", "channel").index(decay), has_beta, sequences, None, has_erase_key, undecayed
+        forms = decay, has_beta, sequences, None, has_erase_key, undecayed
         return Plan(q, v, dtype, *forms, num_micro_steps, 1.0, card).route.why
 
     why = obstacles(None)

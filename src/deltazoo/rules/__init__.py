@@ -22,8 +22,8 @@ from deltazoo.rules import (
     gated_efla,
     gated_longhorn,
     kaczmarz,
-    isotropic_kdn,
     falcon,
+    isotropic_kdn,
     # A step in [0, 2].
     neg_delta_net,
     neg_gated_deltanet,

@@ -3,12 +3,12 @@
     S_t = (1 - eta_t lambda_t) S_{t-1} + eta_t x_t (v_t - S_{t-1}^T x_t)^T
     x_t = k_{t-1},     eta_t = b_t / (|x_t|^2 + lambda_t + 1e-6)
 
-The key of the token before is what could predict the value, so the pair (k_{t-1}, v_t) is an example of the task of the
-model itself; the first token of a sequence writes nothing. The step is Kaczmarz's, with the ridge lambda in the
-denominator, too, and the state forgets the share `eta lambda`, at most 1 - 1e-6. Tokens read before the state forgets.
+The key of the token before could predict the value, so the pair (k_{t-1}, v_t) is an example of the model's own task;
+the first token of a sequence writes nothing. The step is Kaczmarz's, with the ridge lambda in the denominator, too, and
+the state forgets the share `eta lambda`, at most 1 - 1e-6. Tokens read before the state forgets.
 
-The paper says of b and lambda that they depend on the token, not how. Here b is a sigmoid as in Gated DeltaNet, and
-lambda the rate `exp(A_log) softplus(a + dt_bias)` of its decay. Keys and queries are L2-normalised ("Falcon-1.1"),
+According to the paper b and lambda depend on the token; it does not say how. Here b is a sigmoid as in Gated DeltaNet,
+and lambda the rate `exp(A_log) softplus(a + dt_bias)` of its decay. Keys and queries are L2-normalised ("Falcon-1.1"),
 queries not scaled; the paper names no output gate. With b in (0, 1) the eigenvalues of a transition are in (0, 1].
 
 Paper: arXiv:2608.27763, eq. 3.3 and 4.1 to 4.3.

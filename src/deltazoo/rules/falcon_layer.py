@@ -11,13 +11,13 @@ from deltazoo.ops.step_size import of_value_heads
 
 
 class Falcon(DeltaRuleAttention):
-    """Keeps the key of the last token as a further state `[N, H, K]`."""
+    """Gated DeltaNet that keeps the key of the last token as a further state `[N, H, K]`."""
 
     projects_micro_steps = False
 
     @property
     def num_state_elements(self) -> int:
-        """With a key per head."""
+        """Numbers that the states of one sequence hold: those of other rules, and a key per head."""
         return super().num_state_elements + self.num_heads * self.head_k_dim
 
     def with_auxiliary_state(

@@ -4,9 +4,10 @@
     h_t = mean(exp(2 g_t)) p_{t-1} + w_t,     p_t = h_t / (1 + h_t |k_t|^2 / r_t)
 
 p is the variance of what the state holds, a further state, one number per value head; the exact filter has a matrix.
-It decays with the state, grows by the noise w of the process, and shrinks with every observation: what was stored often
-is sure, and a token changes it little. The noise r of an observation, at least 0.01, and w are softplus functions of
-the token; p starts at one over `softplus + 0.1` of a number per head, at first 1. A token's erase gain is below 1.
+It decays with the state, grows by the noise w of the process, and shrinks with every observation: the more tokens have
+written, the less a further token changes. The noise r of an observation, at least 0.01, and w are softplus functions of
+the token; p starts at `1 / (softplus(c) + 0.1)` with a parameter c per head, which a new model sets so that p starts at
+1. A token's erase gain is below 1.
 
 The layer around it is KDA, with a bias on the projection to r (`beta_bias=True` in the authors' models). With grouped
 value heads, which their models do not have, each has a variance of its own.

@@ -16,7 +16,7 @@ from deltazoo.ops.step_size import of_value_heads
 
 
 class IsotropicKDN(DeltaRuleAttention):
-    """Keeps how far the variance p of each value head is from its start, as a further state `[N, HV]`."""
+    """KDA with a variance p per value head; a further state `[N, HV]` holds the difference of p from its start."""
 
     float32_parameters = (*DeltaRuleAttention.float32_parameters, "start_precision")
     input_projections = (*DeltaRuleAttention.input_projections, "omega_proj")
@@ -44,7 +44,7 @@ class IsotropicKDN(DeltaRuleAttention):
 
     @property
     def num_state_elements(self) -> int:
-        """With a variance per value head."""
+        """Numbers that the states of one sequence hold: those of other rules, and a variance per value head."""
         return super().num_state_elements + self.num_v_heads
 
     def step_gate(self, x: LayerInput) -> Tensor:
@@ -72,7 +72,7 @@ class IsotropicKDN(DeltaRuleAttention):
 
 
 class DiagonalKDN(IsotropicKDN):
-    """Keeps how far the variance p of each key channel is from its start, as a further state `[N, HV, K]`."""
+    """KDA with a variance p per key channel; a further state `[N, HV, K]` holds the difference of p from its start."""
 
     tensor_parallel = {"start_precision": "heads", "omega_proj": "low_rank"}
 
@@ -82,13 +82,13 @@ class DiagonalKDN(IsotropicKDN):
 
     @property
     def num_state_elements(self) -> int:
-        """With a variance per key channel of each value head."""
+        """Numbers that the states of one sequence hold, with a variance per key channel of each value head."""
         return super().num_state_elements + self.num_v_heads * (self.head_k_dim - 1)
 
     def with_auxiliary_state(
         self, x: LayerInput, inputs: RuleInputs, past: StateAccess, sequences: Sequences
     ) -> tuple[RuleInputs, Tensor]:
-        """The inputs of as many key heads as value heads, with the gain as the write key; and the variance."""
+        """The inputs, with as many key heads as value heads and the gain as the write key; and the variance."""
         assert inputs.beta is not None and inputs.log_decay is not None
         q, k = of_value_heads(inputs.q, self.num_v_heads), of_value_heads(inputs.k, self.num_v_heads)
         decay, noise, damping = recomputable(
@@ -103,7 +103,7 @@ class DiagonalKDN(IsotropicKDN):
 
 
 def _process_noise(x: Tensor) -> Tensor:
-    """w in float32; infinite projections, of float16, count as 10,000."""
+    """The noise w in float32; an infinite projection, which float16 can give, counts as 10,000."""
     return F.softplus(at_least_float32(x).clamp_max(1e4))
 
 
@@ -115,7 +115,7 @@ def _variance_inputs(log_decay: Tensor, noise: Tensor, precision: Tensor, k: Ten
 
 
 def _gain(decay: Tensor, before: Tensor, noise: Tensor, precision: Tensor, k: Tensor) -> Tensor:
-    """`h * k / (r + sum h k^2)` in k's dtype, with `precision = 1 / r`; zero where that is zero."""
+    """The gain `h * k / (r + sum h k^2)` in k's dtype, with `precision = 1 / r`; zero if the precision is zero."""
     weighted = (decay * before + noise) * at_least_float32(k)
     gain = precision / (1 + precision * (weighted * k).sum(-1))
     return (weighted * gain[..., None]).to(k.dtype)

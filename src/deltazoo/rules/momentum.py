@@ -1,10 +1,10 @@
-"""Momentum: Gated DeltaNet whose updates gather momentum, with a fixed share per head. MDN, restricted.
+"""Momentum, a restricted MDN: Gated DeltaNet whose updates gather momentum, with a fixed share per head.
 
     M_t = a_t mu M_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T
     S_t = a_t S_{t-1} + M_t,     a_t = exp(g_t)
 
-MDN has a momentum mu, a decay of S and a step for each token. There S and M act on each other in a way that one state
-cannot hold. With one mu per head, a parameter, and a decay that both share, they are one state of twice as many key
+MDN has a momentum mu, a decay of S and a step for each token. There S and M act on each other in a way that no single
+state can hold. With one mu per head, a parameter, and a decay that both share, they are one state of twice as many key
 channels, of which the second half decays by mu more: `S = A - mu R` with `R = M / (1 - mu)`, and
 
     write key [k; k]     erase key [k; -k]     query [q; -mu q]     step b / (1 - mu)     decay [a; mu a]

@@ -11,7 +11,7 @@ from deltazoo.ops.step_size import of_value_heads
 
 
 class Momentum(DeltaRuleAttention):
-    """`mu = sigmoid(momentum)`, with `momentum` `[H]`."""
+    """Gated DeltaNet with momentum `mu = sigmoid(momentum)`, a parameter `momentum` `[H]`."""
 
     float32_parameters = (*DeltaRuleAttention.float32_parameters, "momentum")
     tensor_parallel = {"momentum": "heads"}
@@ -23,11 +23,11 @@ class Momentum(DeltaRuleAttention):
         self.momentum = nn.Parameter(torch.empty(self.num_heads))
 
     def initializers(self, initializer_range: float | None = None) -> dict[str, Callable[[Tensor], object]]:
-        """Start with mu between 0.12 and 0.88."""
+        """Initial values with mu between 0.12 and 0.88."""
         return {**super().initializers(initializer_range), "momentum": partial(nn.init.uniform_, a=-2, b=2)}
 
     def neutral_initializers(self) -> dict[str, Callable[[Tensor], object]]:
-        """Start with hardly any momentum."""
+        """Initial values with hardly any momentum."""
         return {**super().neutral_initializers(), "momentum": partial(nn.init.constant_, val=-4)}
 
     def rule_inputs(self, x: LayerInput, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:

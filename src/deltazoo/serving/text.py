@@ -263,13 +263,10 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class _Characters:
-    """The whole characters of one request's tokens, without special tokens.
+    """The whole characters of one request's tokens, without special tokens; `pending` tokens have given no text yet.
 
     `DecodeStream` waits for a character while the last bytes are incomplete, and fails if they change the characters
     before them. Then the waiting tokens are decoded by themselves, except those that may begin a character.
-
-    Attributes:
-        pending: tokens that have given no text.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:

@@ -276,10 +276,6 @@ def _describe(
     says which tokens are padding. So the description (`generation/batch.py`) is made of the caller's arguments. It
     becomes one more keyword argument, which every model passes on to its attention. An argument survives recomputation
     under gradient checkpointing, and compiled code needs no guard for it.
-
-    Args:
-        names: names of the positional arguments of the forward pass.
-        model, args, kwargs: the arguments with which torch calls a hook.
     """
     kwargs = dict(zip(names, args, strict=False)) | kwargs
     context: ContextParallel | None = model.deltazoo_context
@@ -331,13 +327,8 @@ def _token_mask(kwargs: dict[str, Any]) -> Tensor | Mapping[str, Tensor | None] 
 def _token_mask_argument(attention_mask: Tensor | None, inputs: Mapping[str, Any]) -> dict[str, Tensor | None]:
     """An argument with the padding among the tokens of a generation step whose masks are prepared already.
 
-    Args:
-        attention_mask: the user's mask `[B, past + T]`.
-        inputs: the result of `prepare_inputs_for_generation`.
-
-    Returns:
-        An argument for the base model; it is None for single tokens, which are never padding, so that compiled decoding
-        sees the same arguments at every step.
+    It is None for single tokens, which are never padding, so that compiled decoding has the same arguments at every
+    step.
     """
     prepared = inputs.get("attention_mask")
     if prepared is None or prepared is attention_mask or (isinstance(prepared, Tensor) and prepared.ndim == 2):

@@ -153,7 +153,7 @@ def check_run(config: Any, resume: bool) -> None:
         for name in () if began else _OF_A_DISTILLATION if stages else _OF_A_TRAINING:
             if (folder / name).exists():
                 raise ValueError(
-                    f"{folder / name} is there already and of no run that began: remove it or choose another output"
+                    f"{folder / name} exists already and belongs to no run: remove it or choose another output"
                 )
         return
     if saved and not written.is_file():

@@ -83,7 +83,7 @@ def train_bpe(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     with console.status(f"training a tokenizer with {vocab_size} entries"):
         tokenizer = byte_tokenizer().train_new_from_iterator(pieces, vocab_size, show_progress=False)
     if len(tokenizer) < vocab_size:
-        say(f"the text yields a vocabulary of {len(tokenizer)}, not of {vocab_size}: that is taken")
+        say(f"the text yields a vocabulary of {len(tokenizer)}, which is taken in place of {vocab_size}")
     return tokenizer
 
 

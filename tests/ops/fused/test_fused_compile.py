@@ -19,6 +19,7 @@ from triton.compiler import CompiledKernel  # noqa: E402
 from deltazoo.ops.fused import MOST_COLUMNS, gates, glu, loss, norms, rotary, short_conv_kernels, short_conv_step  # noqa: E402
 from deltazoo.ops.fused import keys as rule_keys  # noqa: E402
 from deltazoo.ops.fused import moment as moment_keys  # noqa: E402
+from deltazoo.ops.fused import scan as token_scan  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="with TRITON_INTERPRET=1 Triton cannot compile"
@@ -117,6 +118,13 @@ def sum_up(channels: int) -> None:
     moment_keys._sum_backward(x, log_decay, x)
 
 
+def scan_tokens(channels: int, *, damped: bool = True, dtype: torch.dtype = torch.float32) -> None:
+    x, start = empty(4, 4096, channels, dtype=dtype), empty(4, channels, dtype=torch.float32)
+    decay, damping = (x, x) if damped else (x[..., :1].contiguous(), None)
+    token_scan._forward(decay, x, damping, start, None)
+    token_scan._backward(decay, x, damping, x, None, x, start)
+
+
 def weigh_squares() -> None:
     k, step = empty(4, 4096, 8, 128), empty(4, 4096, 8)
     moment_keys._squares_backward(step, k, moment_keys._squares_forward(step, k))
@@ -185,6 +193,9 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     },
     "moment_sum": (2, lambda: sum_up(128)),
     "moment_sum_256": (1, lambda: sum_up(256)),
+    "scan": (3, lambda: scan_tokens(1024)),
+    "scan_per_head": (3, lambda: scan_tokens(16)),
+    "scan_of_the_token_before": (4, lambda: scan_tokens(1024, damped=False, dtype=torch.bfloat16)),
     "moment_squares": (8, weigh_squares),
     "key_products": (8, measure_keys),
     "moment_key": (8, scale_key),

@@ -40,7 +40,7 @@ pytestmark = [
 class Call:
     """One call of the operator, as far as its compiled kernels depend on it."""
 
-    decay: int = 1
+    decay: str = "scalar"
     dtype: torch.dtype = torch.bfloat16
     state: bool = True
     erase_key: bool = False
@@ -71,7 +71,7 @@ class Call:
 
         q, k, e = (empty(B, T, H, 128, dtype=self.dtype) for _ in range(3))
         v, beta = empty(B, T, HV, 128, dtype=self.dtype), empty(B, T, HV)
-        log_decay = (None, empty(B, T, HV), empty(B, T, HV, 128))[self.decay]
+        log_decay = dict(none=None, scalar=empty(B, T, HV), channel=empty(B, T, HV, 128))[self.decay]
         state = empty(B, HV, 128, 128) if self.state else None
         update = (e if self.erase_key else None, self.undecayed, 1)
         inputs = (q, k, v, beta, log_decay, 0.1, state, None, self.strict, *update)
@@ -81,18 +81,18 @@ class Call:
 
 
 CALLS = [
-    Call(decay=1, undecayed=True, state=False),
-    Call(decay=1, erase_key=True, few=True),
-    Call(decay=2, few=True, state=False),
-    Call(decay=2, keep=False, in_place=True),
+    Call(decay="scalar", undecayed=True, state=False),
+    Call(decay="scalar", erase_key=True, few=True),
+    Call(decay="channel", few=True, state=False),
+    Call(decay="channel", keep=False, in_place=True),
 ]
 MORE_CALLS = [
-    Call(decay=0, strict=False, dtype=torch.float16),
-    Call(decay=2, dtype=torch.float16),
-    Call(decay=2, few=True, keep=False),
-    Call(decay=2),
-    Call(decay=1, erase_key=True, keep=False),
-    Call(decay=0, segmented=True, dtype=torch.float16),
+    Call(decay="none", strict=False, dtype=torch.float16),
+    Call(decay="channel", dtype=torch.float16),
+    Call(decay="channel", few=True, keep=False),
+    Call(decay="channel"),
+    Call(decay="scalar", erase_key=True, keep=False),
+    Call(decay="none", segmented=True, dtype=torch.float16),
 ]
 
 
@@ -114,7 +114,7 @@ def test_compiles_without_spills_and_with_products_in_flight(call: Call) -> None
 def sizes(**changes: Any) -> Plan:
     """The plan of a call that the kernels serve, but for the changes."""
     named = dict(
-        q=torch.Size([2, 256, 2, 128]), v=torch.Size([2, 256, 4, 128]), dtype=torch.bfloat16, decay=1,
+        q=torch.Size([2, 256, 2, 128]), v=torch.Size([2, 256, 4, 128]), dtype=torch.bfloat16, decay="scalar",
         has_beta=True, sequences=None, strict=None, has_erase_key=False, undecayed=False, num_micro_steps=1, scale=0.1,
         card=HOPPER,
     )  # fmt: skip

@@ -48,12 +48,12 @@ DECAYS = ("none", "scalar")
 @pytest.mark.parametrize(
     "call",
     [
-        Call(decay=0),
-        Call(decay=1),
-        Call(decay=1, strict=False, keep=False),
-        pytest.param(Call(decay=0, strict=False), marks=pytest.mark.sweep),
-        pytest.param(Call(decay=1, keep=False), marks=pytest.mark.sweep),
-        pytest.param(Call(decay=1, strict=False, state=False), marks=pytest.mark.sweep),
+        Call(decay="none"),
+        Call(decay="scalar"),
+        Call(decay="scalar", strict=False, keep=False),
+        pytest.param(Call(decay="none", strict=False), marks=pytest.mark.sweep),
+        pytest.param(Call(decay="scalar", keep=False), marks=pytest.mark.sweep),
+        pytest.param(Call(decay="scalar", strict=False, state=False), marks=pytest.mark.sweep),
     ],
     ids=str,
 )
@@ -124,7 +124,7 @@ def test_says_why_a_call_takes_several_kernels() -> None:
     refused = {
         "inputs are float32": dict(dtype=torch.float32),
         "inputs are torch.float16": dict(dtype=torch.float16),
-        "decay is per channel": dict(decay=2),
+        "decay is per channel": dict(decay="channel"),
         "the erase reads with other keys or before the decay": dict(undecayed=True),
         "precision is strict": dict(strict=True),
         "there are few heads": dict(q=torch.Size([2, 256, 2, 128]), v=torch.Size([2, 256, 4, 128])),

@@ -99,13 +99,13 @@ def test_compiles_well_and_sums_decays_in_float32(
 
 def test_says_why_a_call_is_left_to_the_plain_kernel() -> None:
     def obstacle(**changes: Any) -> str | None:
-        return sizes(**dict(decay=2) | changes).route.why.get("gradients")
+        return sizes(**dict(decay="channel") | changes).route.why.get("gradients")
 
     assert obstacle() is None and obstacle(has_erase_key=True) is None
     assert obstacle(dtype=torch.float16) == "inputs are torch.float16"
     packed = dict(sequences=2, q=torch.Size([1, 256, 2, 128]), v=torch.Size([1, 256, 4, 128]))
     assert obstacle(**packed) == "rows are packed"
-    assert obstacle(decay=1) == "decay is not per channel"
+    assert obstacle(decay="scalar") == "decay is not per channel"
 
 
 @pytest.mark.sweep

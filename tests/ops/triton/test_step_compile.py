@@ -42,7 +42,7 @@ class Build:
         )
 
     @property
-    def tile(self) -> step.Tile:
+    def tile(self) -> step.StepTile:
         return step.choose_tile(self.K, self.V)
 
 

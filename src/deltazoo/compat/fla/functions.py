@@ -259,10 +259,7 @@ def _compute(
 ) -> tuple[Tensor, Tensor | None]:
     """Output and final state of one of the functions; an option means the same in all functions that have it.
 
-    Args:
-        function: name of the function, for messages.
-        arguments: all its arguments by name.
-        further: options that it takes among its `kwargs`, besides those that all functions take.
+    `further` are options among its `kwargs` besides those that all functions take.
     """
     given, others = dict(arguments), dict(arguments.get("kwargs", {}))
     given |= {name: others.pop(name, None) for name in further}

@@ -188,7 +188,7 @@ def _check_experts(model: PreTrainedModel) -> None:
     config: Any = model.config
     if not any(name.endswith(".experts") for name, _ in model.named_modules()):
         if getattr(config, "output_router_logits", False):
-            raise ValueError("model.output_router_logits=true balances experts, of which no layer has any")
+            raise ValueError("model.output_router_logits=true balances experts, and no layer has experts")
         return
     for name in ("hidden_size", "moe_intermediate_size"):
         if getattr(config, name) % 8 or getattr(config, name) < 1:

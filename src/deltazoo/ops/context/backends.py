@@ -14,9 +14,9 @@ from deltazoo.ops.chunkwise import form
 from deltazoo.ops.dtypes import wide_dtype
 from deltazoo.ops.reference import gradients_of_loop, recurrent_loop
 
-__all__ = ["Gradients", "Kept", "SegmentBackend", "backend_for"]
+__all__ = ["Gradients", "KeptTensors", "SegmentBackend", "backend_for"]
 
-Kept = tuple[Tensor | None, ...]
+KeptTensors = tuple[Tensor | None, ...]
 """Tensors that a backend keeps of a call besides its inputs."""
 
 Gradients = tuple[Tensor | None, ...]
@@ -35,11 +35,11 @@ class SegmentBackend:
     def __init__(
         self,
         run: Callable[[RuleCall], tuple[Tensor, ...]],
-        gradients_of: Callable[[RuleCall, Kept, Tensor, Tensor], Gradients],
+        gradients_of: Callable[[RuleCall, KeptTensors, Tensor, Tensor], Gradients],
     ) -> None:
         self.run, self.gradients_of = run, gradients_of
 
-    def pairs(self, call: RuleCall) -> tuple[Tensor, Tensor, Kept]:
+    def pairs(self, call: RuleCall) -> tuple[Tensor, Tensor, KeptTensors]:
         """M `[S, HV, K, K]` and X of every segment, from calls without first states; `kept` for the methods below."""
         segments = len(call.q) if call.cu_seqlens is None else len(call.cu_seqlens) - 1
         K, HV = call.k.shape[3], call.v.shape[2]
@@ -48,22 +48,22 @@ class SegmentBackend:
         without_values = call._replace(v=call.v.new_zeros(*call.v.shape[:3], K), initial_state=identity)
         return self.run(without_values)[1], self.run(call)[1], ()
 
-    def outputs(self, call: RuleCall, kept: Kept, keep: bool) -> tuple[Tensor, Tensor, Kept]:
+    def outputs(self, call: RuleCall, kept: KeptTensors, keep: bool) -> tuple[Tensor, Tensor, KeptTensors]:
         """The output, the segments' last states, and further kept tensors: with `keep` no scan runs twice."""
         output, ends, *kept_here = self.run(call)
         return output, ends, tuple(kept_here)
 
-    def start_gradients(self, call: RuleCall, kept: Kept, d_output: Tensor, d_end: Tensor) -> Tensor:
+    def start_gradients(self, call: RuleCall, kept: KeptTensors, d_output: Tensor, d_end: Tensor) -> Tensor:
         """Gradients of the segments' first states from their outputs and last states."""
         d_start = self.gradients(call, kept, d_output, d_end)[5]
         assert d_start is not None  # segments have first states
         return d_start
 
-    def before_gradients(self, call: RuleCall, kept: Kept) -> Kept:
+    def before_gradients(self, call: RuleCall, kept: KeptTensors) -> KeptTensors:
         """The kept tensors for `gradients`, completed by those that do not depend on `d_end`."""
         return kept
 
-    def gradients(self, call: RuleCall, kept: Kept, d_output: Tensor, d_end: Tensor) -> Gradients:
+    def gradients(self, call: RuleCall, kept: KeptTensors, d_output: Tensor, d_end: Tensor) -> Gradients:
         """All gradients of a call."""
         return self.gradients_of(call, kept, d_output, d_end)
 
@@ -80,29 +80,29 @@ class _TritonBackend(SegmentBackend):
 
         self.operators, self.whole_segments = segments, whole_segments
 
-    def pairs(self, call: RuleCall) -> tuple[Tensor, Tensor, Kept]:
+    def pairs(self, call: RuleCall) -> tuple[Tensor, Tensor, KeptTensors]:
         M, X, *kept = self.operators.segment_pairs(*call, self.whole_segments)
         return M, X, tuple(kept)
 
-    def outputs(self, call: RuleCall, kept: Kept, keep: bool) -> tuple[Tensor, Tensor, Kept]:
+    def outputs(self, call: RuleCall, kept: KeptTensors, keep: bool) -> tuple[Tensor, Tensor, KeptTensors]:
         output, ends, *states = self.operators.segment_outputs(*call, self.whole_segments, *kept, keep)
         return output, ends, tuple(states)
 
-    def start_gradients(self, call: RuleCall, kept: Kept, d_output: Tensor, d_end: Tensor) -> Tensor:
+    def start_gradients(self, call: RuleCall, kept: KeptTensors, d_output: Tensor, d_end: Tensor) -> Tensor:
         return self.operators.segment_start_gradients(*call, self.whole_segments, *kept[:-2], d_output, d_end)
 
-    def before_gradients(self, call: RuleCall, kept: Kept) -> Kept:
+    def before_gradients(self, call: RuleCall, kept: KeptTensors) -> KeptTensors:
         *prepared, U, states = kept
         if U is None or not U.numel():  # the forward pass has not kept them
             U, states = self.operators.segment_states(*call, self.whole_segments, *prepared)
         return *prepared, U, states
 
-    def gradients(self, call: RuleCall, kept: Kept, d_output: Tensor, d_end: Tensor) -> Gradients:
+    def gradients(self, call: RuleCall, kept: KeptTensors, d_output: Tensor, d_end: Tensor) -> Gradients:
         found = self.operators.segment_gradients(*call, self.whole_segments, *kept, d_output, d_end)
         return tuple(None if x is None else d for x, d in zip(call.differentiable, found, strict=True))
 
 
-def _gradients_of_loop(call: RuleCall, kept: Kept, d_output: Tensor, d_end: Tensor) -> Gradients:
+def _gradients_of_loop(call: RuleCall, kept: KeptTensors, d_output: Tensor, d_end: Tensor) -> Gradients:
     leaves = [None if x is None else x.detach().requires_grad_() for x in call.differentiable]
     return gradients_of_loop(RuleCall.of(leaves, call.cu_seqlens, call.options), d_output, d_end)
 

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deltazoo.ops.autograd_modes import refuse_second_derivative
 from deltazoo.ops.context.exchange import add_to_last_tokens, started_last_tokens, tokens_before_piece
 from deltazoo.ops.context.group import ContextParallel, started_gather
+from deltazoo.ops.fused.choice import REFUSAL
 from deltazoo.ops.fused.short_conv_kernels import short_convs
 from deltazoo.ops.recompute import declare_recomputable
 
@@ -36,7 +38,7 @@ class PieceBounds(NamedTuple):
         return sum(self.context.known_lengths[: self.context.rank])
 
     def packing(self, begin: int, num_tokens: int) -> _Packing:
-        """Of the tokens from `begin` in the whole row on, as if there were no others."""
+        """The packing of tokens from `begin` in the whole row on, as if there were no others."""
         if self.cu_seqlens is None:
             return None, None
         bounds = (self.cu_seqlens - begin).clamp(0, num_tokens)
@@ -57,17 +59,18 @@ class PieceBounds(NamedTuple):
 
 
 def convolved_piece(inputs: Three, weights: Three, bounds: PieceBounds, silu: bool, head: int, norm_v: bool) -> Three:
-    """`short_convolutions` of this rank's tokens, by its kernel; ranks exchange what lies before the pieces.
+    """The three results of `short_convolutions` for this rank's tokens, by its kernel.
+
+    The ranks exchange the inputs before their pieces.
 
     Args:
         inputs: three `[B, T, C_i]`.
         weights: three `[C_i, 1, W]`.
         bounds: of the piece.
-        silu, head, norm_v: as of `short_convs`.
+        silu, head, norm_v: see `short_convs`.
     """
-    options = silu, head, norm_v
-    *outputs, past = _Convolved.apply(bounds, options, *inputs, *weights)
     packing, start = bounds.packing(bounds.begin, inputs[0].shape[1]), 0
+    *outputs, past = _Convolved.apply(bounds, packing, (silu, head, norm_v), *inputs, *weights)
     for y, x, weight, normed in zip(outputs, inputs, weights, (True, True, norm_v), strict=True):
         place = start, start + x.shape[2], silu, head if normed else 0
         declare_recomputable(y, _convolved_alone, x, weight, past, *packing, *place)
@@ -87,37 +90,36 @@ class _Convolved(torch.autograd.Function):
     """The outputs of all three, and the state before the piece."""
 
     @staticmethod
-    def forward(ctx: Any, bounds: PieceBounds, options: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, bounds: PieceBounds, packing: _Packing, options: tuple[Any, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         inputs, weights, context = tensors[:3], tensors[3:], bounds.context
-        width, num_tokens = weights[0].shape[-1] - 1, inputs[0].shape[1]
+        width = weights[0].shape[-1] - 1
+        here = min(width, inputs[0].shape[1])
         gathered = started_last_tokens(inputs, width, context)
-        outputs = short_convs(*inputs, *weights, None, *bounds.packing(bounds.begin, num_tokens), *options)
+        outputs = short_convs(*inputs, *weights, None, *packing, *options)
         before = tokens_before_piece(gathered, context, context.rank)
-        here = min(width, num_tokens)
-        head = _head(before, inputs, here)
-        packing = bounds.packing(bounds.begin - width, width + here)
-        for y, first in zip(outputs, short_convs(*head, *weights, None, *packing, *options), strict=True):
+        head, packing_of_head = _head(before, inputs, here), bounds.packing(bounds.begin - width, width + here)
+        for y, first in zip(outputs, short_convs(*head, *weights, None, *packing_of_head, *options), strict=True):
             y[:, :here] = first[:, width:]
         past = bounds.past(before)
         ctx.mark_non_differentiable(past)
-        ctx.bounds, ctx.options = bounds, options
+        ctx.context, ctx.packing, ctx.packing_of_head, ctx.options = context, packing, packing_of_head, options
         ctx.save_for_backward(*tensors, before, past)
         return *outputs, past
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_second_derivative(*REFUSAL)
         *tensors, before, past = ctx.saved_tensors
-        inputs, weights, d_outputs, bounds = tensors[:3], tensors[3:], gradients[:3], ctx.bounds
-        width, num_tokens = before.shape[1], inputs[0].shape[1]
-        here = min(width, num_tokens)
+        inputs, weights, d_outputs, width = tensors[:3], tensors[3:], gradients[:3], before.shape[1]
+        here = min(width, inputs[0].shape[1])
         head, d_head = _head(before, inputs, here), _head(torch.zeros_like(before), d_outputs, here)
-        packing = bounds.packing(bounds.begin - width, width + here)
-        d_before = short_convs.backward(*head, *weights, None, *packing, *ctx.options, *d_head)[:3]
-        gathered = started_gather(torch.cat([d[:, :width] for d in d_before], 2), bounds.context)
-        packing = bounds.packing(bounds.begin, num_tokens)
-        found = short_convs.backward(*inputs, *weights, past, *packing, *ctx.options, *d_outputs)
-        add_to_last_tokens(found[:3], gathered, bounds.context)
-        return None, None, *found
+        d_before = short_convs.backward(*head, *weights, None, *ctx.packing_of_head, *ctx.options, *d_head)[:3]
+        gathered = started_gather(torch.cat([d[:, :width] for d in d_before], 2), ctx.context)
+        found = short_convs.backward(*inputs, *weights, past, *ctx.packing, *ctx.options, *d_outputs)
+        add_to_last_tokens(found[:3], gathered, ctx.context)
+        return None, None, None, *found
 
 
 def _head(before: Tensor, inputs: tuple[Tensor, ...], here: int) -> list[Tensor]:

@@ -83,7 +83,7 @@ def started_last_tokens(inputs: Sequence[Tensor], width: int, context: ContextPa
 
 
 def tokens_before_piece(gathered: Tensor, context: ContextParallel, rank: int) -> Tensor:
-    """`[B, width, C]`: of what `started_last_tokens` has gathered, the tokens before the piece of a rank."""
+    """The tokens `[B, width, C]` before the piece of a rank, among those that `started_last_tokens` gathered."""
     last_of_ranks = finished(gathered, context).unflatten(0, (context.size, -1))
     before = torch.zeros_like(last_of_ranks[0])
     for index, (source, index_there) in _sources(context, rank, before.shape[1]).items():
@@ -123,11 +123,9 @@ def _gathered(x: Tensor, context: ContextParallel) -> Tensor:
 
 
 def _sources(context: ContextParallel, rank: int, width: int) -> dict[int, tuple[int, int]]:
-    """Sources of the `width` tokens before a rank's piece, by their index among these.
+    """Rank, and index among its last `width` tokens, of each of the `width` tokens before a rank's piece.
 
-    Returns:
-        The rank that has the token, and its index among that rank's last `width` tokens; nothing for indices before the
-        first token of all.
+    The keys are indices among these tokens; those before the first token of all are missing.
     """
     lengths = context.known_lengths
     tokens = [(source, index) for source in range(rank) for index in range(max(0, width - lengths[source]), width)]

@@ -37,7 +37,7 @@ def whole_blocks(start: int, stop: int) -> tuple[Block, ...]:
 
 
 def depth(start: int, stop: int) -> int:
-    """The number of sizes of blocks that lie inside the cells from `start` to `stop`."""
+    """Number of sizes of blocks inside the cells from `start` to `stop`."""
     levels = 0
     while start < stop:
         levels, start, stop = levels + 1, -(-start // 2), stop // 2
@@ -70,8 +70,8 @@ class Fold:
         self.context, self.first = context, first
         start, stop = first[context.rank : context.rank + 2]
         self.starts, self.halves = [start], []
-        """The number of the first block of 2^j cells inside this rank's cells, of each level j; and of each level but
-        the last, which of its blocks are first and second halves of those of double length."""
+        """For each level j the number of the first block of 2^j cells inside this rank's cells, and, except for the
+        last level, its blocks that are first and second halves of those of double length."""
         for _ in range(depth(start, stop) - 1):
             begin, start, stop = start, -(-start // 2), stop // 2
             offset, count = 2 * start - begin, 2 * (stop - start) - 1
@@ -79,7 +79,7 @@ class Fold:
             self.starts.append(start)
 
     def _sent(self, level: int, index: int) -> Tensor:
-        """The pair of one of this rank's blocks side by side; in reverse X alone."""
+        """The pair of one of this rank's blocks side by side; in reverse only its X."""
         return self.pairs[level][index] if level else torch.cat([x[index] for x in self.levels[0]], -1)
 
     def _blocks_of(self, rank: int | None = None) -> tuple[Block, ...]:
@@ -97,7 +97,7 @@ class Fold:
         return started_gather(sent, self.context)
 
     def transitions(self, gathered: Tensor) -> tuple[Tensor, ...]:
-        """Transitions that the backward pass needs: those gathered, then those of each level here, `depth` of them."""
+        """Transitions for the backward pass: the gathered ones, then those of each of `depth` levels here."""
         return gathered[..., : gathered.shape[-2]].contiguous(), *(M for M, _ in self.levels)
 
     def boundaries(self, gathered: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class ReverseFold(Fold):
 
     Args:
         context, first: see `Fold`.
-        transitions: the result of its method of this name.
+        transitions: the result of `Fold.transitions` in the forward pass.
         X: gradients of the states that enter this rank's cells, from within the cell alone.
     """
 
@@ -159,9 +159,9 @@ class _Boundaries:
 
     Args:
         count: number of cells.
-        places: of blocks among the pairs.
+        places: places of blocks among the pairs.
         sent_M, sent_X: the pairs.
-        reverse: from the end.
+        reverse: whether the fold runs from the end.
     """
 
     def __init__(self, count: int, places: dict[Block, int], sent_M: Tensor, sent_X: Tensor, reverse: bool) -> None:
@@ -192,7 +192,7 @@ class _Boundaries:
         return product(self._M(second), self._M(first))
 
     def _X(self, block: Block) -> Tensor:
-        """What a block leaves from zero."""
+        """The state that a block leaves from zero."""
         if block in self.places:
             return self.sent_X[self.places[block]]
         if block not in self.known:

@@ -43,10 +43,10 @@ def with_middles(M: Tensor, ends: Tensor, X: Tensor, reverse: bool) -> Tensor:
     """The state at each block's beginning and, after it, that at its middle, `M state + X` by the first half's pair.
 
     Args:
-        M: `[n, ..., K, K]`, of one half of every block.
+        M: `[n, ..., K, K]`, transitions of one half of every block.
         ends: `[n, ..., K, V]`, the states at the beginning, or with `reverse` the gradients at the end.
-        X: `[n, ..., K, V]`, of these halves.
-        reverse: whether M, transposed, is of the second half, and the middle comes first.
+        X: `[n, ..., K, V]`, states or gradients of these halves.
+        reverse: whether M, transposed, belongs to the second half, and the middle comes first.
 
     Returns:
         `[2 * n, ..., K, V]`.
@@ -65,10 +65,10 @@ def transition_product_kernel(
 ):  # fmt: skip
     """Store `out = a b + added`, or `a^T b + added`; if M is given also `out_M = a M`, and in `copy`, if given, b.
 
-    a, M and `out_M` `[n, heads, K, K]`, the others `[n, heads, K, X]`, float32. A row lies ROW numbers behind the one
-    before, also where the next head begins, and the next of n as many heads further as `cell` says. `out_M` and `copy`
-    are as `out`. Sums over key channels run in tiles of BK in order, in three TF32 terms. Grid (n * heads, X / BX, or
-    with M X / BX + K / BX, K / BK).
+    a, M and `out_M` `[n, heads, K, K]`, the others `[n, heads, K, X]`, float32. A row is ROW numbers after the row
+    before, also where the next head begins, and the next of n is `cell` heads further. `out_M` and `copy` have the
+    strides of `out`. Sums over key channels run in tiles of BK in order, in three TF32 terms. Grid (n * heads, X / BX,
+    or with M X / BX + K / BX, K / BK).
     """
     cell, head = tl.program_id(0).to(tl.int64) // heads, tl.program_id(0) % heads
     columns = tl.program_id(1) * BX
@@ -119,7 +119,7 @@ def _constants(
 
 
 def _by_head(x: Tensor | None) -> tuple[Tensor | None, tuple[int, int]]:
-    """x `[n, ..., K, X]` as `[n, heads, K, X]`, and how far cells, in heads, and rows, in numbers, are apart."""
+    """x `[n, ..., K, X]` as `[n, heads, K, X]`, and the strides of cells, in heads, and of rows, in numbers."""
     if x is None:
         return None, (0, 0)
     x = x.flatten(1, -3)
@@ -134,7 +134,7 @@ def _launch(
     a: Tensor, b: Tensor, added: Tensor | None, out: Tensor, transposed: bool = False, M: Tensor | None = None,
     out_M: Tensor | None = None, copy: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One launch; `out_M` and `copy` have the strides of `out`, which is a view of memory in order."""
+    """Launch the kernel once; `out_M` and `copy` have the strides of `out`, which is a view of memory in order."""
     views, strides = zip(*(_by_head(x) for x in (a, b, added, M, out)), strict=True)
     n, heads, K, X = views[1].shape
     constants = _constants(n, heads, K, X, M is not None, transposed, strides)

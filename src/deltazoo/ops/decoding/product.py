@@ -22,7 +22,7 @@ from deltazoo.ops.decoding.launch_ahead import launch_step, wait_for_inputs
 from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.triton.launch import Constants
 
-__all__ = ["Tile", "choose_tile", "token_product"]
+__all__ = ["ProductTile", "choose_tile", "token_product"]
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -103,7 +103,7 @@ def token_product_kernel(
     tl.store(y + outputs, total.to(y.dtype.element_ty), mask=column_mask)
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """The part of a product that a program computes, and its warps."""
 
     outputs: int
@@ -113,7 +113,7 @@ class Tile(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def choose_tile(K: int, itemsize: int, convolves: bool, silu: bool = True) -> Tile:
+def choose_tile(K: int, itemsize: int, convolves: bool, silu: bool = True) -> ProductTile:
     """The tile of a product over K channels: at most 64 KiB of weights at once.
 
     A convolution takes so many registers that with 8 warps not all programs of a 374 M model would fit at once. Without
@@ -122,7 +122,7 @@ def choose_tile(K: int, itemsize: int, convolves: bool, silu: bool = True) -> Ti
     inner = min(triton.next_power_of_2(K), 8192 // itemsize)
     if not silu:
         inner = max(1, inner // 2)
-    return Tile(8, inner, warps=4 if convolves and inner * itemsize <= 2048 else 8)
+    return ProductTile(8, inner, warps=4 if convolves and inner * itemsize <= 2048 else 8)
 
 
 def token_product(
@@ -177,7 +177,7 @@ def token_product(
 
 def _constants(
     R: int, N: int, K: int, glu: bool, heads: int, parts: int, head_dim: int, eps: float,
-    channels: tuple[int, int, int], width: int, silu: bool, tile: Tile,
+    channels: tuple[int, int, int], width: int, silu: bool, tile: ProductTile,
 ) -> Constants:  # fmt: skip
     CQ, CK, CV = channels
     return Constants(

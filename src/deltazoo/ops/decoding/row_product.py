@@ -19,13 +19,13 @@ from torch import Tensor
 from deltazoo.ops.decoding.launch_ahead import launch_step, prefetch_rows, wait_for_inputs
 from deltazoo.ops.triton.launch import Constants
 
-__all__ = ["MOST_ROWS", "Tile", "choose_tile", "row_product"]
+__all__ = ["MOST_ROWS", "RowProductTile", "choose_tile", "row_product"]
 
 MOST_ROWS = 64
 """Most rows of a product in parts. With more, one product by torch is faster."""
 
 
-class Tile(NamedTuple):
+class RowProductTile(NamedTuple):
     """The part of a product that a program computes, and its launch options."""
 
     rows: int
@@ -72,12 +72,12 @@ def row_product_kernel(
 
 
 @lru_cache(maxsize=1024)
-def choose_tile(R: int, N: int, K: int) -> Tile:
+def choose_tile(R: int, N: int, K: int) -> RowProductTile:
     """The tile for a product of R rows, in at most 96 KiB of shared memory, which every supported GPU has."""
     rows = min(64, max(16, triton.next_power_of_2(R)))
     outputs = 64 if N > 2048 else 32
     parts = max(1, min(8, round(256 / -(-N // outputs)), K // 256))  # about two programs per multiprocessor
-    return Tile(rows, outputs, 128, parts, warps=4, stages=3)
+    return RowProductTile(rows, outputs, 128, parts, warps=4, stages=3)
 
 
 def row_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def row_product(x: Tensor, weight: Tensor) -> Tensor:
     return parts
 
 
-def _constants(R: int, N: int, K: int, tile: Tile, length: int, itemsize: int) -> Constants:
+def _constants(R: int, N: int, K: int, tile: RowProductTile, length: int, itemsize: int) -> Constants:
     line = 128 // itemsize
     return Constants(
         -(-N // tile.outputs), -(-R // tile.rows), -(-K // length), R=R, N=N, K=K, LENGTH=length, BM=tile.rows,

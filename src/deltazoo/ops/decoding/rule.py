@@ -23,7 +23,7 @@ from deltazoo.ops.decoding.step_form import RuleShape
 from deltazoo.ops.fused.device_math import exponential_minus_1, softplus
 from deltazoo.ops.triton.launch import Constants
 
-__all__ = ["Tile", "choose_tile", "token_rule", "unit_head"]
+__all__ = ["RuleTile", "choose_tile", "token_rule", "unit_head"]
 
 
 @triton.jit
@@ -224,7 +224,7 @@ def token_rule_kernel(
     tl.store(z + matrix * V + columns, o, mask=column_mask)
 
 
-class Tile(NamedTuple):
+class RuleTile(NamedTuple):
     """The value columns of one program, and its warps."""
 
     columns: int
@@ -232,11 +232,11 @@ class Tile(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def choose_tile(matrices: int, K: int, V: int) -> Tile:
+def choose_tile(matrices: int, K: int, V: int) -> RuleTile:
     """The tile for a number of states `[K, V]`: narrow if there are few."""
     rows = triton.next_power_of_2(K)
     columns = min(16 if matrices * V <= 4096 else 32, triton.next_power_of_2(V))
-    return Tile(columns, max(1, rows * columns // 2048))
+    return RuleTile(columns, max(1, rows * columns // 2048))
 
 
 def token_rule(
@@ -288,7 +288,7 @@ def token_rule(
     return z, squares
 
 
-def _constants(B: int, M: int, shape: RuleShape, tile: Tile, several_angles: bool, page: int) -> Constants:
+def _constants(B: int, M: int, shape: RuleShape, tile: RuleTile, several_angles: bool, page: int) -> Constants:
     fields = {name.upper(): value for name, value in shape._asdict().items()}
     scale = shape.K**-0.5 if fields.pop("SCALE_QUERIES") else 1.0
     return Constants(

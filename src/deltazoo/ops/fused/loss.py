@@ -124,13 +124,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def _cross_entropy(
     logits: Tensor, labels: Tensor, wide: torch.dtype, *, fused: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Losses `[N]` and the gradient `[N, V]` of their sum, in the dtype of `logits`, which are overwritten.
+    """Losses `[N]` in `wide` and the gradient `[N, V]` of their sum, which overwrites the contiguous `logits` `[N, V]`.
 
-    Args:
-        logits: `[N, V]`, contiguous.
-        labels: `[N]` int64. One outside the vocabulary raises RuntimeError, on a GPU at the next synchronisation.
-        wide: dtype of computations and of the losses; the kernel has float32.
-        fused: see `takes_kernel`.
+    A label outside the vocabulary raises RuntimeError, on a GPU at the next synchronisation.
     """
     if takes_kernel(fused, logits, labels):
         torch._assert_async(((labels == IGNORED) | ((labels >= 0) & (labels < logits.shape[1]))).all())

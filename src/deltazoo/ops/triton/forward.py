@@ -5,7 +5,6 @@ from torch import Tensor
 
 from deltazoo.ops.triton.chunk.inverse import launch_invert
 from deltazoo.ops.triton.chunk.prepare import launch_prepare_rest
-from deltazoo.ops.triton.chunk.scan import FROM_STATE
 from deltazoo.ops.triton.gluon import MISSING
 from deltazoo.ops.triton.problem import Kept, Problem
 from deltazoo.ops.triton.stages import prepare, scan, scan_once, segment_starts
@@ -74,4 +73,4 @@ def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor, final: Ten
     strict_L = p.float32(plan.slots, CHUNK, CHUNK) if kept.states is None else kept.states[0].view(torch.float32)
     launch_prepare_rest(p, kept, stopped, strict_L)
     launch_invert(plan, kept.large_gain, strict_L, kept.AP)
-    scan_once(p, kept, FROM_STATE, p.v, final, final, output, kept.U, kept.states, strict=True)
+    scan_once(p, kept, "state", p.v, final, final, output, kept.U, kept.states, strict=True)

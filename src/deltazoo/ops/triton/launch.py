@@ -138,13 +138,7 @@ def _through_triton(kernel: Any, constants: Constants, tensors: tuple[Tensor | T
 
 
 def _start_of(compiled: CompiledKernel, constants: Constants, tensors: tuple[Any, ...], named: list[str]) -> _Start:
-    """A function that starts a kernel that Triton has compiled for these arguments.
-
-    Args:
-        compiled: the kernel.
-        constants, tensors: its arguments.
-        named: names of the arguments after the tensors.
-    """
+    """A function that starts a kernel that Triton has compiled for these arguments; `named` follow the tensors."""
     run, (x, y, z), function = compiled.run, (*constants.grid, 1, 1)[:3], compiled.function
     others = [constants.named[name] for name in named]
     tiles = [i for i, tensor in enumerate(tensors) if type(tensor) is TileView]
@@ -181,9 +175,7 @@ def _start_of(compiled: CompiledKernel, constants: Constants, tensors: tuple[Any
 def _launcher_in_c(run: Any, tiles: bool) -> Callable[..., None] | None:
     """The function that Triton 3.6 compiles to launch a kernel, below its functions in Python; None for other forms.
 
-    Args:
-        run: Triton's launcher of the kernel.
-        tiles: whether the kernel takes tiles, which a further function in Python encodes.
+    A further function in Python encodes `tiles`.
     """
     memory = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
     if memory or hasattr(run, "kernel_signature"):  # Triton 3.7 has it

@@ -144,7 +144,7 @@ class Plan:
     Args:
         q, v: shapes of q and v; v has `num_micro_steps` times the tokens of q.
         dtype: dtype of q, k and v.
-        decay: 0 none, 1 per head, 2 per channel.
+        decay: "none", "scalar" (per head) or "channel".
         has_beta: whether there are step sizes.
         sequences: number of sequences packed into a row; None if rows are not packed.
         strict: strict precision, or fast (False), or by each chunk's erase gain (None).
@@ -158,7 +158,7 @@ class Plan:
     """
 
     def __init__(
-        self, q: torch.Size, v: torch.Size, dtype: torch.dtype, decay: int, has_beta: bool, sequences: int | None,
+        self, q: torch.Size, v: torch.Size, dtype: torch.dtype, decay: str, has_beta: bool, sequences: int | None,
         strict: bool | None, has_erase_key: bool, undecayed: bool, num_micro_steps: int, scale: float, card: Card,
         whole_segments: int | None = None,
     ) -> None:  # fmt: skip
@@ -166,7 +166,7 @@ class Plan:
         self.T, self.HV, self.V = v[1:]
         self.has_erase_key, self.undecayed, self.num_micro_steps = has_erase_key, undecayed, num_micro_steps
         self.dtype, self.half = dtype, dtype != torch.float32
-        self.decay, self.per_channel, self.has_beta = decay, decay == 2, has_beta
+        self.decay, self.per_channel, self.has_beta = decay, decay == "channel", has_beta
         assert not (undecayed and self.per_channel), "no kernel has this read"
         self.packed, self.scale, self.card = sequences is not None, scale, card
         # float32 has one precision, and so have calls without beta

@@ -53,11 +53,11 @@ class Problem:
 def sizes_of(call: RuleCall, card: Card, whole_segments: int | None) -> tuple[Any, ...]:
     """The arguments of `Plan`."""
     q, _, v, beta, log_decay, scale, _, cu_seqlens, strict, erase_key, undecayed, num_micro_steps = call
-    decay = 0 if log_decay is None else log_decay.ndim - 2
+    decay = "none" if log_decay is None else "scalar" if log_decay.ndim == 3 else "channel"
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return (
         q.shape, v.shape, q.dtype, decay, beta is not None, sequences, strict, erase_key is not None,
-        undecayed and decay > 0, num_micro_steps, scale, card, whole_segments,
+        undecayed and decay != "none", num_micro_steps, scale, card, whole_segments,
     )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ class Kept(NamedTuple):
         new, slots, float32, int32 = q.new_empty, plan.slots, torch.float32, torch.int32
         AP = new(slots, plan.matrices, CHUNK, CHUNK)
         beta = new(slots, CHUNK, dtype=float32) if plan.has_beta else None
-        G = new(slots, plan.K if plan.per_channel else CHUNK, dtype=float32) if plan.decay else None
+        G = new(slots, plan.K if plan.per_channel else CHUNK, dtype=float32) if plan.decay != "none" else None
         large_gain = new(slots, dtype=int32) if plan.by_gain else None
         q_in = k_in = k_out = strong_decay = starts = transitions = None
         if plan.per_channel:

@@ -13,7 +13,7 @@ from deltazoo.ops.triton.chunk.inverse import launch_invert
 from deltazoo.ops.triton.chunk.prepare import launch_prepare
 from deltazoo.ops.triton.chunk.prepare_channel import launch_prepare_channel
 from deltazoo.ops.triton.chunk.reverse_scan import launch_reverse_scan
-from deltazoo.ops.triton.chunk.scan import FROM_IDENTITY, FROM_STATE, FROM_ZERO, launch_scan
+from deltazoo.ops.triton.chunk.scan import Start, launch_scan
 from deltazoo.ops.triton.chunk.segments import chain_kernel
 from deltazoo.ops.triton.gluon import MISSING
 from deltazoo.ops.triton.launch import Constants, launch
@@ -60,15 +60,15 @@ def scan(
     `states` without `output`, it fills `final` only where a strict launch begins. `stopped`, for Gluon kernels, has the
     number of the chunk at which each head begins. Kernels in plain Triton fill `output`, or U and `states`, not all.
     """
-    start = FROM_IDENTITY if v is None else FROM_ZERO if initial is None else FROM_STATE
+    start: Start = "identity" if v is None else "zero" if initial is None else "state"
     for strict in p.plan.scan_modes:
         if strict and p.plan.by_gain:  # this launch continues where the other stopped
-            start, initial, stopped = FROM_STATE, final, None
+            start, initial, stopped = "state", final, None
         scan_once(p, kept, start, v, initial, final, output, U, states, strict, stopped)
 
 
 def scan_once(
-    p: Problem, kept: Kept, start: int, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
+    p: Problem, kept: Kept, start: Start, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
     output: Tensor | None, U: Tensor | None, states: Tensor | None, strict: bool, stopped: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch one part of `scan`, from `start`."""

@@ -26,13 +26,13 @@ from deltazoo.ops.dtypes import KERNEL_DTYPES
 from deltazoo.ops.operator import Operator
 from deltazoo.ops.triton.launch import Constants, launch
 
-__all__ = ["MAX_KEY_DIM", "Tile", "choose_tile", "recurrent_step"]
+__all__ = ["MAX_KEY_DIM", "StepTile", "choose_tile", "recurrent_step"]
 
 MAX_KEY_DIM = 256
 """All keys of a head are in one program's registers."""
 
 
-class Tile(NamedTuple):
+class StepTile(NamedTuple):
     """The part of one head's state that a program owns."""
 
     columns: int
@@ -41,14 +41,14 @@ class Tile(NamedTuple):
 
 
 @functools.cache
-def choose_tile(K: int, V: int) -> Tile:
+def choose_tile(K: int, V: int) -> StepTile:
     """The tile for heads of size `[K, V]`: 32 value channels, so rows of 128 bytes, and 64 elements per thread.
 
     It depends only on K and V, so a new batch size compiles nothing new. Measured on an H200 beside eight other tiles:
     benchmarks/results/decode_step_h200.json.
     """
     rows, columns = triton.next_power_of_2(K), min(32, triton.next_power_of_2(V))
-    return Tile(columns, warps=max(1, rows * columns // 2048))
+    return StepTile(columns, warps=max(1, rows * columns // 2048))
 
 
 _STRIDES = [f"{x}_{axis}" for x in "qkv" for axis in ("batch", "step", "head")]

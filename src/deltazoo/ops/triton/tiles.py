@@ -52,7 +52,7 @@ def tiles_for(
     K: int,
     V: int,
     half: bool,
-    decay: int,
+    decay: str,
     has_beta: bool,
     strict: bool,
     separate: bool,
@@ -63,7 +63,7 @@ def tiles_for(
 
     Args:
         half: whether inputs are bfloat16 or float16, otherwise float32.
-        decay: 0 none, 1 per head, 2 per channel.
+        decay: "none", "scalar" (per head) or "channel".
         has_beta: whether there are step sizes.
         strict: whether the serial scans take the inverse in two terms.
         separate: whether the scans read with other keys than they write.
@@ -73,7 +73,7 @@ def tiles_for(
     BK = max(16, triton.next_power_of_2(K))
     BV = min(64, max(16, triton.next_power_of_2(V)))
     # Tiles of 64 key channels spill, unless the products read them from shared memory.
-    tile = dict(BK=min(BK, 64 if half and decay < 2 and shared >= HOPPER else 32))
+    tile = dict(BK=min(BK, 64 if half and decay != "channel" and shared >= HOPPER else 32))
     prepare, invert = _options(4, 1), _options(2, 1)
     # Every thread has 64 elements in registers, with 16-byte accesses along the channels.
     channel = prepare | dict(BK=min(BK, 128 if half else 32))
@@ -95,7 +95,7 @@ def tiles_for(
         gradients = _options(4, 3, BV) | tile
         if V <= 128:  # dO, U and Z stay in shared memory
             # Without decay, at 128 value channels, only two stages leave shared memory for two programs.
-            gradients = _options(4, 3 if decay or V <= 64 else 2, max(16, triton.next_power_of_2(V))) | dict(
+            gradients = _options(4, 3 if decay != "none" or V <= 64 else 2, max(16, triton.next_power_of_2(V))) | dict(
                 BK=min(BK, 32)
             )
     # In 16 bits ptxas 12.8 loses a descriptor of shared memory in tiles of 16 key channels.
@@ -104,7 +104,7 @@ def tiles_for(
 
 
 def _serial(
-    BK: int, BV: int, V: int, decay: int, has_beta: bool, strict: bool, separate: bool, shared: int, many_scans: bool
+    BK: int, BV: int, V: int, decay: str, has_beta: bool, strict: bool, separate: bool, shared: int, many_scans: bool
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """Options of the scan for the output, of the scan that keeps states, and of the reverse scan, for 16-bit inputs."""
     keys = (2 if separate else 1) * CHUNK * BK * 2  # bytes of one chunk's keys
@@ -114,13 +114,13 @@ def _serial(
         if BK == 256:
             serial = _scan_options(4 if shared < 160_000 else 8, 1, min(BV, 32), BK)
         else:
-            large = decay == 2 or separate or strict
+            large = decay == "channel" or separate or strict
             serial = _scan_options(8 if BV == 64 else 4, 1 if large and shared < 160_000 else 2, BV, BK)
         return serial, serial, serial
     return (
         _hopper_scan(BK, BV, V, keys + A + P + q, split, 0, many_scans),
         _hopper_scan(BK, BV, V, keys + A, split, 2, many_scans),
-        _hopper_scan(BK, BV, V, keys + A + P + q, split, 2, many_scans, largest=64 if decay else 128),
+        _hopper_scan(BK, BV, V, keys + A + P + q, split, 2, many_scans, largest=128 if decay == "none" else 64),
     )
 
 
@@ -130,12 +130,8 @@ def _hopper_scan(
     """Options of a scan on Hopper: the most pipeline stages, and the largest tiles, that fit shared memory.
 
     With three stages the next chunk is copied while this one is processed; with two, every chunk waits for memory.
-
-    Args:
-        operands: bytes of a chunk's operands, of which every stage has a copy.
-        single: bytes of intermediate results, of which there is one copy.
-        kept: bytes of each state element that the scan stores.
-        largest: most key channels in a tile of the state; fewer take fewer registers.
+    Every stage has a copy of the `operands` of a chunk; there is one copy of `single` intermediate results; `kept` are
+    bytes of each state element that the scan stores. A tile of the state has at most `largest` key channels.
     """
     wide = V > 64 and many_scans
     BV = 128 if wide else BV
@@ -162,40 +158,40 @@ BARRIERS = 448
 """Most bytes of barriers, and of the values that Triton passes to the partitions."""
 
 
-def fused_forward_options(keep: bool, decay: int) -> dict[str, int]:
+def fused_forward_options(keep: bool, decay: str) -> dict[str, int]:
     """Options of the fused forward pass: 219 of 227 KiB of shared memory, and all registers of a multiprocessor.
 
     There are three stages, or two if it keeps tensors for the backward pass, which take buffers, or has a decay per
-    channel (2), whose keys and log-decays do.
+    channel, whose keys and log-decays do.
     """
-    return _FUSED_FORWARD | dict(STAGES=2 if keep or decay == 2 else 3)
+    return _FUSED_FORWARD | dict(STAGES=2 if keep or decay == "channel" else 3)
 
 
 def gluon_scan_options(
-    output: bool, keep: bool, values: bool, decay: int, separate: bool, strict: bool, many_scans: bool
+    output: bool, keep: bool, values: bool, decay: str, separate: bool, strict: bool, many_scans: bool
 ) -> dict[str, int]:
     """Value channels per program, in parts of 64, and the stages of both rings of operands that fit shared memory.
 
     Args:
         output, keep, values: whether the scan stores the output, whether U and the states, and whether it has values
             (`chunk.scan`).
-        decay: 0 none, 1 per head, 2 per channel.
+        decay: "none", "scalar" (per head) or "channel".
         separate: whether the scan reads with other keys than it writes.
         strict: whether the second term of A has a buffer.
         many_scans: whether programs of two parts fill the GPU.
     """
     parts = 2 if many_scans else 1
-    factors = 4 * ((CHUNK, 4 * CHUNK + 1, CHUNK + HEAD)[decay])
+    factors = 4 * dict(none=CHUNK, scalar=4 * CHUNK + 1, channel=CHUNK + HEAD)[decay]
     stage = (1 + output) * KEYS + values * parts * PART + factors
     late_stage = separate * KEYS + (1 + output + strict) * MATRIX
     once = (output or keep) * parts * PART + keep * parts * STATE + BARRIERS
     return dict(PARTS=parts, num_warps=4) | _stages(HOPPER - once, stage, late_stage)
 
 
-def gluon_reverse_scan_options(keep: bool, decay: int, separate: bool, many_scans: bool) -> dict[str, int]:
+def gluon_reverse_scan_options(keep: bool, decay: str, separate: bool, many_scans: bool) -> dict[str, int]:
     """Options of the reverse scan, see above; `keep`: whether it stores Z and the gradients of the states."""
     parts = 2 if many_scans else 1
-    factors = 4 * ((CHUNK, 3 * CHUNK + 1, CHUNK + HEAD)[decay])
+    factors = 4 * dict(none=CHUNK, scalar=3 * CHUNK + 1, channel=CHUNK + HEAD)[decay]
     stage = (2 + separate) * KEYS + parts * PART + factors
     once = keep * parts * (PART + STATE) + BARRIERS
     return dict(PARTS=parts, num_warps=4) | _stages(HOPPER - once, stage, 2 * MATRIX)

@@ -31,7 +31,7 @@ def through_states(
     """Add the products with a tile of S and of dS: `dO S` to dq, `Z S` to row, `U dS` to dk, and <S, dS>."""
     b_S = tl.load(states + offsets, mask=mask, other=0.0)
     b_dS = tl.load(d_states + offsets, mask=mask, other=0.0)
-    if DECAY == 1:
+    if DECAY == "scalar":
         b_overlap += partial_overlap(b_S, b_dS)
     b_dq = tl.dot(b_dO, b_S, b_dq, input_precision=PRECISION)
     if HAS_BETA:
@@ -132,7 +132,7 @@ def chunk_gradients_kernel(
 
     # The weights of other tokens' keys and queries in dq, row and dk. Rows of W_P_columns are columns of W_P.
     above, below = o_c[:, None] < o_c[None, :], o_c[:, None] > o_c[None, :]
-    if DECAY == 1:
+    if DECAY == "scalar":
         b_G = tl.load(G + slot * C + o_c)
         D = decay_between(b_G[None, :], b_G[:, None], above)
         b_dP *= D
@@ -145,24 +145,24 @@ def chunk_gradients_kernel(
     W_P = tl.where(above, 0.0, b_dP * scale).to(DTYPE)
     if WHOLE:  # with decay a second product is faster than transposing W_P (docs/log.md)
         b_dP = tl.dot(b_U, tl.trans(b_dO), input_precision=PRECISION)
-        if DECAY == 1:
+        if DECAY == "scalar":
             b_dP *= decay_between(b_G[:, None], b_G[None, :], below)
         W_P_columns = tl.where(below, 0.0, b_dP * scale).to(DTYPE)
     else:
         W_P_columns = tl.trans(W_P)
-    if DECAY == 1:
+    if DECAY == "scalar":
         b_dG, b_last = tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
     if UNDECAYED:
         b_dF = tl.zeros([C], dtype=tl.float32)  # `e o de`
     if HAS_BETA:
         stored = store_step_gradient(d_beta + o_gate, b_beta, b_dL, m_c)
         b_dL = tl.where(below, -b_dL, 0.0)
-        if DECAY == 1:
+        if DECAY == "scalar":
             # In the gradient of the decay `e o de` and `k o dk` cancel except for pairs with the decay between them. So
             # the rows of dL, for de, and its columns, for dk, are rounded alike: with beta, where d_beta is stored.
             b_step, b_beta = tl.where(stored, b_beta, 1.0), tl.where(stored, 1.0, b_beta)
             b_dL *= b_step[:, None]
-        if DECAY == 1 and BY_GAIN:
+        if DECAY == "scalar" and BY_GAIN:
             if tl.load(large_gain + slot) != 0:
                 rest, read = decay_gradient_of_the_rest(
                     k, erase_key, b_dL, b_beta, o_qk, m_c, key_tiles, K, BK, PRECISION
@@ -170,7 +170,7 @@ def chunk_gradients_kernel(
                 b_dG += rest
                 if UNDECAYED:
                     b_dF += read
-        elif DECAY == 1 and STRICT:
+        elif DECAY == "scalar" and STRICT:
             rest, read = decay_gradient_of_the_rest(k, erase_key, b_dL, b_beta, o_qk, m_c, key_tiles, K, BK, PRECISION)
             b_dG += rest
             if UNDECAYED:
@@ -178,7 +178,7 @@ def chunk_gradients_kernel(
         W_L, W_L_beta = b_dL.to(DTYPE), (b_beta[:, None] * b_dL).to(DTYPE)
 
     b_overlap = partial_overlap(tl.zeros([BV, BK], dtype=tl.float32), tl.zeros([BV, BK], dtype=tl.float32))
-    if DECAY == 1:
+    if DECAY == "scalar":
         g_last = tl.load(G + slot * C + C - 1)
         entry, exit = tl.exp2(b_G)[:, None], tl.exp2(g_last - b_G)[:, None]
         erase_entry = entry
@@ -220,7 +220,7 @@ def chunk_gradients_kernel(
                 )  # fmt: skip
                 b_dk += 0.0  # the sum waits, see `score_gradients`
         b_dq *= scale
-        if DECAY == 1:
+        if DECAY == "scalar":
             b_dq *= entry
             b_row *= erase_entry
             b_dk *= exit
@@ -228,7 +228,7 @@ def chunk_gradients_kernel(
         b_dq = tl.dot(W_P, b_k, b_dq, input_precision=PRECISION)
         tl.store(dq + i_k * BK + o_dq, b_dq.to(dq.dtype.element_ty), mask=m_dq)
         b_dk = tl.dot(W_P_columns, b_q, b_dk, input_precision=PRECISION)
-        if DECAY == 1:
+        if DECAY == "scalar":
             b_dG += tl.sum(b_q.to(tl.float32) * b_dq, 1)
         if HAS_BETA:
             b_e = b_k
@@ -242,10 +242,10 @@ def chunk_gradients_kernel(
             b_dk = tl.dot(tl.trans(W_L_beta), b_e, b_dk, input_precision=PRECISION)
             e_row = tl.sum(b_e.to(tl.float32) * b_row, 1)
             b_dbeta += e_row
-        if DECAY == 1:
+        if DECAY == "scalar":
             b_dG -= tl.sum(b_k.to(tl.float32) * b_dk, 1)
         if HAS_BETA:
-            if DECAY == 1:
+            if DECAY == "scalar":
                 b_dG += b_beta * e_row
                 if UNDECAYED:
                     b_dF += b_beta * e_row
@@ -261,7 +261,7 @@ def chunk_gradients_kernel(
 
     if HAS_BETA:
         tl.store(d_beta + o_gate, b_dbeta, mask=m_c & (stored == 0))
-    if DECAY == 1:
+    if DECAY == "scalar":
         last = tl.sum(b_last, 0) + tl.exp2(g_last) * tl.sum(tl.sum(b_overlap, 1), 0)
         b_dG += tl.where(o_c == C - 1, last, 0.0)
         keeps = tl.load(log_decay + o_decay, mask=m_decay, other=0.0).to(tl.float32) > float("-inf")

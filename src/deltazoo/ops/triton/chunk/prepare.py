@@ -53,19 +53,19 @@ def prepare_chunk(
         b_e = tl.load(erase_key + base + o_qk, mask=m_ck, other=0.0)
     if MICRO_STEPS == 1:
         b_q = tl.load(q + base + o_qk, mask=m_ck, other=0.0)
-        if DECAY == 1:
+        if DECAY == "scalar":
             b_g = tl.load(log_decay + (first * HV + i_h) + o_c * HV, mask=m_c, other=0.0).to(tl.float32) * LOG2E
     else:
         token, o_t, begins, ends = tokens_of(first, o_c, MICRO_STEPS)
         p_q = q + (token * H + key_head(i_h, H, HV, GROUPED)) * K
         b_q = tl.load(p_q + o_t[:, None] * (H * K) + o_k[None, :], mask=m_ck & ends[:, None], other=0.0)
-        if DECAY == 1:
+        if DECAY == "scalar":
             p_g = log_decay + (token * HV + i_h)
             b_g = tl.load(p_g + o_t * HV, mask=m_c & begins, other=0.0).to(tl.float32) * LOG2E
     if HAS_BETA:
         b_beta = tl.load(beta + (first * HV + i_h) + o_c * HV, mask=m_c, other=0.0).to(tl.float32)
     P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
-    if DECAY == 1:
+    if DECAY == "scalar":
         b_G = tl.cumsum(tl.maximum(b_g, LOG2_FLOOR), 0)
         tl.store(G + slot * C + o_c, b_G)
         D = tl.exp2(b_G[:, None] - b_G[None, :])  # may be infinite above the diagonal
@@ -79,7 +79,7 @@ def prepare_chunk(
             if erase_key is not None:  # the gain of any two tokens, which together can flip the sign of the state
                 gains = tl.abs(tl.where(above, 0.0, L))
             gain = tl.maximum(tl.max(tl.max(gains, 1), 0), least_gain)
-        if DECAY == 1:
+        if DECAY == "scalar":
             if UNDECAYED:
                 D = tl.exp2(decay_before(b_G)[:, None] - b_G[None, :])
             L *= D

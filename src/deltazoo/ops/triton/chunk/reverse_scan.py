@@ -46,7 +46,7 @@ def reverse_scan_kernel(
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
-    WAIT: tl.constexpr = NK > 1 and DECAY == 0
+    WAIT: tl.constexpr = NK > 1 and DECAY == "none"
     i_v, i_h, i_n = tl.program_id(0) % NV, tl.program_id(0) // NV % HV, tl.program_id(0) // (NV * HV)
     first, length, chunk = sequence_bounds(cu_seqlens, chunk_offsets, i_n, T, NT, segments, chunks, C, PACKED)
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
@@ -119,7 +119,7 @@ def reverse_scan_kernel(
                 p_dO, phase = output_row(tl.maximum(first + step - C, 0), i_h, HV, V, MICRO_STEPS)
             next_dO = fetch_values(d_output, p_dO, i_v, before, HV * V, phase, V, BV, C, MICRO_STEPS)
         P = tl.load(p_AP + (MATRICES - 1) * C * C + o_cc)
-        if DECAY == 1:
+        if DECAY == "scalar":
             b_G = tl.load(G + i_slot * C + o_c)
             g_last = tl.load(G + i_slot * C + C - 1)
         dU = tl.zeros([BV, C], dtype=tl.float32)
@@ -133,10 +133,10 @@ def reverse_scan_kernel(
                 tl.store(d_states + i_slot * (K * V) + tile * BK + o_kept, dS_hi, mask=m_v[:, None] & m_k[None, :])
             dU = finished(tl.dot(dS_hi, tl.trans(b_k_out), dU, input_precision=PRECISION), WAIT)
             keys += (b_k_out,)
-        if DECAY == 1:
+        if DECAY == "scalar":
             dU *= tl.exp2(g_last - b_G)[None, :]
         dU = tl.dot(b_dO, tl.trans(P), dU, input_precision=PRECISION)
-        if DECAY == 1:
+        if DECAY == "scalar":
             dO = (b_dO.to(tl.float32) * (scale * tl.exp2(b_G))[None, :]).to(b_dO.dtype)
         else:
             dO = (b_dO.to(tl.float32) * scale).to(b_dO.dtype)
@@ -148,7 +148,7 @@ def reverse_scan_kernel(
             else:
                 A_rest = A
             Z = times_terms(dU, tl.trans(A), tl.trans(A_rest), STRICT, PRECISION)
-            if DECAY == 1:
+            if DECAY == "scalar":
                 if UNDECAYED:
                     b_F = tl.load(G + i_slot * C + o_c - 1, mask=o_c > 0, other=0.0)
                 else:
@@ -171,9 +171,9 @@ def reverse_scan_kernel(
                 p_q = q_in + (token * HK + i_h // (HV // HK)) * K + tile * BK
                 b_q = tl.load(p_q + o_t[:, None] * (HK * K) + o_k[None, :], mask=m_qk & ends[:, None], other=0.0)
             kept = after[tile]
-            if DECAY == 1:
+            if DECAY == "scalar":
                 kept *= tl.exp2(g_last)
-            if DECAY == 2:
+            if DECAY == "channel":
                 kept *= tl.exp2(tl.load(G + i_slot * K + tile * BK + o_k, mask=m_k, other=0.0))[None, :]
             kept = finished(tl.dot(dO, b_q, kept, input_precision=PRECISION), WAIT)
             if HAS_BETA:

@@ -9,7 +9,7 @@ one chunk passes to the next goes through shared memory, and a warp never waits 
 The state is a tuple of NK tiles `[BV, BK]`, because products of more than 128 key channels take too many registers.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import triton
 import triton.language as tl
@@ -129,10 +129,10 @@ def scan_kernel(
 ):  # fmt: skip
     """Store the final state, and with OUTPUT the output, or with KEEP the states that enter the chunks and U.
 
-    One program owns BV value channels of one value head of one sequence or segment. It starts from zero, a given state
-    (INITIAL = 1) or the identity (2). Without HAS_V the values are zero. q and k have HK heads. With SEPARATE the keys
-    `k_in` with which the state is read differ from `k_out`. With AHEAD values are loaded a chunk ahead into registers,
-    which leaves the shared memory to the other operands.
+    One program owns BV value channels of one value head of one sequence or segment. INITIAL is its `Start`. Without
+    HAS_V the values are zero. q and k have HK heads. With SEPARATE the keys `k_in` with which the state is read differ
+    from `k_out`. With AHEAD values are loaded a chunk ahead into registers, which leaves the shared memory to the other
+    operands.
 
     With BY_GAIN a sequence takes two launches. The first one processes the chunks before the first one with a large
     erase gain, and stores its state in `final_state`. The launch with STRICT starts from this state and processes the
@@ -140,7 +140,7 @@ def scan_kernel(
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
-    WAIT: tl.constexpr = NK > 1 and DECAY == 0
+    WAIT: tl.constexpr = NK > 1 and DECAY == "none"
     i_v, i_h, i_n = tl.program_id(0) % NV, tl.program_id(0) // NV % HV, tl.program_id(0) // (NV * HV)
     first, length, chunk = sequence_bounds(cu_seqlens, chunk_offsets, i_n, T, NT, segments, chunks, C, PACKED)
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
@@ -168,10 +168,10 @@ def scan_kernel(
     o_state = (i_n.to(tl.int64) * HV + i_h) * (K * V) + i_v * BV + o_v[:, None] + o_k[None, :] * V
     S = ()
     for tile in tl.static_range(NK):
-        if INITIAL == 1:
+        if INITIAL == "state":
             m_state = m_v[:, None] & (tile * BK + o_k < K)[None, :]
             S += (tl.load(initial_state + o_state + tile * BK * V, mask=m_state, other=0.0),)
-        elif INITIAL == 2:
+        elif INITIAL == "identity":
             S += (tl.where((i_v * BV + o_v)[:, None] == (tile * BK + o_k)[None, :], 1.0, 0.0),)
         else:
             S += (tl.zeros([BV, BK], dtype=tl.float32),)
@@ -222,7 +222,7 @@ def scan_kernel(
                     b_q = tl.load(p_q + o_t[:, None] * (HK * K) + o_k[None, :], mask=m_qk & ends[:, None], other=0.0)
                 O = finished(tl.dot(S_hi, tl.trans(b_q), O, input_precision=PRECISION), WAIT)
             keys += (b_k_out,)
-        if DECAY == 1:
+        if DECAY == "scalar":
             b_G = tl.load(G + i_slot * C + o_c)
             g_last = tl.load(G + i_slot * C + C - 1)
         if HAS_BETA:
@@ -232,7 +232,7 @@ def scan_kernel(
                 A, A_rest = unpack_inverse(A, C)
             else:
                 A_rest = A
-            if DECAY == 1:
+            if DECAY == "scalar":
                 if UNDECAYED:
                     Y *= tl.exp2(tl.load(G + i_slot * C + o_c - 1, mask=o_c > 0, other=0.0))[None, :]
                 else:
@@ -244,7 +244,7 @@ def scan_kernel(
             tl.store(U_out + v_base + step * (HV * V) + o_vc, U.to(U_out.dtype.element_ty), mask=m_vc)
         if OUTPUT:
             P = tl.load(p_AP + (MATRICES - 1) * C * C + o_cc)
-            if DECAY == 1:
+            if DECAY == "scalar":
                 O *= (scale * tl.exp2(b_G))[None, :]
             else:
                 O *= scale
@@ -255,14 +255,14 @@ def scan_kernel(
                 p_out = output + (token * HV + i_h) * V + i_v * BV
                 o_out = o_v[:, None] + o_t[None, :] * (HV * V)
                 tl.store(p_out + o_out, O.to(output.dtype.element_ty), mask=m_vc & ends[None, :])
-        if DECAY == 1:
+        if DECAY == "scalar":
             U *= tl.exp2(g_last - b_G)[None, :]
         before, S = S, ()
         for tile in tl.static_range(NK):
             kept = before[tile]
-            if DECAY == 1:
+            if DECAY == "scalar":
                 kept *= tl.exp2(g_last)
-            if DECAY == 2:
+            if DECAY == "channel":
                 m_k = tile * BK + o_k < K
                 kept *= tl.exp2(tl.load(G + i_slot * K + tile * BK + o_k, mask=m_k, other=0.0))[None, :]
             S += (finished(add_product(kept, U, keys[tile], STRICT, PRECISION), WAIT),)
@@ -274,8 +274,8 @@ def scan_kernel(
             tl.store(final_state + o_state + tile * BK * V, S[tile], mask=m_state)
 
 
-FROM_ZERO, FROM_STATE, FROM_IDENTITY = 0, 1, 2
-"""Start of a scan, as the constant INITIAL of the kernels: a state of zero, a given one, or the identity."""
+Start = Literal["zero", "state", "identity"]
+"""First state of a scan, the constant INITIAL of the kernels: zero, a given one, or the identity."""
 
 
 def scan_arguments(plan: Plan, tiles: dict[str, int], V: int, **named: Any) -> Constants:
@@ -285,7 +285,7 @@ def scan_arguments(plan: Plan, tiles: dict[str, int], V: int, **named: Any) -> C
 
 
 @per_plan
-def _constants(plan: Plan, start: int, values: bool, output: bool, keep: bool, strict: bool) -> Constants:
+def _constants(plan: Plan, start: Start, values: bool, output: bool, keep: bool, strict: bool) -> Constants:
     tiles = plan.scan_tiles[strict].scan_keep if keep else plan.scan_tiles[strict].scan
     V = plan.V if values else plan.K  # the transition of a segment
     return scan_arguments(
@@ -294,7 +294,7 @@ def _constants(plan: Plan, start: int, values: bool, output: bool, keep: bool, s
 
 
 def launch_scan(
-    p: Problem, kept: Kept, start: int, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
+    p: Problem, kept: Kept, start: Start, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
     output: Tensor | None, U: Tensor | None, states: Tensor | None, strict: bool,
 ) -> None:  # fmt: skip
     """One launch of `stages.scan_once`, from `start`; it stores the output, or U and the states, or neither."""

@@ -91,7 +91,7 @@ def copy_chunks(copied, DECAY: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.const
         token = c * C
         m_t = token + o_t < T
         b_beta = gl.load(beta + base + o_t * HV, mask=m_t, other=0.0).to(gl.float32)
-        if DECAY == 1:
+        if DECAY == "scalar":
             g = gl.load(log_decay + base + o_t * HV, mask=m_t, other=0.0).to(gl.float32) * LOG2E
             g = gl.maximum(g, LOG2_FLOOR)
         mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
@@ -106,13 +106,13 @@ def copy_chunks(copied, DECAY: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.const
                 column = i_h * D + half * HALF
                 v_half = v_ring.index(2 * stage + half)
                 tma.async_copy_global_to_shared(v_tiles, [i_b, token, column], bar, as_tile(v_half, HALF))
-            if DECAY == 2:
+            if DECAY == "channel":
                 mbarrier.wait(gates_empty.index(0), (c & 1) ^ 1)
                 mbarrier.expect(gates_full.index(0), C * D * gates.dtype.primitive_bitwidth // 8)
                 gate_tile = gates._reinterpret(gates.dtype, [1, C, D], _tile_layout(gates.dtype, 3))
                 tma.async_copy_global_to_shared(log_decay, [i_b, token, i_h * D], gates_full.index(0), gate_tile)
             vectors = stage * VECTORS
-            if DECAY == 1:
+            if DECAY == "scalar":
                 G = gl.associative_scan(g, 0, add)
                 last = gl.sum(g, 0)
                 if KEEP:
@@ -133,7 +133,7 @@ def copy_chunks(copied, DECAY: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.const
     if STOPS:
         for i in range(gl.maximum(c - STAGES, 0), c):
             mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
-        if DECAY == 2:
+        if DECAY == "channel":
             mbarrier.wait(gates_full.index(0), (c & 1) ^ 1)
 
 
@@ -197,8 +197,8 @@ def carry_state(
         vectors = stage * VECTORS
         k, q = k_ring.index(stage), q_ring.index(stage)
         T, L, P = T_ring.index(stage), L_ring.index(stage), P_ring.index(stage)
-        written = written_ring.index(stage) if DECAY == 2 else k
-        if DECAY == 2:  # q and k contain the decay
+        written = written_ring.index(stage) if DECAY == "channel" else k
+        if DECAY == "channel":  # q and k contain the decay
             mbarrier.wait(ready.index(stage), (c // STAGES) & 1)
             S = _times_columns(S, entries.index(stage), totals.index((c + 2 * STAGES - 1) % (2 * STAGES)), STATE)
         S_left = gl.convert_layout(S.to(DTYPE), CHUNK_LEFT)
@@ -217,7 +217,7 @@ def carry_state(
             _store_output(o_tiles, [i_b, token, column], buffer, O_before)
         v = v_ring.index(2 * stage + PART).permute((1, 0)).load(CHUNK)
         Y = warpgroup_mma_wait(0, deps=[Y])
-        if DECAY == 1:
+        if DECAY == "scalar":
             since_start = factors.index(vectors + SINCE_START).load(gl.SliceLayout(0, CHUNK))
             Y = Y * since_start[None, :]
         R = v.to(gl.float32) - Y
@@ -234,7 +234,7 @@ def carry_state(
             end = gl.where(is_large, c + 1, end)
             stopped_at = gl.where(is_large, c, stopped_at)
         U1 = warpgroup_mma(R1_left, T.slice(0, 32, dim=0).permute((1, 0)), none, use_acc=False, is_async=True)
-        if DECAY == 1:
+        if DECAY == "scalar":
             O = O * factors.index(vectors + OUTPUT).load(gl.SliceLayout(0, CHUNK))[None, :]
             total = factors.index(vectors + TOTAL).load(gl.SliceLayout(1, STATE))
             S = S * total[:, None]
@@ -248,8 +248,8 @@ def carry_state(
             U_buffer.slice(0, 32, dim=0).permute((1, 0)).store(U1.to(DTYPE))
         R2 = warpgroup_mma(U1_left, L.slice(32, 32, dim=0).permute((1, 0)), R2, is_async=True)
         # The products of S and O take U1 from registers of their own; otherwise ptxas makes all products wait (C7512).
-        U1_out = U1_left if DECAY == 1 else gl.convert_layout((U1 * scale).to(DTYPE), BLOCK_LEFT)
-        if DECAY == 1:
+        U1_out = U1_left if DECAY == "scalar" else gl.convert_layout((U1 * scale).to(DTYPE), BLOCK_LEFT)
+        if DECAY == "scalar":
             to_end = factors.index(vectors + TO_END)
             U1 = U1 * to_end.slice(0, 32).load(gl.SliceLayout(0, BLOCK))[None, :]
         U1 = gl.convert_layout(U1.to(DTYPE), STATE_LEFT)
@@ -262,8 +262,8 @@ def carry_state(
         U2, S, O = warpgroup_mma_wait(0, deps=[U2, S, O])
         if KEEP:
             U_buffer.slice(32, 32, dim=0).permute((1, 0)).store(U2.to(DTYPE))
-        U2_out = gl.convert_layout((U2 if DECAY == 1 else U2 * scale).to(DTYPE), CHUNK_LEFT)
-        if DECAY == 1:
+        U2_out = gl.convert_layout((U2 if DECAY == "scalar" else U2 * scale).to(DTYPE), CHUNK_LEFT)
+        if DECAY == "scalar":
             U2 = U2 * to_end.slice(32, 32).load(gl.SliceLayout(0, BLOCK))[None, :]
         S = warpgroup_mma(gl.convert_layout(U2.to(DTYPE), STATE_LEFT), written.slice(32, 32, dim=0), S, is_async=True)
         O = warpgroup_mma(U2_out, P.slice(32, 32, dim=1).permute((1, 0)), O, is_async=True)
@@ -273,7 +273,7 @@ def carry_state(
         barrier()  # all warps have read the operands
         mbarrier.arrive(empty.index(stage), count=1)
         c += 1
-    if DECAY == 2:
+    if DECAY == "channel":
         S = S * totals.index((c - 1) % (2 * STAGES)).load(gl.SliceLayout(0, STATE))[None, :]
     _store_output(o_tiles, [i_b, token, column], buffer, O_before)
     if KEEP:
@@ -291,7 +291,7 @@ def hopper_forward_kernel(
     KEEP: gl.constexpr, STAGES: gl.constexpr, STATE_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Store output and final states of the delta rule; DECAY is 0 for none, 1 per head, 2 per channel. Grid (B * HV,).
+    """Store output and final states; DECAY is "none", "scalar" (per head) or "channel". Grid (B * HV,).
 
     A program stops at the first chunk that it must not process: with BY_GAIN one whose largest erase gain needs strict
     precision, per channel one that decays too far (`decayed_keys`). It stores the number of this chunk in `stopped
@@ -308,7 +308,7 @@ def hopper_forward_kernel(
     i_h = i % HV
     i_k = i_h // (HV // H)
     NC = (T + C - 1) // C
-    STOPS: gl.constexpr = BY_GAIN or DECAY == 2
+    STOPS: gl.constexpr = BY_GAIN or DECAY == "channel"
     q_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
     k_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
     v_ring = gl.allocate_shared_memory(DTYPE, [2 * STAGES, C, HALF], OPERAND)
@@ -323,7 +323,7 @@ def hopper_forward_kernel(
     diagonal = gl.allocate_shared_memory(gl.float32, [C, 16], PLAIN)
     inverses = gl.allocate_shared_memory(DTYPE, [4, 16, 16], gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0]))
     written_ring, entries, totals, gates, fewest, gates_full, gates_empty = (factors,) * 7
-    if DECAY == 2:
+    if DECAY == "channel":
         written_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
         entries = gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR)
         totals = gl.allocate_shared_memory(gl.float32, [2 * STAGES, D], VECTOR)
@@ -349,7 +349,7 @@ def hopper_forward_kernel(
         mbarrier.init(ready.index(n), count=1)
     SPREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     order.store(gl.arange(0, C, SPREAD).to(gl.float32) * 1073741824.0)
-    if DECAY == 2:  # after the chunk before the first
+    if DECAY == "channel":  # after the chunk before the first
         totals.index(2 * STAGES - 1).store(gl.full([D], 1.0, gl.float32, SPREAD))
     fence_async_shared()
     barrier()

@@ -127,8 +127,8 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
         vectors = stage * VECTORS
         k, q = k_ring.index(stage), q_ring.index(stage)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
-        written = written_ring.index(stage) if DECAY == 2 else k
-        if DECAY == 2:
+        written = written_ring.index(stage) if DECAY == "channel" else k
+        if DECAY == "channel":
             mbarrier.wait(gates_full.index(0), c & 1)
             entry, total = entries.index(stage), totals.index(c % (2 * STAGES))
             decay_keys(q, k, written, gates, entry, total, fewest)
@@ -138,13 +138,13 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
         L = warpgroup_mma(k, written.permute((1, 0)), zero, use_acc=False, is_async=True)
         # exp(G_i - G_j) on and below the diagonal, 0 above it. `order` holds i * 2^30. As comparisons of indices the
         # masks would stay in registers from chunk to chunk, 64 packed predicates (docs/log.md).
-        if DECAY == 1:
+        if DECAY == "scalar":
             i_row, i_column = order.load(gl.SliceLayout(1, SQUARE)), order.load(gl.SliceLayout(0, SQUARE))
             G = factors.index(vectors + LOG2_DECAY)
             G_row, G_column = G.load(gl.SliceLayout(1, SQUARE)), G.load(gl.SliceLayout(0, SQUARE))
             E = gl.exp2(gl.minimum(G_row[:, None] - G_column[None, :], i_row[:, None] - i_column[None, :]))
         L = -warpgroup_mma_wait(0, deps=[L])
-        if DECAY == 1:
+        if DECAY == "scalar":
             L = L * E
         if KEEP:
             L = L * factors.index(vectors + STEP).load(gl.SliceLayout(1, SQUARE))[:, None]
@@ -162,14 +162,14 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
         L_ring.index(stage).store(gl.convert_layout(left.to(DTYPE), PAIR))
         P = warpgroup_mma(q, written.permute((1, 0)), zero, use_acc=False, is_async=True)
         P = warpgroup_mma_wait(0, deps=[P])
-        if DECAY == 1:
+        if DECAY == "scalar":
             P = P * (E * scale)
         else:
             i_row, i_column = order.load(gl.SliceLayout(1, SQUARE)), order.load(gl.SliceLayout(0, SQUARE))
             P = gl.where(i_row[:, None] >= i_column[None, :], P, 0.0)
         P_ring.index(stage).store(P.to(DTYPE))
         if KEEP:
-            P_buffer.permute((1, 0)).store((P if DECAY == 1 else P * scale).to(DTYPE))
+            P_buffer.permute((1, 0)).store((P if DECAY == "scalar" else P * scale).to(DTYPE))
         # Rows of (1 / beta - L)^-1 from the first to the last: b_r (e_r + sum_n -L_rn x_n); A has no b_r.
         steps = _split16(factors.index(vectors + STEP).reshape([4, 16]).load(STEPS))
         gain = gl.full([4], 0.0, gl.float32, gl.SliceLayout(1, COLUMN))
@@ -223,18 +223,18 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
             A = A_buffer.permute((1, 0))
             A.slice(0, 32, dim=1).store(gl.where(upper, T, M.to(DTYPE)))
             A.slice(32, 32, dim=1).store(gl.where(upper, none.to(DTYPE), T))
-        if BY_GAIN or DECAY == 2:
+        if BY_GAIN or DECAY == "channel":
             is_large = gl.to_tensor(False)
             if BY_GAIN:
                 is_large = gl.max(gains.load(gl.BlockedLayout([4], [32], [4], [0])), 0) > MAX_FAST_GAIN
-            if DECAY == 2:
+            if DECAY == "channel":
                 is_large |= gl.min(fewest.load(gl.BlockedLayout([4], [32], [4], [0])), 0) < -2 * RANGE
             large.index(stage).store(gl.full([1], 0, gl.int32, SPREAD) + is_large.to(gl.int32))
             if is_large:  # the state passes this chunk unchanged
                 T_ring.index(stage).store(gl.full([C, 32], 0.0, DTYPE, PAIR))
-                if DECAY == 1:
+                if DECAY == "scalar":
                     factors.index(vectors + TOTAL).store(gl.full([C], 1.0, gl.float32, SPREAD))
-                if DECAY == 2:
+                if DECAY == "channel":
                     entry.store(gl.full([2 * C], 1.0, gl.float32, SPREAD))
                     total.store(gl.full([2 * C], 1.0, gl.float32, SPREAD))
                 end = c + 1

@@ -63,16 +63,16 @@ __all__ = ["backward_kernel"]
 
 
 @jit
-def copy_stage(tiles, buffers, bars, gates, beta, G, where, token, slot, n, DECAY: gl.constexpr):
+def copy_stage(tiles, buffers, bars, gates, beta, G, place, token, slot, n, DECAY: gl.constexpr):
     """Copy k, dO and U of a chunk, and store factors of its decays and step sizes."""
     q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles = tiles
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
     full, empty, single = bars
-    scale, row, head, column, key_column, first_slot, first, B, T, HV, NC, ZERO = where
+    scale, row, head, column, key_column, first_slot, first, B, T, HV, NC, ZERO = place
     TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_c = gl.arange(0, C, TOKENS)
     step = gl.load(beta + slot.to(gl.int64) * C + o_c)
-    if DECAY:
+    if DECAY == "scalar":
         g = gl.load(G + slot.to(gl.int64) * C + o_c)
         last = gl.load(G + slot.to(gl.int64) * C + C - 1)
     s = n % 2
@@ -83,7 +83,7 @@ def copy_stage(tiles, buffers, bars, gates, beta, G, where, token, slot, n, DECA
     tma.async_copy_global_to_shared(dO_tiles, [row, token, column], bar, as_tile(dO_buffer.index(s), D))
     tma.async_copy_global_to_shared(U_tiles, [row, token, column], bar, as_tile(U_buffer.index(s), D))
     gates.index(ROWS * s + STEP).store(step)
-    if DECAY:
+    if DECAY == "scalar":
         gates.index(ROWS * s + ENTRY).store(gl.exp2(g))
         gates.index(ROWS * s + EXIT).store(gl.exp2(last - g))
         gates.index(ROWS * s + LOG).store(g)
@@ -91,16 +91,16 @@ def copy_stage(tiles, buffers, bars, gates, beta, G, where, token, slot, n, DECA
 
 
 @jit
-def copies(tiles, buffers, bars, gates, beta, G, where, DECAY: gl.constexpr):
+def copies(tiles, buffers, bars, gates, beta, G, place, DECAY: gl.constexpr):
     """Copy the operands of all chunks, by one warp."""
     q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles = tiles
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
     full, empty, single = bars
     q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = first_ten(single)
-    scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = where
+    scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = place
     if NC > 0:
         last = slot + (NC - 1) * HV
-        copy_stage(tiles, buffers, bars, gates, beta, G, where, first + (NC - 1) * C, last, 0, DECAY)
+        copy_stage(tiles, buffers, bars, gates, beta, G, place, first + (NC - 1) * C, last, 0, DECAY)
     for n in range(NC):
         c = NC - 1 - n
         token, chunk = first + c * C, slot + c * HV
@@ -118,11 +118,11 @@ def copies(tiles, buffers, bars, gates, beta, G, where, DECAY: gl.constexpr):
             tile = as_tile(S_buffer.index(part), D)
             tma.async_copy_global_to_shared(S_tiles, [row + part * B, token, column], S_full, tile)
         if c > 0:
-            copy_stage(tiles, buffers, bars, gates, beta, G, where, token - C, chunk - HV, n + 1, DECAY)
+            copy_stage(tiles, buffers, bars, gates, beta, G, place, token - C, chunk - HV, n + 1, DECAY)
 
 
 @jit
-def gradients(tiles, buffers, bars, gates, d_beta, d_G, where, DECAY: gl.constexpr, STRICT: gl.constexpr):
+def gradients(tiles, buffers, bars, gates, d_beta, d_G, place, DECAY: gl.constexpr, STRICT: gl.constexpr):
     """Store the gradients of q, k and, with decay, G of each chunk, from those of P and L; with STRICT these, too.
 
     W_P and W_L have a buffer each, but with STRICT one, since the second term of A takes the other.
@@ -133,7 +133,7 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, where, DECAY: gl.constex
     full, empty, single = bars
     q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = first_ten(single)
     WP_full, WP_empty, WL_full, WL_empty, A_split = last_five(single)
-    scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = where
+    scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = place
     DTYPE: gl.constexpr = k_buffer.dtype
     SMALL: gl.constexpr = SMALL_STEP
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -167,7 +167,7 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, where, DECAY: gl.constex
         mbarrier.wait(S_full, parity)
         written = warpgroup_mma_wait(0, deps=[written])
         mbarrier.arrive(dS_empty, count=1)
-        if DECAY:
+        if DECAY == "scalar":
             written = written * gates.index(ROWS * s + EXIT).load(KEY_ROW)[:, None]
         mbarrier.wait(q_full, parity)
         if not STRICT:
@@ -175,20 +175,20 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, where, DECAY: gl.constex
         written = warpgroup_mma(W_P.permute((1, 0)), q, written, is_async=True)
 
         # dq = scale entry o (dO S) + W_P k, in two halves of the key channels
-        if DECAY:
+        if DECAY == "scalar":
             dG = gl.full([C], 0.0, gl.float32, ROW)
         for m in gl.static_range(2):
             S0, S1 = S_buffer.index(0 + z).slice(64 * m, 64, dim=1), S_buffer.index(1 + z).slice(64 * m, 64, dim=1)
             d_query = warpgroup_mma(dO.slice(0, HALF, dim=1), S0, zero, use_acc=False, is_async=True)
             d_query = warpgroup_mma(dO.slice(HALF, HALF, dim=1), S1, d_query, is_async=True)
             d_query, written = warpgroup_mma_wait(0, deps=[d_query, written])
-            if DECAY:
+            if DECAY == "scalar":
                 d_query = d_query * (gates.index(ROWS * s + ENTRY).load(ROW) * scale)[:, None]
             else:
                 d_query = d_query * scale
             d_query = warpgroup_mma(W_P, k.slice(64 * m, 64, dim=1), d_query, is_async=True)
             d_query = warpgroup_mma_wait(0, deps=[d_query])
-            if DECAY:
+            if DECAY == "scalar":
                 dG += gl.sum(q.slice(64 * m, 64, dim=1).load(PAIRS).to(gl.float32) * d_query, 1)
             if m == 0:
                 d_query_0 = d_query.to(DTYPE)
@@ -204,7 +204,7 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, where, DECAY: gl.constex
             mbarrier.wait(Z_full, parity)
             b_L, d_steps = gradient_of_L(Z_buffer, U_buffer, gates, s, z, DECAY)
             W_L.store(b_L)
-            store_step_gradients(d_beta, d_steps, where, n)
+            store_step_gradients(d_beta, d_steps, place, n)
         fence_async_shared()
         barrier()
         tma.async_copy_shared_to_global(dq_tiles, [row, token, column], as_tile(dO, D))
@@ -216,12 +216,12 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, where, DECAY: gl.constex
         Z0, Z1 = Z_buffer.index(0 + z), Z_buffer.index(1 + z)
         steps = gates.index(ROWS * s + STEP).load(ROW)
         erase = gl.where(steps > SMALL, -1.0, -steps)  # the factor of beta that Z lacks
-        if DECAY:
+        if DECAY == "scalar":
             erase = erase * gates.index(ROWS * s + ENTRY).load(ROW)
         z0 = gl.convert_layout((Z0.load(PAIRS).to(gl.float32) * erase[:, None]).to(DTYPE), KEYS_LEFT)
         z1 = gl.convert_layout((Z1.load(PAIRS).to(gl.float32) * erase[:, None]).to(DTYPE), KEYS_LEFT)
         mbarrier.arrive(Z_empty, count=1)
-        if DECAY:
+        if DECAY == "scalar":
             written = warpgroup_mma_wait(0, deps=[written])
             as_written = gl.sum(k.load(KEYS).to(gl.float32) * written, 1)
         dk_sum = warpgroup_mma(W_L, k, written, is_async=True)
@@ -231,7 +231,7 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, where, DECAY: gl.constex
         if not STRICT:
             mbarrier.arrive(WL_empty, count=1)
         mbarrier.arrive(S_empty, count=1)
-        if DECAY:
+        if DECAY == "scalar":
             both = gl.sum(k.load(KEYS).to(gl.float32) * dk_sum, 1)
             dG += gl.convert_layout(both - 2.0 * as_written, ROW)
             gl.store(d_G + (row * T + token + o_c) * HV + head, dG, mask=token + o_c < T)
@@ -292,7 +292,7 @@ def backward_kernel(
     mbarrier.init(single.index(0), count=1)
     mbarrier.init(single.index(1), count=3)
     mbarrier.init(single.index(2), count=1)
-    mbarrier.init(single.index(3), count=1 + 2 * DECAY)
+    mbarrier.init(single.index(3), count=3 if DECAY == "scalar" else 1)
     mbarrier.init(single.index(4), count=1)
     mbarrier.init(single.index(5), count=2)
     mbarrier.init(single.index(6), count=2)
@@ -308,14 +308,16 @@ def backward_kernel(
     buffers = (k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer)
     bars = full, empty, single
     rows = gl.num_programs(0) // (HV * segments)
-    where = (scale, row, i_h, column, key_column, slot, first_chunk * C, rows, T, HV, NC, ZERO)
+    # The place of the program: its head in the tensors, its first slot and token, and the sizes that all partitions
+    # need.
+    place = (scale, row, i_h, column, key_column, slot, first_chunk * C, rows, T, HV, NC, ZERO)
     # A tuple in a variable would turn constants into run-time values, so the arguments stand here.
     gl.warp_specialize(
         [
-            (walk, (dv_tiles, buffers, bars, gates, G, overlap, d_beta, d_final, d_initial, where, 0, DECAY, STRICT)),
-            (walk, (dv_tiles, buffers, bars, gates, G, overlap, d_beta, d_final, d_initial, where, 1, DECAY, STRICT)),
-            (gradients, (tiles, buffers, bars, gates, d_beta, d_G, where, DECAY, STRICT)),
-            (copies, (tiles, buffers, bars, gates, beta, G, where, DECAY)),
+            (walk, (dv_tiles, buffers, bars, gates, G, overlap, d_beta, d_final, d_initial, place, 0, DECAY, STRICT)),
+            (walk, (dv_tiles, buffers, bars, gates, G, overlap, d_beta, d_final, d_initial, place, 1, DECAY, STRICT)),
+            (gradients, (tiles, buffers, bars, gates, d_beta, d_G, place, DECAY, STRICT)),
+            (copies, (tiles, buffers, bars, gates, beta, G, place, DECAY)),
         ],
         [4, 4, 1],
         [WALK_REGISTERS, GRADIENT_REGISTERS, COPY_REGISTERS],

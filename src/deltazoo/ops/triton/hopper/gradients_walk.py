@@ -44,7 +44,7 @@ def decay_between(gates, s, z, DECAY: gl.constexpr):
     A minimum takes the place of masks, which would take a register for two elements.
     """
     between = gates.index(ORDER + z).load(ROW)[:, None] - gates.index(ORDER + z).load(COLUMN)[None, :]
-    if DECAY:
+    if DECAY == "scalar":
         logs = gates.index(ROWS * s + LOG)
         decay = gl.exp2(gl.minimum(logs.load(ROW)[:, None] - logs.load(COLUMN)[None, :], between))
     else:
@@ -83,16 +83,16 @@ def gradient_of_L(Z_buffer, U_buffer, gates, s, z, DECAY: gl.constexpr):
 
 
 @jit
-def store_step_gradients(d_beta, d_steps, where, n):
+def store_step_gradients(d_beta, d_steps, place, n):
     """Store d_beta of the nth chunk from the end."""
-    scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = where
+    scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = place
     token = first + (NC - 1 - n) * C + gl.arange(0, C, ROW)
     gl.store(d_beta + (row * T + token) * HV + head, d_steps, mask=token < T)
 
 
 @jit
 def walk(
-    dv_tiles, buffers, bars, gates, G, overlap, d_beta, d_final, d_initial, where, PART: gl.constexpr,
+    dv_tiles, buffers, bars, gates, G, overlap, d_beta, d_final, d_initial, place, PART: gl.constexpr,
     DECAY: gl.constexpr, STRICT: gl.constexpr,
 ):  # fmt: skip
     """Carry dS of half of the value channels, `[HALF, D]`, from the last chunk to the first, and compute dv of each.
@@ -105,7 +105,7 @@ def walk(
     full, empty, single = bars
     q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = first_ten(single)
     WP_full, WP_empty, WL_full, WL_empty, A_split = last_five(single)
-    scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = where
+    scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = place
     DTYPE: gl.constexpr = k_buffer.dtype
     SMALL: gl.constexpr = SMALL_STEP
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -127,7 +127,7 @@ def walk(
         rounded = dS.to(DTYPE)
         chunk = (slot + (NC - 1 - n) * HV).to(gl.int64)
         k = k_buffer.index(s)
-        if DECAY:
+        if DECAY == "scalar":
             total = gl.exp2(gl.load(G + chunk * C + C - 1))
         mbarrier.wait(full.index(s), (n // 2) & 1)
         if PART == 0 and not STRICT:
@@ -149,10 +149,10 @@ def walk(
         if STRICT:
             split_inverse(A_buffer, W_buffer.index(1), PART)
             mbarrier.arrive(A_split, count=1)
-        if DECAY:
+        if DECAY == "scalar":
             dU = dU * gates.index(ROWS * s + EXIT).load(COLUMN)[None, :]
         dU = warpgroup_mma(gl.convert_layout(dO, CHUNK_LEFT), P_buffer.permute((1, 0)), dU, is_async=True)
-        if DECAY:
+        if DECAY == "scalar":
             entry = gates.index(ROWS * s + ENTRY).load(COLUMN)
             dO = (dO.to(gl.float32) * (entry * scale)[None, :]).to(DTYPE)
             dS = dS * total
@@ -181,7 +181,7 @@ def walk(
         mbarrier.arrive(AP_empty, count=1)
         mbarrier.arrive(q_empty, count=1)
         steps = gates.index(ROWS * s + STEP).load(COLUMN)
-        if DECAY:
+        if DECAY == "scalar":
             dX = Z * (-steps * gates.index(ROWS * s + ENTRY).load(COLUMN))[None, :]
         else:
             dX = Z * -steps[None, :]
@@ -205,9 +205,9 @@ def walk(
             W_buffer.index(1 + z).store(W_L)
             fence_async_shared()
             mbarrier.arrive(WL_full, count=1)
-            store_step_gradients(d_beta, d_steps, where, n)
+            store_step_gradients(d_beta, d_steps, place, n)
         mbarrier.arrive(empty.index(s), count=1)
-        if DECAY:
+        if DECAY == "scalar":
             mbarrier.wait(S_full, parity)
             part = gl.sum(dS * S_buffer.index(PART + z).load(STATE).to(gl.float32), 1)
             gl.store(overlap + chunk * D + o_v, part)

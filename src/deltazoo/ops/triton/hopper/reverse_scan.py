@@ -45,15 +45,15 @@ from deltazoo.ops.triton.tiles import CHUNK, gluon_reverse_scan_options
 
 @jit
 def copy_partition(
-    tiles, rings, barriers, factors, totals, beta, G, where, DECAY: gl.constexpr, UNDECAYED: gl.constexpr,
+    tiles, rings, barriers, factors, totals, beta, G, place, DECAY: gl.constexpr, UNDECAYED: gl.constexpr,
     SEPARATE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy the operands of `count` chunks, the last one first, and store their factors."""
-    scale, row, first, key_column, value_column, slot, HV, count = where
+    scale, row, first, key_column, value_column, slot, HV, count = place
     q_tiles, k_in_tiles, k_out_tiles, d_output_tiles, AP_tiles = tiles
     q_ring, k_in_ring, k_out_ring, d_output_ring, AP_ring = rings
     full, empty, late_full, late_empty = barriers
-    ROWS: gl.constexpr = 3 if DECAY == 1 else 1
+    ROWS: gl.constexpr = 3 if DECAY == "scalar" else 1
     KEYS: gl.constexpr = 2 if SEPARATE else 1
     BYTES: gl.constexpr = (KEYS + 1) * C * D * 2 + PARTS * C * HALF * 2
     for i in range(count):
@@ -88,8 +88,8 @@ def gradient_partition(
     LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Carry the gradient for 64 value channels of the state through `count` chunks, the last one first."""
-    tiles, rings, barriers, factors, totals, buffers, d_final, d_initial, where, handed_on = walk
-    scale, row, first, value_column, slot, HV, count, state_slot = where
+    tiles, rings, barriers, factors, totals, buffers, d_final, d_initial, place, handed_on = walk
+    scale, row, first, value_column, slot, HV, count, state_slot = place
     Z_tiles, d_states_tiles, d_states_high_tiles = tiles
     q_ring, k_in_ring, k_out_ring, d_output_ring, AP_ring = rings
     full, empty, late_full, late_empty = barriers
@@ -97,7 +97,7 @@ def gradient_partition(
     Z_buffer = Z_buffers.index(PART)
     d_states_buffer = d_states_buffers.index(PART)
     DTYPE: gl.constexpr = k_out_ring.dtype
-    ROWS: gl.constexpr = 3 if DECAY == 1 else 1
+    ROWS: gl.constexpr = 3 if DECAY == "scalar" else 1
     o_v = value_column % D + PART * HALF + gl.arange(0, HALF, gl.SliceLayout(1, STATE))
     o_k = gl.arange(0, D, gl.SliceLayout(0, STATE))
     o_state = state_slot * (D * D) + o_k[None, :] * D + o_v[:, None]
@@ -138,13 +138,13 @@ def gradient_partition(
                 d_states_row = (slot + chunk * HV) * D + value_column % D + PART * HALF
                 tma.async_copy_shared_to_global(d_states_tiles, [d_states_row, 0], d_states_buffer)
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        if DECAY == 1:
+        if DECAY == "scalar":
             write = factor(factors, of_stage + WRITE)
             dO_out = dO.to(gl.float32) * factor(factors, of_stage + OUT)
         else:
             dO_out = dO.to(gl.float32) * scale
         dU, from_output = warpgroup_mma_wait(0, deps=[dU, from_output])
-        if DECAY == 1:
+        if DECAY == "scalar":
             dU *= write
         dU_left = gl.convert_layout((dU + from_output).to(DTYPE), LEFT)
         Z = warpgroup_mma(dU_left, AP.slice(0, C, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -210,9 +210,9 @@ def hopper_reverse_scan_kernel(
     if KEEP:
         Z_buffers = gl.allocate_shared_memory(DTYPE, [PARTS, C, HALF], OPERAND)
         d_states_buffers = gl.allocate_shared_memory(DTYPE, [PARTS, HALF, D], OPERAND)
-    factors = gl.allocate_shared_memory(gl.float32, [STAGES * (3 if DECAY == 1 else 1), C], PLAIN)
-    if DECAY > 0:
-        totals = gl.allocate_shared_memory(gl.float32, [STAGES, D if DECAY == 2 else 1], PLAIN)
+    factors = gl.allocate_shared_memory(gl.float32, [STAGES * (3 if DECAY == "scalar" else 1), C], PLAIN)
+    if DECAY != "none":
+        totals = gl.allocate_shared_memory(gl.float32, [STAGES, D if DECAY == "channel" else 1], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     late_full = gl.allocate_shared_memory(gl.int64, [LATE_STAGES, 1], mbarrier.MBarrierLayout())
@@ -236,7 +236,7 @@ def hopper_reverse_scan_kernel(
         (scale, row, first, value_column, slot, HV, count, state_slot), handed_on,
     )  # fmt: skip
     tiles = (q_tiles, k_in_tiles, k_out_tiles, d_output_tiles, AP_tiles)
-    where = (scale, row, first, key_column, value_column, slot, HV, count)
+    place = (scale, row, first, key_column, value_column, slot, HV, count)
     # A tuple in a variable would turn constants into run-time values, so the arguments stand here.
     if PARTS == 2:
         gl.warp_specialize([
@@ -244,14 +244,14 @@ def hopper_reverse_scan_kernel(
                                   IN_PLACE, PARTS, STAGES, LATE_STAGES)),
             (gradient_partition, (walk, 1, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
                                   IN_PLACE, PARTS, STAGES, LATE_STAGES)),
-            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
+            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, place, DECAY, UNDECAYED, SEPARATE,
                               PARTS, STAGES, LATE_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (gradient_partition, (walk, 0, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
                                   IN_PLACE, PARTS, STAGES, LATE_STAGES)),
-            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
+            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, place, DECAY, UNDECAYED, SEPARATE,
                               PARTS, STAGES, LATE_STAGES)),
         ], [1], [24])  # fmt: skip
 

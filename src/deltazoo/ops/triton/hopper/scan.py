@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from deltazoo.ops.triton.chunk.scan import Start
 from deltazoo.ops.triton.gluon import (
     fence_async_shared,
     gl,
@@ -65,7 +66,7 @@ def store_factors(
     o_c = gl.arange(0, C, LANES)
     row = stage * ROWS
     b_beta = gl.load(beta + chunk * C + o_c)
-    if DECAY == 1:
+    if DECAY == "scalar":
         b_G = gl.load(G + chunk * C + o_c)
         g_last = gl.load(G + chunk * C + o_c * 0 + C - 1)
         b_F = b_G
@@ -80,7 +81,7 @@ def store_factors(
             factors.index(row + BETA).store(b_beta)
     else:
         factors.index(row + ERASE).store(b_beta)
-    if DECAY == 2:
+    if DECAY == "channel":
         o_k = gl.arange(0, D, gl.BlockedLayout([4], [32], [1], [0]))
         totals.index(stage).store(gl.exp2(gl.load(G + chunk * D + o_k)))
 
@@ -94,25 +95,25 @@ def factor(factors, row):
 @jit
 def decayed(S, totals, stage, DECAY: gl.constexpr):
     """The state `[value channels, key channels]` times the decay of a whole chunk."""
-    if DECAY == 1:
+    if DECAY == "scalar":
         S *= totals.index(stage).load(gl.SliceLayout(1, STATE))[:, None]
-    if DECAY == 2:
+    if DECAY == "channel":
         S *= totals.index(stage).load(gl.SliceLayout(0, STATE))[None, :]
     return S
 
 
 @jit
 def copy_partition(
-    tiles, rings, barriers, factors, totals, beta, G, where, DECAY: gl.constexpr, UNDECAYED: gl.constexpr,
+    tiles, rings, barriers, factors, totals, beta, G, place, DECAY: gl.constexpr, UNDECAYED: gl.constexpr,
     SEPARATE: gl.constexpr, HAS_V: gl.constexpr, OUTPUT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy the operands of `count` chunks, as stages become free, and store their factors."""
-    scale, row, first, key_column, value_column, slot, HV, count = where
+    scale, row, first, key_column, value_column, slot, HV, count = place
     q_tiles, k_in_tiles, k_out_tiles, v_tiles, AP_tiles = tiles
     q_ring, k_in_ring, k_out_ring, v_ring, AP_ring = rings
     full, empty, late_full, late_empty, _ = barriers
-    ROWS: gl.constexpr = 4 if DECAY == 1 else 1
+    ROWS: gl.constexpr = 4 if DECAY == "scalar" else 1
     BYTES: gl.constexpr = (1 + OUTPUT) * C * D * 2 + HAS_V * PARTS * C * HALF * 2
     LATE_BYTES: gl.constexpr = (1 + OUTPUT) * C * C * 2 + SEPARATE * C * D * 2
     for i in range(count):
@@ -178,8 +179,8 @@ def state_partition(
     PARTS: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Carry the state of 64 value channels through `count` chunks."""
-    tiles, rings, barriers, factors, totals, buffers, initial_state, final_state, where, store_final = walk
-    scale, row, first, value_column, slot, B, HV, count, state_slot = where
+    tiles, rings, barriers, factors, totals, buffers, initial_state, final_state, place, store_final = walk
+    scale, row, first, value_column, slot, B, HV, count, state_slot = place
     out_tiles, U_tiles, states_tiles = tiles
     q_ring, k_in_ring, k_out_ring, v_ring, AP_ring = rings
     full, empty, late_full, late_empty, split = barriers
@@ -187,16 +188,16 @@ def state_partition(
     out_buffer = out_buffers.index(PART)
     states_buffer = states_buffers.index(PART)
     DTYPE: gl.constexpr = k_in_ring.dtype
-    ROWS: gl.constexpr = 4 if DECAY == 1 else 1
+    ROWS: gl.constexpr = 4 if DECAY == "scalar" else 1
     o_v = value_column % D + PART * HALF + gl.arange(0, HALF, gl.SliceLayout(1, STATE))
     o_k = gl.arange(0, D, gl.SliceLayout(0, STATE))
     o_state = state_slot * (D * D) + o_k[None, :] * D + o_v[:, None]
-    if INITIAL == 1:
+    if INITIAL == "state":
         if STRICT or REST:  # a launch that finds nothing to do reads nothing
             S = gl.load(initial_state + o_state, mask=o_v[:, None] < D * count, other=0.0)
         else:
             S = gl.load(initial_state + o_state)
-    elif INITIAL == 2:
+    elif INITIAL == "identity":
         S = gl.where(o_v[:, None] == o_k[None, :], 1.0, 0.0)
     else:
         S = gl.full([HALF, D], 0.0, gl.float32, STATE)
@@ -244,7 +245,7 @@ def state_partition(
         v = zero
         if HAS_V:
             v = v_ring.index(stage * PARTS + PART).permute((1, 0)).load(TOKENS).to(gl.float32)
-            v *= factor(factors, stage * ROWS + (BETA if DECAY == 1 else ERASE))
+            v *= factor(factors, stage * ROWS + (BETA if DECAY == "scalar" else ERASE))
         mbarrier.wait(late_full.index(late), (i // LATE_STAGES) & 1)
         if STRICT:
             for half in gl.static_range(2 // PARTS):
@@ -264,14 +265,14 @@ def state_partition(
             U = warpgroup_mma(R_left, rest_ring.index(late), U, is_async=True)
             U = warpgroup_mma(R_rest, A, U, is_async=True)
         S = decayed(S, totals, stage, DECAY)
-        if DECAY == 1:
+        if DECAY == "scalar":
             write = factor(factors, stage * ROWS + WRITE)
             read = factor(factors, stage * ROWS + OUT)
         if OUTPUT:
             U, O = warpgroup_mma_wait(0, deps=[U, O])
         else:
             U = warpgroup_mma_wait(0, deps=[U])
-        if DECAY == 1:
+        if DECAY == "scalar":
             written = U * write
         else:
             written = U
@@ -279,7 +280,7 @@ def state_partition(
         if STRICT:
             S = warpgroup_mma(gl.convert_layout(second_term(written, DTYPE), LEFT_STATE), k_out, S, is_async=True)
         if OUTPUT:
-            if DECAY == 1:
+            if DECAY == "scalar":
                 O *= read
             else:
                 O *= scale
@@ -377,9 +378,9 @@ def hopper_scan_kernel(
         out_buffers = gl.allocate_shared_memory(DTYPE, [PARTS, C, HALF], OPERAND)
     if KEEP:
         states_buffers = gl.allocate_shared_memory(DTYPE, [PARTS, HALF, D], OPERAND)
-    factors = gl.allocate_shared_memory(gl.float32, [STAGES * (4 if DECAY == 1 else 1), C], PLAIN)
-    if DECAY > 0:
-        totals = gl.allocate_shared_memory(gl.float32, [STAGES, D if DECAY == 2 else 1], PLAIN)
+    factors = gl.allocate_shared_memory(gl.float32, [STAGES * (4 if DECAY == "scalar" else 1), C], PLAIN)
+    if DECAY != "none":
+        totals = gl.allocate_shared_memory(gl.float32, [STAGES, D if DECAY == "channel" else 1], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     late_full = gl.allocate_shared_memory(gl.int64, [LATE_STAGES, 1], mbarrier.MBarrierLayout())
@@ -403,13 +404,13 @@ def hopper_scan_kernel(
     barriers = (full, empty, late_full, late_empty, split)
     state_slot = (i_n * HV + i_h).to(gl.int64)
     rows = gl.num_programs(0) // (SPLIT * HV * segments)
-    where = (scale, row, first, value_column, slot, rows, HV, count, state_slot)
+    place = (scale, row, first, value_column, slot, rows, HV, count, state_slot)
     walk = (
         (out_tiles, U_tiles, states_tiles), rings, barriers, factors, totals, (out_buffers, states_buffers, rest_ring),
-        initial_state, final_state, where, store_final,
+        initial_state, final_state, place, store_final,
     )  # fmt: skip
     tiles = (q_tiles, k_in_tiles, k_out_tiles, v_tiles, AP_tiles)
-    where = (scale, row, first, key_column, value_column, slot, HV, count)
+    place = (scale, row, first, key_column, value_column, slot, HV, count)
     # A tuple in a variable would turn constants into run-time values, so the arguments stand here.
     if PARTS == 2:
         gl.warp_specialize([
@@ -417,14 +418,14 @@ def hopper_scan_kernel(
                                BY_TOKEN, STRICT, REST, PARTS, STAGES, LATE_STAGES)),
             (state_partition, (walk, 1, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
                                BY_TOKEN, STRICT, REST, PARTS, STAGES, LATE_STAGES)),
-            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
+            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, place, DECAY, UNDECAYED, SEPARATE,
                               HAS_V, OUTPUT, PARTS, STAGES, LATE_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
                                BY_TOKEN, STRICT, REST, PARTS, STAGES, LATE_STAGES)),
-            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
+            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, place, DECAY, UNDECAYED, SEPARATE,
                               HAS_V, OUTPUT, PARTS, STAGES, LATE_STAGES)),
         ], [1], [24])  # fmt: skip
 
@@ -438,7 +439,7 @@ def gluon_scan_arguments(plan: Plan, options: dict[str, int], **named: Any) -> C
 
 
 @per_plan
-def _constants(plan: Plan, start: int, values: bool, output: bool, keep: bool, strict: bool) -> Constants:
+def _constants(plan: Plan, start: Start, values: bool, output: bool, keep: bool, strict: bool) -> Constants:
     options = gluon_scan_options(output, keep, values, plan.decay, plan.separate, strict, plan.many_scans)
     return gluon_scan_arguments(
         plan, options, HAS_V=values, INITIAL=start, OUTPUT=output, KEEP=keep,
@@ -447,7 +448,7 @@ def _constants(plan: Plan, start: int, values: bool, output: bool, keep: bool, s
 
 
 def launch_scan(
-    p: Problem, kept: Kept, start: int, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
+    p: Problem, kept: Kept, start: Start, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
     output: Tensor | None, U: Tensor | None, states: Tensor | None, strict: bool, stopped: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch `stages.scan_once` from `start`; it stores the output, or U with the states, or both, or neither."""

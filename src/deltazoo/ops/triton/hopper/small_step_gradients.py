@@ -72,7 +72,7 @@ def tiny_steps_kernel(
             b_beta = tl.load(beta + i_slot * C + o_c)
             small = m_c & (b_beta <= SMALL)
             Y = tl.dot(S.to(DTYPE), tl.trans(b_k))
-            if DECAY == 1:
+            if DECAY == "scalar":
                 b_G = tl.load(G + i_slot * C + o_c)
                 Y *= tl.exp2(b_G)[None, :]
             A = tl.load(AP + i_slot * (2 * C * C) + o_c[:, None] * C + o_c[None, :])
@@ -80,7 +80,7 @@ def tiny_steps_kernel(
             U = times_terms(b_beta[None, :] * (b_v - Y), A, A_rest, True, "tf32")
             if tl.max(small.to(tl.int32), 0) != 0:
                 N = tl.dot(b_k, tl.trans(b_k))
-                if DECAY == 1:
+                if DECAY == "scalar":
                     N *= tl.exp2(tl.minimum(b_G[None, :] - b_G[:, None], 0.0))
                 N = tl.where(o_c[:, None] < o_c[None, :], N, 0.0).to(DTYPE)  # transposed
                 Y = tl.dot(U.to(DTYPE), N, Y)
@@ -90,7 +90,7 @@ def tiny_steps_kernel(
                 tl.debug_barrier()  # other threads may store than those that load
                 tl.store(p_dbeta, part + tl.sum(b_Z * (b_v - Y), 0), mask=small)
                 tl.store(dv + o_values, (b_beta[None, :] * b_Z).to(DTYPE), mask=small[None, :])
-            if DECAY == 1:
+            if DECAY == "scalar":
                 g_last = tl.load(G + i_slot * C + C - 1)
                 U *= tl.exp2(g_last - b_G)[None, :]
                 S *= tl.exp2(g_last)
