@@ -177,6 +177,7 @@ def main(folder: Path) -> None:
             fully_shard_model(model(), mp_policy=mixed)(inputs_embeds=embeddings, use_cache=False).logits.dtype
         ),
         "one group": sharded_modules(model(), mp_policy=mixed),
+        "one group, bfloat16": sharded_modules(model(half)),
         "one group, losses": sharded_steps(),
         "one group, mixed precision": gates(fully_shard_model(model(), mp_policy=mixed)),
     }

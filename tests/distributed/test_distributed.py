@@ -106,8 +106,9 @@ def test_fsdp2_equals_one_process_and_goes_on_where_it_was_interrupted(together:
     assert together["FSDP2, interrupted"] == together["FSDP2, whole"]
 
 
-def test_a_small_model_is_one_group_but_for_its_first_block_and_gates(together: dict[str, Any], folder: Path) -> None:
+def test_a_small_model_is_one_group_besides_that_of_its_gates(together: dict[str, Any], folder: Path) -> None:
     assert together["one group"] == ["", "model", "model.layers.0"]
+    assert together["one group, bfloat16"] == ["", "model"]
     assert together["one group, float32 embeddings"] == "torch.bfloat16"
     alone = losses_alone(folder / "model", torch.optim.AdamW, STEPS, torch.float32)
     assert together["one group, losses"] == pytest.approx(alone, rel=CLOSE)

@@ -20,7 +20,8 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
     """The model, sharded by `torch.distributed.fsdp.fully_shard`, with gate parameters in float32.
 
     Each block is a group, whose parameters are gathered when they are needed. Every group takes time of the host, for
-    which GPUs wait in small models: up to half a billion parameters, all but the first block are one group.
+    which GPUs wait in small models: up to half a billion parameters, all blocks are one group, or all but the first
+    under an `mp_policy`.
 
     FSDP2 gathers parameters in groups, each of one dtype, and casts a group as its `mp_policy` says. Here the
     parameters that layers keep in float32 (`A_log`, `dt_bias`) form one group of the whole model that is never cast.
@@ -43,7 +44,7 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
     of_model = {**options, **({"mp_policy": replace(policy, cast_forward_inputs=False)} if policy else {})}
     blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     if sum(parameter.numel() for parameter in model.parameters()) <= _ONE_GROUP:
-        blocks = blocks[:1]  # which casts what enters
+        blocks = blocks[:1] if casts else []  # the first one casts what enters
     if casts or _num_dtypes(model) > 1:
         _shard_with_gates(model, blocks, options, of_model)
     else:
