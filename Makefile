@@ -33,7 +33,7 @@ QUICK := tests/test_*.py tests/ops/test_reference.py tests/ops/test_chunkwise.py
 quickstart: $(CORE)  ## train a small model on real text, reload it, sample, compare (ARGS=--fresh trains again)
 	$(BIN)/python scripts/quickstart.py $(ARGS)
 
-quick: $(INSTALLED)  ## a run after every edit, two to three minutes on two cores (ARGS are pytest's)
+quick: $(INSTALLED)  ## a run after every edit, two minutes on two cores (ARGS are pytest's)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q $(QUICK) $(ARGS)
 
 test: $(INSTALLED)  ## the test suite on the CPU, two processes (ARGS are pytest's)

@@ -9,32 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._device import _device_constructors
-from xdist.scheduler import LoadScopeScheduling
-
-# Modules with a fixture that takes long to make. Distributed test by test, each worker would make it.
-ON_ONE_WORKER = (
-    "tests/distributed/test_distributed.py",
-    "tests/ops/fused/test_layers.py",
-    "tests/ops/triton/test_step.py",
-    "tests/ops/triton/test_delta_rule.py",
-    "tests/training/test_distill.py",
-)
-
-
-class ByTestOrModule(LoadScopeScheduling):
-    """Gives workers one test at a time, or a whole module of `ON_ONE_WORKER`; large modules first."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        module = nodeid.partition("::")[0]
-        return module if module in ON_ONE_WORKER else nodeid
+from xdist.scheduler import LoadFileScheduling
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
-    missing = [module for module in ON_ONE_WORKER if not (config.rootpath / module).exists()]
-    if missing:
-        raise pytest.UsageError(f"tests/conftest.py names modules that are not there: {missing}")
-    return ByTestOrModule(config, log) if config.getvalue("dist") == "load" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """Gives workers one file at a time, large ones first, so that the fixtures of a file are made once."""
+    return LoadFileScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,8 +5,7 @@ The package's loop corrects a value and adds an outer product. This one multipli
     S_t = (I - beta_t k_t e_t^T) diag(exp(log_decay_t)) S_{t-1} + beta_t k_t v_t^T,      o_t = scale * S_t^T q_t,
 
 with ``diag(exp(log_decay_t)) - beta_t k_t e_t^T`` in front of the state for the undecayed read, and one such factor for
-each micro-step of a token. One token, one sequence at a time, in float64, with gradients from autograd: slow, and short
-enough to check by eye.
+each micro-step of a token. In float64, with gradients from autograd: slow, and short enough to check by eye.
 """
 
 from __future__ import annotations
@@ -42,29 +41,31 @@ def delta_rule_by_transition_matrices(
     if log_decay is not None:
         decay = decay * (log_decay if log_decay.ndim == 4 else log_decay[..., None]).exp()
     if cu_seqlens is None:
-        spans = [(slice(None), 0, T)]
+        spans = [(0, T)]
         states = [initial_state]
         num_rows = B
     else:
         bounds = cu_seqlens.tolist()
-        spans = [(slice(None), start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+        spans = [*zip(bounds, bounds[1:], strict=False)]
         states = [None if initial_state is None else initial_state[n : n + 1] for n in range(len(spans))]
         num_rows = 1
 
+    n = num_micro_steps
+    kept = torch.stack([decay] + [torch.ones_like(decay)] * (n - 1), dim=2).flatten(1, 2)  # by each micro-step
+    first = (torch.arange(T * n, device=k.device) % n == 0)[:, None, None, None]
+    write = beta[..., None, None] * k[..., :, None]
+    erase = write @ e[..., None, :]
+    read = erase if erase_reads == "undecayed" else erase * kept[..., None, :]  # erase @ diag(kept)
+    transitions = (torch.diag_embed(kept) - torch.where(first, read, erase)).unbind(1)
+    writes, queries = (write @ v[..., None, :]).unbind(1), q[..., None].unbind(1)
     outputs, final_states = [], []
-    identity = torch.eye(K, dtype=q.dtype, device=q.device)
-    for (rows, start, stop), S in zip(spans, states, strict=True):
+    for (start, stop), S in zip(spans, states, strict=True):
         if S is None:
             S = torch.zeros(num_rows, HV, K, V, dtype=q.dtype, device=q.device)
-        for t in range(start, stop):
-            for j in range(num_micro_steps):
-                i = t * num_micro_steps + j
-                k_i, e_i, b_i = k[rows, i, :, :, None], e[rows, i, :, :, None], beta[rows, i, :, None, None]
-                D = decay[rows, t, :, None, :] * identity if j == 0 else identity
-                erase = b_i * k_i @ e_i.mT
-                transition = D - erase if erase_reads == "undecayed" and j == 0 else D - erase @ D
-                S = transition @ S + b_i * k_i @ v[rows, i, :, None, :]
-            outputs.append(scale * (S.mT @ q[rows, t, :, :, None])[..., 0])
+        for i in range(start * n, stop * n):
+            S = transitions[i] @ S + writes[i]
+            if i % n == n - 1:
+                outputs.append(scale * (S.mT @ queries[i // n])[..., 0])
         final_states.append(S)
     return DeltaRuleOutput(torch.stack(outputs, dim=1), torch.cat(final_states))
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
+import runpy
 import socket
+import sys
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -46,6 +51,22 @@ def run_in_processes(count: int, function: Callable[..., Any], *arguments: Any, 
             process.kill()
     assert len(found) == count, [process.exitcode for process in ranks]
     return [found[rank] for rank in range(count)]
+
+
+def run_script(count: int, path: Path, *arguments: str, timeout: float = 300) -> str:
+    """What `python path arguments` prints in `count` processes, that of the first rank first."""
+    return "".join(run_in_processes(count, _run_script, path, arguments, timeout=timeout))
+
+
+def _run_script(path: Path, arguments: tuple[str, ...]) -> str:
+    sys.path.insert(0, str(path.parent))
+    sys.argv = [str(path), *arguments]
+    with redirect_stdout(io.StringIO()) as said:
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, said.getvalue()
+    return said.getvalue()
 
 
 def _run(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import run_python
+from fresh_process import run_well_after_transformers
 from safetensors.torch import load_file, save_file
 from tiny_models import HYBRID, SIZES, tiny_named, tokens
 from torch import nn
@@ -86,7 +86,7 @@ def test_a_process_without_deltazoo_loads_it(tmp_path):
     deltazoo.export(model, target, tmp_path / "out", check=False)
     given = tokens(2, 70)
     torch.save(given, tmp_path / "given.pt")
-    run_python(
+    run_well_after_transformers(
         "import sys, torch; from transformers import AutoModelForCausalLM\n"
         f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'out')!r})\n"
         f"logits = model(torch.load({str(tmp_path / 'given.pt')!r})).logits\n"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from several_processes import run_script
 
 pytestmark = pytest.mark.processes
 
@@ -76,12 +77,9 @@ os._exit(0)
 """
 
 COMPILED = """
-import sys
 import torch
 import torch.distributed as dist
 from deltazoo.ops import ContextParallel, delta_rule
-
-sys.path.insert(0, sys.argv[1])
 from one_thread_gloo import ONE_THREAD_GLOO
 
 dist.init_process_group(ONE_THREAD_GLOO)
@@ -118,7 +116,7 @@ def run_processes(count: int, *command: str, timeout: float = 300) -> str:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What four processes found, by check and case."""
     folder = tmp_path_factory.mktemp("context")
-    run_processes(4, str(WORKER), str(folder), "operators", "rounding", "models", "recomputation", "prefill", "errors")
+    run_script(4, WORKER, str(folder), "operators", "rounding", "models", "recomputation", "prefill", "errors")
     return json.loads((folder / "results.json").read_text())
 
 
@@ -180,8 +178,9 @@ def test_a_rank_that_dies_ends_the_others() -> None:
     assert "ended with an error" in done.stdout, done.stdout + done.stderr
 
 
-def test_compiled_code_exchanges_too() -> None:
-    run_processes(2, "--no-python", sys.executable, "-c", COMPILED, str(Path(__file__).parents[1]))
+def test_compiled_code_exchanges_too(tmp_path: Path) -> None:
+    (tmp_path / "compiled.py").write_text(COMPILED)
+    run_script(2, tmp_path / "compiled.py")
 
 
 @pytest.mark.gpu

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from several_processes import run_script
 from tiny_families import tiny_original
 from tiny_models import tiny_model, tokens
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -18,17 +17,9 @@ from deltazoo import swap_attention
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("distributed_worker.py")
 CASE, STEPS, ROWS = "hybrid_kda", 4, 4
 HYBRID_KDA = ["delta_rule: kda, hybrid"]
-
-
-def run_two_processes(*command: str) -> str:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, *command], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def together(folder: Path) -> dict[str, Any]:
     """Results of two processes, by way of training."""
-    run_two_processes(str(WORKER), str(folder))
+    run_script(2, WORKER, str(folder))
     return json.loads((folder / "results.json").read_text())
 
 
@@ -169,5 +160,5 @@ def test_two_stages_compute_what_one_process_does(together: dict[str, Any]) -> N
 
 def test_the_script_finds_no_difference() -> None:
     """DDP, FSDP2 in both precisions and context parallelism, with AdamW."""
-    output = run_two_processes(str(ROOT / "tests" / "distributed" / "check_distributed.py"), "--cases", "kda")
+    output = run_script(2, WORKER.with_name("check_distributed.py"), "--cases", "kda")
     assert output.count("losses off by") == 5

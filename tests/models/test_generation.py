@@ -1,7 +1,11 @@
-"""Every way to decode equals, token for token in float32, a loop of full forward passes without a cache."""
+"""Transformers' own loop makes, token for token in float32, what forward passes without a cache make."""
+
+from functools import partial
 
 import pytest
 import torch
+from decoding_loops import ACCELERATED, PADDED, SWAPPED, assert_decodes_like_forward, model_of, uncaptured
+from tiny_families import OWN
 from tiny_models import CASES, FEW, TYPES, tiny_model, tiny_named, tokens
 from tiny_serving import byte_tokenizer, tiny
 from transformers import AutoModelForCausalLM
@@ -10,46 +14,49 @@ from transformers.generation.streamers import BaseStreamer
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
-def greedy_loop(model, ids, new_tokens, attention_mask=None):
+def greedy_loop(model, ids, new_tokens):
     """The definition of greedy decoding."""
     for _ in range(new_tokens):
         with torch.no_grad():
-            logits = model(ids, attention_mask=attention_mask, use_cache=False).logits[:, -1]
+            logits = model(ids, use_cache=False).logits[:, -1]
         ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
-        if attention_mask is not None:
-            attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(ids), 1)], dim=1)
     return ids
 
 
-def left_padded(rows, length):
-    ids = torch.zeros(len(rows), length, dtype=torch.long)
-    mask = torch.zeros(len(rows), length, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, length - len(row) :] = row
-        mask[i, length - len(row) :] = 1
-    return ids, mask
+def from_embeddings(model, ids, mask, count):
+    embeddings = {"inputs_embeds": model.get_input_embeddings()(ids), "attention_mask": mask}
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": -1, "capture_step": False}
+    return torch.cat([ids, model.generate(**embeddings, max_new_tokens=count, **options)], dim=1)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_greedy(case):
-    model, ids = tiny_model(case), tokens(2, 7)
-    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), greedy_loop(model, ids, 8))
+WAYS = {
+    "dynamic": uncaptured,
+    "static": partial(uncaptured, cache_implementation="static", disable_compile=True),
+    "pieces": partial(uncaptured, prefill_chunk_size=4),
+    "embeddings": from_embeddings,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *((kind, "dynamic") for kind in (*CASES, *(f"{x} 1:1" for x in OWN), "llama all", "gemma3_text all")),
+        *((kind, "static") for kind in (*FEW, "softmax_only", *SWAPPED, *ACCELERATED)),
+        *((kind, "static") for kind in ("gemma2 1:1", "gpt_neox 1:1", "mistral all", "gpt2 all")),
+        *((kind, way) for kind in FEW for way in ("pieces", "embeddings")),
+        *((kind, "dynamic") for kind in ACCELERATED),
+    ],
+)
+def test_tokens_are_those_of_the_forward_pass(kind, way):
+    """Rows without padding and with it, each as if it were alone; a later call may find the cache of the one before."""
+    model = model_of(kind)
+    for mask in (None, PADDED, None) if way == "static" else (None, PADDED):
+        assert_decodes_like_forward(model, WAYS[way], mask=mask)
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_greedy_by_type(model_type):
-    model, ids = tiny_named(model_type), tokens(2, 7)
-    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), greedy_loop(model, ids, 8))
-
-
-@pytest.mark.parametrize("case", FEW)
-def test_greedy_left_padded_equals_each_row_alone(case):
-    model = tiny_model(case)
-    rows = [tokens(n, seed=n) for n in (2, 9, 5)]
-    ids, mask = left_padded(rows, 9)
-    batch = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
-    for row, generated in zip(rows, batch, strict=True):
-        assert torch.equal(generated[9:], greedy_loop(model, row[None], 6)[0, len(row) :])
+def test_every_type(model_type):
+    assert_decodes_like_forward(tiny_named(model_type), uncaptured)
 
 
 @pytest.mark.parametrize("case", FEW)
@@ -97,21 +104,6 @@ def test_second_turn_continues_the_returned_cache(case, length):
     conversation = torch.cat([first.sequences, tokens(2, length, seed=7)], dim=1)
     second = model.generate(conversation, past_key_values=first.past_key_values, max_new_tokens=4, do_sample=False)
     assert torch.equal(second, greedy_loop(model, conversation, 4))
-
-
-@pytest.mark.parametrize("case", FEW)
-def test_prompt_as_embeddings(case):
-    model, ids = tiny_model(case), tokens(2, 7)
-    embeds = model.get_input_embeddings()(ids)
-    generated = model.generate(inputs_embeds=embeds, max_new_tokens=5, do_sample=False)
-    assert torch.equal(generated, greedy_loop(model, ids, 5)[:, 7:])
-
-
-@pytest.mark.parametrize("case", FEW)
-def test_prefill_in_chunks(case):
-    model, ids = tiny_model(case), tokens(2, 11)
-    generated = model.generate(ids, max_new_tokens=5, do_sample=False, prefill_chunk_size=4)
-    assert torch.equal(generated, greedy_loop(model, ids, 5))
 
 
 @pytest.mark.parametrize("held", [6, 7])
@@ -188,31 +180,11 @@ def test_logits_to_keep_as_a_mask(case):
         torch.testing.assert_close(model(ids, logits_to_keep=mask).logits, model(ids).logits[mask])
 
 
-class TestStaticCache:
-    @pytest.mark.parametrize("case", FEW)
-    def test_greedy(self, case):
-        model, ids = tiny_model(case), tokens(2, 7)
-        expected = greedy_loop(model, ids, 6)
-        for _ in range(2):  # the second call may find the first one's cache
-            generated = model.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation="static")
-            assert torch.equal(generated, expected)
-
-    @pytest.mark.parametrize("case", [*FEW, "softmax_only"])
-    def test_greedy_left_padded(self, case):
-        model = tiny_model(case)
-        ids, mask = left_padded([tokens(n, seed=n) for n in (2, 7)], 7)
-        generated = model.generate(
-            ids, attention_mask=mask, max_new_tokens=6, do_sample=False, cache_implementation="static", pad_token_id=0
-        )
-        assert torch.equal(generated, greedy_loop(model, ids, 6, mask))
-
-    @pytest.mark.parametrize("case", ["gated_deltanet", "hybrid"])
-    def test_beams(self, case):
-        model, ids = tiny_model(case), tokens(2, 6)
-        options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
-        assert torch.equal(
-            model.generate(ids, cache_implementation="static", **options), model.generate(ids, **options)
-        )
+@pytest.mark.parametrize("case", ["gated_deltanet", "hybrid"])
+def test_beams_in_a_static_cache(case):
+    model, ids = tiny_model(case), tokens(2, 6)
+    options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
+    assert torch.equal(model.generate(ids, cache_implementation="static", **options), model.generate(ids, **options))
 
 
 @pytest.mark.parametrize("case", ["gated_deltanet", "hybrid", "hybrid_softmax_first"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fresh_process import run_well_after_transformers
 from helpers import run_python
 from outside_rule import RULES, trapezoid  # noqa: F401  (a fixture)
 from tiny_models import HYBRID, SIZES, tokens
@@ -165,7 +166,8 @@ def test_a_fresh_process_needs_the_module_and_says_so(tmp_path: Path, monkeypatc
     logits = model(torch.arange(12)[None]).logits
 
     def fresh(way: str) -> str:
-        return run_python(FRESH, str(tmp_path / "model"), str(RULES), way)
+        run = run_python if way == "remote code" else run_well_after_transformers
+        return run(FRESH, str(tmp_path / "model"), str(RULES), way)
 
     for way in ("imported", "remote code"):
         printed = fresh(way)

@@ -4,7 +4,6 @@ import json
 import pickle
 import re
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 import transformers
 from fake_hub import Hub
+from fresh_process import run_after_transformers
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny_families import tiny_original
@@ -28,8 +28,7 @@ from deltazoo.models.saving import make_model_card
 
 
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    return run_after_transformers(textwrap.dedent(code), *arguments)
 
 
 class TestModelCard:

@@ -1,8 +1,8 @@
-"""Generation with swapped models: all modes give what the full forward pass gives."""
+"""Generation with swapped models: beams, caches, compiled, exported. tests/models/test_generation.py has the tokens."""
 
 import pytest
 import torch
-from tiny_families import OWN, SLIDING, VOCAB, precise, tiny_original, tokens
+from tiny_families import VOCAB, precise, tiny_original, tokens
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import deltazoo
@@ -31,19 +31,6 @@ def generate(model, **options):
     length = inputs["input_ids"].shape[1]
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0} | options
     return model.generate(**inputs, **options)[:, length:]
-
-
-@pytest.mark.parametrize(("family", "layers"), [*((f, [1, 2]) for f in OWN), ("llama", "all"), ("gemma3_text", "all")])
-def test_greedy_with_cache_is_greedy_without(family, layers):
-    model = swapped(family, layers)
-    assert torch.equal(generate(model), generate(model, use_cache=False))
-
-
-@pytest.mark.parametrize("family", [*FEW, *SLIDING[:2], "gpt2"])
-@pytest.mark.parametrize("layers", [[1, 2], "all"])
-def test_static_cache(family, layers):
-    model = swapped(family, layers)
-    assert torch.equal(generate(model, cache_implementation="static"), generate(model))
 
 
 @pytest.mark.parametrize("family", FEW)

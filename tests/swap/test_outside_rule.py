@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_python
+from fresh_process import run_well_after_transformers
 from outside_rule import RULES, trapezoid  # noqa: F401  (a fixture)
 from tiny_families import tiny_original, tokens
 from tiny_runs import write_text_folder
@@ -72,8 +72,8 @@ def test_a_swapped_llama_generates_saves_and_loads_where_the_rule_is_known(tmp_p
     torch.save((model,), tmp_path / "pickled.pt")
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert swapped_layers(half)[0].delta.log_time.dtype == torch.float32
-    assert run_python(LOAD, str(tmp_path), str(RULES)).strip() == "trapezoid"
-    refusal = run_python(LOAD, str(tmp_path), "")
+    assert run_well_after_transformers(LOAD, str(tmp_path), str(RULES)).strip() == "trapezoid"
+    refusal = run_well_after_transformers(LOAD, str(tmp_path), "")
     assert "refused:" in refusal and "--load trapezoid.py" in refusal
     assert "remote_code" not in refusal, "a swapped model cannot be saved with it"
 

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from fresh_process import run_well_after_transformers
 from helpers import run_python
 from tiny_families import OWN, tiny_original, tokens
 from transformers import (
@@ -68,7 +69,7 @@ def test_a_fresh_process_unpickles_models_and_configurations(tmp_path):
     models, ids = [swapped(family, [0, 2]) for family in OWN], tokens(2, 6)
     with torch.no_grad():
         torch.save([(model.config, model, ids, model(ids).logits) for model in models], tmp_path / "models.pt")
-    run_python(UNPICKLE, str(tmp_path / "models.pt"), str(tmp_path / "saved"))
+    run_well_after_transformers(UNPICKLE, str(tmp_path / "models.pt"), str(tmp_path / "saved"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(loaded(ids).logits, models[-1](ids).logits)
 
@@ -81,7 +82,7 @@ def test_only_classes_of_known_families_are_made():
 
 def test_plain_transformers_does_not_start_attention_afresh(tmp_path):
     swapped("llama").save_pretrained(tmp_path)
-    assert "deltazoo_llama" in run_python(WITHOUT_DELTAZOO, str(tmp_path))
+    assert "deltazoo_llama" in run_well_after_transformers(WITHOUT_DELTAZOO, str(tmp_path))
 
 
 def test_remote_code_is_refused_with_what_to_do_instead(tmp_path):

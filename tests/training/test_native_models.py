@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 import transformers
 from foreign_models import DECAY_PARAMETERS
+from fresh_process import run_well_after_transformers
 from native_runs import INSTALLED, SECTIONS, native_config
 from safetensors.torch import load_file
 from tiny_runs import write_text_folder
@@ -76,9 +75,7 @@ def run(request: pytest.FixtureRequest, runs: dict[str, Any]) -> tuple[RunConfig
 def plain_results(runs: dict[str, Any]) -> dict[str, Any]:
     """By folder: what transformers alone could not load, and its logits."""
     paths = [str(result.model_path) for _, result in runs.values()]
-    ended = subprocess.run([sys.executable, "-c", PLAIN, *paths], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)
+    return json.loads(run_well_after_transformers(PLAIN, *paths))
 
 
 def built(architecture: str, runtime: RuntimeOptions | None = None, **changes: Any) -> Any:

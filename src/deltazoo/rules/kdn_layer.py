@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ class IsotropicKDN(DeltaRuleAttention):
 
     float32_parameters = (*DeltaRuleAttention.float32_parameters, "start_precision")
     input_projections = (*DeltaRuleAttention.input_projections, "omega_proj")
-    tensor_parallel = {"start_precision": "heads", "omega_proj": "heads"}
+    tensor_parallel: ClassVar = {"start_precision": "heads", "omega_proj": "heads"}
     projects_micro_steps = False
 
     def make_parameters(self) -> None:
@@ -74,7 +75,7 @@ class IsotropicKDN(DeltaRuleAttention):
 class DiagonalKDN(IsotropicKDN):
     """KDA with a variance p per key channel; a further state `[N, HV, K]` holds the difference of p from its start."""
 
-    tensor_parallel = {"start_precision": "heads", "omega_proj": "low_rank"}
+    tensor_parallel: ClassVar = {"start_precision": "heads", "omega_proj": "low_rank"}
 
     def make_noise(self) -> nn.Module:
         """The projection to the process noise, of low rank."""

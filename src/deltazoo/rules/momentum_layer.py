@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ class Momentum(DeltaRuleAttention):
     """Gated DeltaNet with momentum `mu = sigmoid(momentum)`, a parameter `momentum` `[H]`."""
 
     float32_parameters = (*DeltaRuleAttention.float32_parameters, "momentum")
-    tensor_parallel = {"momentum": "heads"}
+    tensor_parallel: ClassVar = {"momentum": "heads"}
     key_expansion = 2
     projects_micro_steps = False
 
