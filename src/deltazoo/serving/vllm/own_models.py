@@ -1,4 +1,4 @@
-"""Our own models inside vLLM, pure and hybrid: embeddings, blocks, norm and head, in the names of their checkpoints."""
+"""Our own models inside vLLM, pure and hybrid; their modules have the names of the checkpoint."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -21,28 +21,28 @@ from deltazoo.ops.fused import takes_kernel
 from deltazoo.ops.fused.glu import swiglu
 from deltazoo.serving.vllm.paged_layer import JoinedMaps, MakeLayer, PagedLayer, states_of
 
-__all__ = ["DeltazooForCausalLM", "PagedStates", "PureDeltazooForCausalLM", "share_of"]
+__all__ = ["DeltazooForCausalLM", "PagedModel", "PureDeltazooForCausalLM", "share_of"]
 
 
 def share_of(options: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """A layer's options for the heads of one of so many ranks."""
+    """The options of a layer with one rank's heads, if so many ranks share them."""
     heads = ("num_heads", "num_v_heads", "num_kv_heads")
     return {**options, **{name: options[name] // ranks for name in heads if options.get(name)}}
 
 
-class PagedStates:
-    """What vLLM asks of a model's class about the states of its linear layers."""
+class PagedModel:
+    """A model whose linear layers keep their states in vLLM's pages, and vLLM's questions about these states."""
 
     has_inner_state: ClassVar[bool] = True
 
     @staticmethod
     def linear_layers(config: Any) -> dict[int, MakeLayer]:
-        """Makers of the linear layers, by number."""
+        """Functions that make the linear layers, by index of the layer."""
         raise NotImplementedError
 
     @classmethod
     def _states(cls, vllm_config: VllmConfig) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """One sequence's states in a layer; ValueError if they differ among layers."""
+        """Shapes and dtypes of one sequence's states in a layer; ValueError if they differ among layers."""
         config, ranks = vllm_config.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
         makers, dtype = cls.linear_layers(config).values(), vllm_config.model_config.dtype
         first, *others = [states_of(make, ranks, dtype) for make in makers]
@@ -57,7 +57,7 @@ class PagedStates:
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        """Their dtypes."""
+        """Dtypes of one sequence's states in a layer."""
         return tuple(dtype for _, dtype in cls._states(vllm_config))
 
     def paged_layers(self) -> list[PagedLayer]:
@@ -66,11 +66,11 @@ class PagedStates:
         return [x for x in model.modules() if isinstance(x, PagedLayer)]
 
     def get_mamba_state_copy_func(self) -> tuple[Any, ...]:
-        """How a page's states are copied for the prefix cache: each whole."""
+        """Functions that copy the states of a page for the prefix cache; each state is copied whole."""
         return (get_temporal_copy_spec,) * len(self.paged_layers()[0].states)
 
     def get_mamba_state_copy_funcs(self, mamba_types: Iterable[Any]) -> dict[Any, tuple[Any, ...]]:
-        """The same by the kind of metadata, as newer versions ask."""
+        """The functions of `get_mamba_state_copy_func` by kind of metadata, which newer versions of vLLM ask for."""
         return dict.fromkeys(mamba_types, self.get_mamba_state_copy_func())
 
     def refuse_unloaded(self) -> None:
@@ -81,7 +81,7 @@ class PagedStates:
 
 
 class _SoftmaxAttention(JoinedMaps, Qwen3Attention):
-    """vLLM's attention with the parameters of ours; norms of queries and keys are a choice there."""
+    """vLLM's attention with the parameters of ours; the configuration chooses norms of queries and keys."""
 
     joined = {"qkv_proj": {f"{x}_proj": x for x in "qkv"}}
 
@@ -150,8 +150,8 @@ class _Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, fused=None)
 
 
-class _OwnModel(PagedStates, SupportsLoRA):
-    """One of our models; pure ones and hybrids tell vLLM different things of themselves."""
+class _OwnModel(PagedModel, SupportsLoRA):
+    """The code that pure models and hybrids share; vLLM tells them apart by another base class."""
 
     packed_modules_mapping: dict[str, list[str]] = {
         product: list(maps) for x in (_SoftmaxAttention, _SwiGLU) for product, maps in x.joined.items()
@@ -172,7 +172,7 @@ class _OwnModel(PagedStates, SupportsLoRA):
 
     @staticmethod
     def linear_layers(config: Any) -> dict[int, MakeLayer]:
-        """Makers of the linear layers, by number."""
+        """Functions that make the linear layers, by index of the layer."""
 
         def make(index: int, ranks: int) -> DeltaRuleAttention:
             options = share_of(config.layer_options, ranks)
@@ -199,11 +199,11 @@ class _OwnModel(PagedStates, SupportsLoRA):
         return self.model.norm(x)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Logits of some tokens."""
+        """Logits of the tokens whose hidden states are given."""
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load a checkpoint of ours or of fla-hub, of any age."""
+        """Load a checkpoint of ours or of fla, written by any version."""
         if type(self.config).model_type != "delta_rule":
             names = type(self.config).parameter_names
             found = modernize_state_dict(dict(weights))
@@ -215,7 +215,7 @@ class _OwnModel(PagedStates, SupportsLoRA):
 
 
 def _renamed(name: str, ends: Mapping[str, str]) -> str:
-    """A parameter's name, whose end may be one of the keys."""
+    """The name with its end replaced, if that is a key of `ends`."""
     return next((name.removesuffix(end) + ours for end, ours in ends.items() if name.endswith(end)), name)
 
 

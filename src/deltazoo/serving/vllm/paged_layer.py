@@ -1,10 +1,12 @@
 """A delta-rule layer inside vLLM: its linear maps are modules of vLLM, and its states are in vLLM's pages.
 
-The layer itself stays as it is. Its maps of one input are one product of vLLM, which so divides them among ranks,
-adapts and quantises them. In the layer, modules that hand out the results stand in for them, and its output map is left
-to vLLM too. vLLM computes the maps for all tokens of a step, and the layer what is between them: first for the
-sequences that decode, one token each, then for pieces of prompts, as packed sequences. Where kernels of a decoding step
-compute the rule (`deltazoo.generation.fused_rule`), they read and write the pages in place.
+vLLM's modules take the place of the layer's linear maps, so that vLLM can divide them among ranks, adapt and quantise
+them. The maps that read the layer's input become one or two products; in the layer, modules that return parts of these
+products stand in for the maps. vLLM's module of the output map follows the layer.
+
+In each step vLLM computes the maps for all tokens. The layer computes what is between the maps: first for the sequences
+that decode, one token each, then for pieces of prompts, as packed sequences. If kernels of a decoding step compute the
+rule (`deltazoo.generation.fused_rule`), they read and write the pages in place.
 """
 
 import re
@@ -36,11 +38,11 @@ from deltazoo.runtime import RuntimeOptions
 __all__ = ["JoinedMaps", "MakeLayer", "PagedLayer", "states_of"]
 
 MakeLayer = Callable[[int], DeltaRuleAttention]
-"""Makes a layer, or the equal part of its heads that each of so many ranks has."""
+"""A function that makes the layer with one rank's share of the heads, given the number of ranks."""
 
 
 def meta_layer(make: MakeLayer, ranks: int) -> tuple[DeltaRuleAttention, DeltaRuleAttention]:
-    """The whole layer, and the share of a rank, both without memory; ValueError if heads cannot be divided so."""
+    """The whole layer, and a rank's share of it, on the meta device; ValueError if ranks cannot divide the heads."""
     with torch.device("meta"):
         whole = make(1)
         if ranks > 1:
@@ -51,7 +53,7 @@ def meta_layer(make: MakeLayer, ranks: int) -> tuple[DeltaRuleAttention, DeltaRu
 
 
 def states_of(make: MakeLayer, ranks: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each state that a rank keeps of a sequence; the window of inputs is in the model's dtype."""
+    """Shape and dtype of each state that a rank keeps of a sequence; inputs of convolutions have the model's dtype."""
     layer, states = meta_layer(make, ranks)[1], LayerStates()
     with torch.no_grad():
         layer(layer.q_proj.weight.new_zeros(1, 1, layer.hidden_size), past_key_values=states)
@@ -60,13 +62,13 @@ def states_of(make: MakeLayer, ranks: int, dtype: torch.dtype) -> list[tuple[tup
 
 
 class JoinedMaps(nn.Module):
-    """A module in which linear maps of a checkpoint are parts of fewer products."""
+    """A module that joins linear maps of a checkpoint into fewer products."""
 
     joined: Mapping[str, Mapping[str, Any]]
-    """By product, the names of its maps in the checkpoint, each with vLLM's name of the part."""
+    """For each product, the names of its maps in the checkpoint, each with vLLM's name of the part."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load parameters by the names of a checkpoint; returns the names of those of vLLM's that were filled."""
+        """Load parameters by the names of a checkpoint; returns the names of the filled parameters in vLLM."""
         parameters, filled = dict(self.named_parameters()), set()
         parts = {name: (product, part) for product, maps in self.joined.items() for name, part in maps.items()}
         for name, x in weights:
@@ -83,7 +85,7 @@ class JoinedMaps(nn.Module):
 
 
 class _Result(nn.Module):
-    """Stands for a linear map of a layer: hands out what vLLM's modules computed for the tokens at hand."""
+    """A stand-in for a linear map of a layer, which returns the result that vLLM's module computed."""
 
     def __init__(self, results: dict[str, Tensor], name: str) -> None:
         super().__init__()
@@ -94,7 +96,7 @@ class _Result(nn.Module):
 
 
 class _PageStates:
-    """The states of some sequences in a layer's pages, as the layer's `past_key_values`."""
+    """The `past_key_values` of a layer, which reads and writes the states of some sequences in vLLM's pages."""
 
     fixed = False
 
@@ -102,7 +104,7 @@ class _PageStates:
         self.pages, self.has_window, self.rows, self.goes_on = pages, has_window, rows.long(), goes_on
 
     def get_state(self, layer_idx: int) -> LayerState:
-        """The states of the sequences; zeros for those that begin."""
+        """The states of the sequences; zeros for sequences that begin."""
         states: list[Tensor | None] = []
         for page in self.pages:
             x = page[self.rows]
@@ -118,12 +120,12 @@ class _PageStates:
 
 
 class PagedLayer(JoinedMaps, MambaBase):
-    """A delta-rule layer as vLLM's attention layers are: maps `[tokens, hidden_size]` to the same shape.
+    """A delta-rule layer in place of a layer of vLLM: it maps `[tokens, hidden_size]` to `[tokens, hidden_size]`.
 
     Args:
-        make: makes the layer.
-        vllm_config: of the model.
-        prefix: the layer's name in the model, under which vLLM hands out pages.
+        make: function that makes the layer, see `MakeLayer`.
+        vllm_config: vLLM's configuration of the model.
+        prefix: the layer's name in the model; vLLM assigns pages to this name.
 
     Raises:
         ValueError: the ranks cannot divide the heads.
@@ -149,10 +151,10 @@ class PagedLayer(JoinedMaps, MambaBase):
         self.unloaded = {name for name, _ in whole.named_parameters()}
 
     def _join_maps(self, whole: DeltaRuleAttention, quantised: QuantizationConfig | None) -> None:
-        """Take the layer's linear maps out of it, and make vLLM's modules in their place.
+        """Replace the layer's linear maps by vLLM's modules.
 
-        Quantised ones leave maps to step sizes, decays and low ranks as they are. The second half of a map of low rank
-        stays in the layer; the first half, which every rank has whole, counts in its product once for each.
+        Quantisation leaves maps to step sizes, decays and low ranks as they are. The second half of a map of low rank
+        stays in the layer. Every rank has the whole first half, so vLLM's product contains it once for each rank.
         """
         first: dict[str, Any] = first_maps(whole)
         ranks = get_tensor_model_parallel_world_size()
@@ -161,7 +163,7 @@ class PagedLayer(JoinedMaps, MambaBase):
         groups = {"in_proj": [x for x in first if x not in gates], "gates_proj": [x for x in first if x in gates]}
         self.joined: dict[str, dict[str, int]] = {}
         self.columns: dict[str, slice] = {}
-        """Where the result of each map is in those of all products side by side."""
+        """The columns of each map's result, in the results of all products side by side."""
         self._results: dict[str, Tensor] = {}
         end = 0
         for product, names in groups.items():
@@ -177,7 +179,7 @@ class PagedLayer(JoinedMaps, MambaBase):
                 return_bias=False,
             )  # fmt: skip
             if biased:
-                made.bias.data.zero_()  # for maps without one
+                made.bias.data.zero_()  # for those of the maps that have no bias
             setattr(self, product, made)
             for name, size in zip(names, sizes, strict=True):
                 self.columns[name] = slice(end, end + size // ranks)
@@ -195,7 +197,7 @@ class PagedLayer(JoinedMaps, MambaBase):
         self.layer.o_proj = nn.Identity()  # type: ignore[assignment]
 
     def _share_parameters(self, whole: DeltaRuleAttention, rank: int) -> None:
-        """Let every parameter that is the layer's own load the rows of this rank's heads, or all if heads share it."""
+        """Make each parameter left in the layer load the rows of this rank's heads, or all rows if heads share it."""
         shapes = {name: x.shape for name, x in whole.named_parameters()}
         for name, parameter in self.layer.named_parameters():
             rows = len(parameter)
@@ -208,11 +210,11 @@ class PagedLayer(JoinedMaps, MambaBase):
 
     @property
     def packed(self) -> dict[str, list[str]]:
-        """Names of the maps in each product, as vLLM asks for them."""
+        """Names of the maps in each product, for vLLM."""
         return {product: list(maps) for product, maps in self.joined.items()}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the layer's parameters by the names of its checkpoint; returns the names of vLLM's that were filled."""
+        """Load parameters by the names of the layer's checkpoint; returns the names of the filled ones in vLLM."""
         ranks, own = get_tensor_model_parallel_world_size(), dict(self.layer.named_parameters())
         halves = tuple(f"{name}.0." for name in self.low_rank)
         given = {name: torch.cat([x] * ranks) if name.startswith(halves) else x for name, x in weights}
@@ -228,7 +230,7 @@ class PagedLayer(JoinedMaps, MambaBase):
         """
         joint = _joined([getattr(self, product)(hidden_states) for product in self.joined], -1)
         metadata: Any = get_forward_context().attn_metadata
-        if metadata is None:  # memory is measured: as one prompt
+        if metadata is None:  # vLLM measures memory: all tokens are one prompt
             sequences = describe_sequences(1, len(hidden_states))
             return self.o_proj(self._run(joint, hidden_states, rotary, slice(None), sequences, None))
         m = metadata[self.prefix]
@@ -244,12 +246,12 @@ class PagedLayer(JoinedMaps, MambaBase):
         if m.num_prefills:
             states = _PageStates(self.kv_cache, self.has_window, m.state_indices_tensor_p, m.has_initial_states_p)
             outputs.append(self._run(joint, hidden_states, rotary, slice(decoded, end), _packed(m), states))
-        if end < len(hidden_states):  # tokens that fill a step up
+        if end < len(hidden_states):  # vLLM has padded the step
             outputs.append(hidden_states.new_zeros(len(hidden_states) - end, self._width))
         return self.o_proj(_joined(outputs, 0))
 
     def _step(self, joint: Tensor, rotary: Rotary | None, rows: Tensor) -> Tensor:
-        """The layer before its output map, in kernels: one token each of the sequences whose pages are `rows` `[R]`."""
+        """The input of the output map, by kernels, for one token of each sequence; `rows` `[R]` are their pages."""
         from deltazoo.ops.decoding.between_products import norm_heads
         from deltazoo.ops.decoding.convolution import convolve_parts
 
@@ -268,7 +270,7 @@ class PagedLayer(JoinedMaps, MambaBase):
         sequences: Sequences,
         states: _PageStates | None,
     ) -> Tensor:
-        """What the layer makes of some tokens before its output map, `[tokens, inputs of that map]`."""
+        """The input of the output map for some tokens, `[tokens, inputs of that map]`."""
         along = 1 if sequences is WHOLE_ROWS and states is not None else 0
         for name, columns in self.columns.items():
             self._results[name] = joint[tokens, columns].unsqueeze(along)
@@ -278,21 +280,21 @@ class PagedLayer(JoinedMaps, MambaBase):
         return y.flatten(0, 1)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of one sequence's states, as vLLM asks for them."""
+        """Shapes of one sequence's states, for vLLM."""
         return tuple(shape for shape, _ in self.states)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        """Their dtypes."""
+        """Dtypes of one sequence's states, for vLLM."""
         return tuple(dtype for _, dtype in self.states)
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
-        """The kind of metadata: which sequences decode, and where each one's states are."""
+        """The kind of metadata, which tells the sequences that decode, and the page of each sequence."""
         return MambaAttentionBackendEnum.MAMBA1
 
 
 def _has_kernels(layer: DeltaRuleAttention) -> bool:
-    """Whether kernels of a decoding step compute a layer between its maps, in pages."""
+    """Whether kernels of a decoding step can compute the layer between its maps, with states in pages."""
     known = layer.is_registered_class and type(layer.o_norm) in (RMSNorm, GatedRMSNorm)
     return known and takes_kernel(None, layer.o_norm.weight) and why_not_this_rule(layer) is None
 
@@ -302,7 +304,7 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def _packed(metadata: Any) -> Sequences:
-    """The pieces of prompts of a step, described once for all layers that share the metadata."""
+    """The description of a step's pieces of prompts, made once for all layers that share the metadata."""
     if not hasattr(metadata, "deltazoo_sequences"):
         metadata.deltazoo_sequences = describe_sequences(
             1, metadata.num_prefill_tokens, cu_seqlens=metadata.query_start_loc_p

@@ -1,6 +1,6 @@
-"""Models of vLLM with our layers in some of their attention slots, or in all: what `deltazoo.swap` has made of them.
+"""Swapped models inside vLLM: vLLM's models with our layers in place of some or all of their attention.
 
-vLLM's class of the family computes everything else. A class is made when vLLM asks for it by name.
+vLLM's class of the family computes everything else. `__getattr__` makes a class when vLLM asks for it by name.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.serving.vllm import PURE
-from deltazoo.serving.vllm.own_models import PagedStates, share_of
+from deltazoo.serving.vllm.own_models import PagedModel, share_of
 from deltazoo.serving.vllm.paged_layer import MakeLayer, PagedLayer
 from deltazoo.swap.families import FAMILIES
 from deltazoo.swap.layer import build_swapped_attention
@@ -26,14 +26,14 @@ __all__: list[str] = []
 
 
 class _Slot(PagedLayer):
-    """A delta-rule layer called like the attention that it replaces, whose rotary embedding it keeps."""
+    """A delta-rule layer in place of vLLM's attention; it takes the same arguments and keeps the rotary embedding."""
 
     def __init__(self, make: MakeLayer, vllm_config: VllmConfig, prefix: str, rotary_emb: Any) -> None:
         super().__init__(make, vllm_config, prefix)
         self.rotary_emb = rotary_emb
         form: Any = self.layer.step_form
         if rotary_emb is not None and form is not None and form.keys == "scaled":
-            self.rule = None  # the kernel that scales keys turns none
+            self.rule = None  # the kernel that scales keys applies no rotary embedding
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """Mix tokens at positions `[T]`."""
@@ -44,8 +44,8 @@ class _Slot(PagedLayer):
         return super().forward(hidden_states, (cos, sin))
 
 
-class _Swapped(PagedStates):
-    """Additions to vLLM's class of a family."""
+class _Swapped(PagedModel):
+    """A swapped model: the code that is added to vLLM's class of the family."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
@@ -65,7 +65,7 @@ class _Swapped(PagedStates):
 
     @staticmethod
     def linear_layers(config: Any) -> dict[int, MakeLayer]:
-        """Makers of the swapped layers, by number."""
+        """Functions that make the swapped layers, by index of the layer."""
 
         def make(index: int, options: dict[str, Any], ranks: int) -> DeltaRuleAttention:
             family = FAMILIES[config.original_model_type]
@@ -74,7 +74,7 @@ class _Swapped(PagedStates):
         return {i: partial(make, i, options) for i, options in recorded_layers(config).items()}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load swapped layers by the names of a swapped model's checkpoint, the rest as the family does."""
+        """Load a swapped model's checkpoint: the swapped layers here, the rest by the family's class."""
         ours: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in self.slots}
 
         def others() -> Iterator[tuple[str, Tensor]]:
@@ -101,7 +101,7 @@ def _swapped_class(name: str) -> type[Any]:
 
 
 def __getattr__(name: str) -> type[nn.Module]:
-    """The class of that name, made when vLLM asks for it."""
+    """The class of that name, for vLLM; made on the first call."""
     if not name.endswith("ForCausalLM"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _swapped_class(name)
