@@ -27,7 +27,7 @@ from deltazoo.swap.models import recorded_layers
 __all__ = ["register"]
 
 OLDEST, NEWEST = "0.26", "0.33"
-"""Versions of vLLM that this package knows: interfaces for states change often."""
+"""The range of versions of vLLM in which each was tried: interfaces for states change often."""
 OWN, PURE = "DeltazooForCausalLM", "Pure"
 """vLLM's name of our own models, and what stands before the name of a model without softmax layers: vLLM asks a class,
 not a configuration, whether there are any."""
