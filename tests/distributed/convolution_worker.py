@@ -25,7 +25,7 @@ RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 DEVICE = torch.device("cuda", RANK) if GPU else torch.device("cpu")
 TOKENS, CHANNELS, OPTIONS = 30, (16, 16, 24), (True, 8, False)
 DOCUMENTS = 0, 5, 5, 18, 19, 20, 30, 30
-PIECES = {2: ((10, 20), (28, 2)), 3: ((10, 2, 18), (1, 1, 28))}
+PIECES = {1: ((30,), (30,)), 2: ((10, 20), (28, 2)), 3: ((10, 2, 18), (1, 1, 28))}
 """One or two tokens are fewer than the convolution reaches back to."""
 
 

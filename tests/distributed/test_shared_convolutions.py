@@ -30,6 +30,6 @@ def test_pieces_give_what_whole_rows_give() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 def test_pieces_give_what_whole_rows_give_on_gpus() -> None:
-    run(2)
+    """On two, or with a context of one rank on one."""
+    run(min(torch.cuda.device_count(), 2))

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.bias import causal_lower_right
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -232,10 +231,6 @@ def _attend_to_all_ranks(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    if sequences.cu_seqlens is None and query.is_cuda and not torch.compiler.is_compiling():
-        causal = causal_lower_right(sequences.num_tokens, seen)  # which kernels know without a mask in memory
-        output = F.scaled_dot_product_attention(query, key, value, causal, dropout, scale=scaling)
-        return output.transpose(1, 2).contiguous(), None
     outputs = []
     for first in range(0, sequences.num_tokens, _QUERIES):
         queries = query[:, :, first : first + _QUERIES]

@@ -108,14 +108,10 @@ class Pieces:
             entering[0] = initial
         return self._by_segment(entering)
 
-    @property
-    def num_sequences(self) -> int:
-        """N."""
-        return self.rows
-
-    def finals(self, ends: Tensor, initial: Tensor | None, no_finals: Tensor) -> Tensor:
-        """Final states `[N, HV, K, V]` of the sequences that end here, the zeros `no_finals` for others."""
-        return self._by_cell(ends)[-1].clone() if self.ends else no_finals
+    def finals(self, ends: Tensor, initial: Tensor | None) -> Tensor:
+        """Final states `[N, HV, K, V]` of the sequences that end here, zeros for others."""
+        last = self._by_cell(ends)[-1]
+        return last.clone() if self.ends else torch.zeros_like(last)
 
     def end_gradients(self, d_final: Tensor) -> Tensor:
         """The gradient `[S, HV, K, V]` of each segment's last state through final states."""
@@ -193,12 +189,8 @@ class _PackedPieces(Pieces):
         states[self.first] = _where(self.entered, entering[:, 0])
         return states if initial is None else states + _where(self.segment_begins, initial[self.sequence])
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.empty)
-
-    def finals(self, ends: Tensor, initial: Tensor | None, no_finals: Tensor) -> Tensor:
-        states = torch.where(self.ends_here[:, None, None, None], ends[self.ending], no_finals)
+    def finals(self, ends: Tensor, initial: Tensor | None) -> Tensor:
+        states = _where(self.ends_here, ends[self.ending])
         return states if initial is None else states + _where(self.stays_here, initial)
 
     def end_gradients(self, d_final: Tensor) -> Tensor:

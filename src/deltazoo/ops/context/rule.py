@@ -108,14 +108,12 @@ class _Piece:
         M, X = self.pieces.cell_pairs(M, X, initial)
         fold = Fold(self.context, self.first, M, X)
         gathered = fold.start()
-        # A small launch before the caller's matrix products, which would leave the exchange no multiprocessor.
-        no_finals = M.new_zeros(self.pieces.num_sequences, *X.shape[2:])
 
         def rest() -> tuple[Any, ...]:
             starts = self.pieces.starts(fold.boundaries(gathered), initial)
             started = call._replace(initial_state=starts)
             output, ends, kept_too = self.backend.outputs(started, kept, self.keep)
-            final = self.pieces.finals(ends, initial, no_finals)
+            final = self.pieces.finals(ends, initial)
             if self.context.gather_final_state:
                 final = sum_over_ranks(final, self.context)
             saved = *started.differentiable, *fold.transitions(gathered), *kept, *kept_too
