@@ -64,7 +64,7 @@ RULES: dict[str, dict[str, dict[str, Any]]] = {
         "96 registers": tile(maxnreg=96),
     },
     "prepare_channel": {
-        "levels of 64": tile(LEVEL_BK=64, level_tiles=2),
+        "strong decay by 64 channels": tile(STRONG_BK=64, STRONG_RUNS=16, strong_tiles=2),
     },
     "scan": SERIAL,
     "scan(keep)": SERIAL,

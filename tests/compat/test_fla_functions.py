@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import fla_definitions
 import pytest
 import torch
+from pairwise import pairwise
 from torch import Tensor
 
 from deltazoo.compat import fla
@@ -75,9 +75,10 @@ def test_outputs_states_and_gradients(functions: dict[str, Any], rule: str, pack
     assert_same(functions[rule], tensors, options, options)
 
 
-@pytest.mark.parametrize("functions", [CHUNK, RECURRENT], ids=["chunk", "fused_recurrent"])
-@pytest.mark.parametrize("rule", ["gdn", "kda"])
-@pytest.mark.parametrize(("bias", "neg", "v_first"), list(itertools.product([True, False], repeat=3)))
+@pytest.mark.parametrize(
+    ("functions", "rule", "bias", "neg", "v_first"),
+    pairwise([CHUNK, RECURRENT], ["gdn", "kda"], *[[True, False]] * 3),
+)
 def test_gates_in_the_kernel(functions: dict[str, Any], rule: str, bias: bool, neg: bool, v_first: bool) -> None:
     tensors = inputs(rule) | gate_parameters(rule)
     tensors["beta"] = torch.randn(B, T, HV, dtype=torch.float64, requires_grad=True)

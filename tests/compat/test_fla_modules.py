@@ -8,6 +8,7 @@ import fla_definitions
 import pytest
 import torch
 import torch.nn.functional as F
+from pairwise import pairwise
 from torch import Tensor, nn
 
 from deltazoo.compat import fla
@@ -31,11 +32,10 @@ def compare(actual: Any, expected: Any, tensors: list[Tensor]) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("activation", [None, "silu", "swish"])
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("state", [False, True], ids=["", "state"])
-@pytest.mark.parametrize("width", [1, 3, W])
+@pytest.mark.parametrize(
+    ("bias", "activation", "packed", "state", "width"),
+    pairwise([False, True], [None, "silu", "swish"], [False, True], [False, True], [1, 3, W]),
+)
 def test_causal_conv1d(bias: bool, activation: str | None, packed: bool, state: bool, width: int) -> None:
     torch.manual_seed(0)
     rows = 1 if packed else B

@@ -194,8 +194,13 @@ def test_doubling_acts_on_erase_and_write_or_on_erase_alone(neg_eigval: str) -> 
 ALWAYS_FAST = {
     "comba", "comba_unit_erase", "delta_net", "eda", "efla", "falcon", "fg2_gdn", "gated_deltanet", "gated_deltanet2",
     "gated_efla", "gated_longhorn", "isotropic_kdn", "kaczmarz", "kda", "longhorn",
+    "momentum",
 }  # fmt: skip
 """Rules whose erase gain never exceeds 1; tests/rules/test_safety.py shows it."""
+
+
+NEVER_DOUBLED = {"comba", "comba_unit_erase", "diagonal_kdn", "isotropic_kdn", "momentum", "q_delta"}
+"""Rules that refuse `allow_neg_eigval`."""
 
 
 @pytest.mark.parametrize("rule", [name for name in list_rules() if get_rule(name).corrects])
@@ -205,13 +210,7 @@ def test_layers_ask_for_fast_precision_where_no_gain_exceeds_one(rule: str, monk
         asked.clear()
         layer(torch.randn(1, 3, 16))
         assert set(asked) == {"fast" if rule in ALWAYS_FAST else None}
-        if rule not in (
-            "comba",
-            "comba_unit_erase",
-            "diagonal_kdn",
-            "isotropic_kdn",
-            "q_delta",
-        ):  # their step sizes cannot be doubled
+        if rule not in NEVER_DOUBLED:
             asked.clear()
             type(layer)(rule, 16, 2, 8, allow_neg_eigval=True)(torch.randn(1, 3, 16))
             assert set(asked) == {None}

@@ -17,6 +17,7 @@ from delta_rule_cases import (
 )
 from helpers import assert_close_in_float64, results_and_gradients
 from oracle import delta_rule_by_transition_matrices
+from pairwise import pairwise
 
 from deltazoo.ops import DeltaRuleOutput, delta_rule, linear_attention
 
@@ -78,10 +79,10 @@ def test_gradients_have_the_dtypes_of_their_arguments(backend: str) -> None:
         assert gradients[f"d_{name}"].shape == argument.shape, name
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunkwise"])
-@pytest.mark.parametrize("decay", ["none", "scalar", "channel"])
-@pytest.mark.parametrize("lengths", [None, (0, 0)], ids=["rows", "packed"])
-@pytest.mark.parametrize("function", [delta_rule, linear_attention])
+@pytest.mark.parametrize(
+    ("backend", "decay", "lengths", "function"),
+    pairwise(["reference", "chunkwise"], ["none", "scalar", "channel"], [None, (0, 0)], [delta_rule, linear_attention]),
+)
 def test_no_tokens_hand_the_state_and_its_gradient_through(
     backend: str, decay: Any, lengths: tuple[int, ...] | None, function: Any
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from delta_rule_cases import DeltaRuleCase, DeltaRuleInputs
 from helpers import assert_within_reference, relative_errors, results_and_gradients
 from oracle import delta_rule_by_chunks, delta_rule_by_transition_matrices
+from pairwise import pairwise
 
 from deltazoo.ops import delta_rule, step_size
 
@@ -23,16 +24,19 @@ def with_key_length(inputs: DeltaRuleInputs, length: float, rule: str) -> DeltaR
     return replace(inputs, k=k, beta=beta[rule]())
 
 
-@pytest.mark.parametrize("g", [0.0, -1e-6, -5.0, -20.0, -80.0, -1e4, -torch.inf])
 @pytest.mark.parametrize(
-    ("length", "rule"),
-    [(0.0, "exact"), (1e-20, "exact"), (1e-3, "implicit"), (1.0, "euler"), (30.0, "exact"), (1e4, "implicit")],
+    ("decay", "keys", "g"),
+    pairwise(
+        ["scalar", "channel"],
+        [(0.0, "exact"), (1e-20, "exact"), (1e-3, "implicit"), (1.0, "euler"), (30.0, "exact"), (1e4, "implicit")],
+        [0.0, -1e-6, -5.0, -20.0, -80.0, -1e4, -torch.inf],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("decay", ["scalar", "channel"])
 def test_extreme_decays_and_keys_keep_every_result_finite_and_right(
-    decay: str, length: float, rule: str, g: float
+    decay: str, keys: tuple[float, str], g: float
 ) -> None:
+    length, rule = keys
     case = DeltaRuleCase("extreme", T=70, H=1, K=8, V=6, decay=decay, initial_state=True)
     inputs = with_key_length(case.make(dtype=torch.float32), length, rule)
     inputs = replace(inputs, log_decay=torch.full_like(inputs.log_decay, g))

@@ -270,7 +270,7 @@ class ThreadBlock:
         self.put(a[0], self.get(a[1])[np.arange(len(lane)) - lane + source])
 
     def op_redux(self, rest: list[str], a: list[str]) -> None:
-        reduce = {"min": np.min, "max": np.max, "add": np.sum}[rest[1]]
+        reduce = {"min": np.min, "max": np.max, "add": np.sum, "or": np.bitwise_or.reduce}[rest[1]]
         by_warp = self.get(a[1], rest[-1]).reshape(-1, 32)
         self.put(a[0], np.repeat(reduce(by_warp, axis=1), 32).astype(by_warp.dtype))
 

@@ -275,7 +275,7 @@ def falcon(weights: Weights, token: Token, head: int, S: Tensor) -> tuple[Tensor
 
 
 def momentum(weights: Weights, token: Token, head: int, S: Tensor) -> tuple[Tensor, Tensor]:
-    """`M_t = a mu M_{t-1} + b k (v - a S_{t-1}^T k)^T`, `S_t = a S_{t-1} + M_t`.
+    """`M_t = a mu M_{t-1} + (1 - mu) b k (v - a S_{t-1}^T k)^T`, `S_t = a S_{t-1} + M_t`.
 
     The layer's state is `[S + mu R; R]` with `R = M / (1 - mu)`.
     """
@@ -283,7 +283,8 @@ def momentum(weights: Weights, token: Token, head: int, S: Tensor) -> tuple[Tens
     S, M = S[:K] - mu * S[K:], (1 - mu) * S[K:]
     k, decayed = unit(token.key(head)), scalar_decay(weights, token.x, head) @ S
     error = token.value(head, S.shape[1]) - decayed.T @ k
-    M = mu * scalar_decay(weights, token.x, head) @ M + gate(weights, token.x, head) * torch.outer(k, error)
+    M = mu * scalar_decay(weights, token.x, head) @ M
+    M = M + (1 - mu) * gate(weights, token.x, head) * torch.outer(k, error)
     S = decayed + M
     R = M / (1 - mu)
     return torch.cat([S + mu * R, R]), S.T @ unit(token.query(head))

@@ -21,6 +21,8 @@ class Momentum(DeltaRuleAttention):
 
     def make_parameters(self) -> None:
         """Make the logits of mu."""
+        if self.allow_neg_eigval:
+            raise ValueError(f"rule {self.spec.name!r} takes no allow_neg_eigval=True: its step sizes are at most 1")
         self.momentum = nn.Parameter(torch.empty(self.num_heads))
 
     def initializers(self, initializer_range: float | None = None) -> dict[str, Callable[[Tensor], object]]:
@@ -38,7 +40,6 @@ class Momentum(DeltaRuleAttention):
         logit = self.momentum.to(inputs.beta.dtype)
         mu, log_mu = torch.sigmoid(logit), nn.functional.logsigmoid(logit)
         query = torch.cat([q, -mu.to(q.dtype)[:, None] * q], dim=-1) * self.head_k_dim**-0.5
-        beta = inputs.beta / of_value_heads(1 - mu[None, None], self.num_v_heads)
         g = inputs.log_decay[..., None].expand(*inputs.log_decay.shape, self.head_k_dim)
         log_decay = torch.cat([g, g + of_value_heads(log_mu[None, None], self.num_v_heads)[..., None]], dim=-1)
-        return RuleInputs(query, torch.cat([k, k], -1), inputs.v, beta, log_decay, torch.cat([k, -k], -1))
+        return RuleInputs(query, torch.cat([k, k], -1), inputs.v, inputs.beta, log_decay, torch.cat([k, -k], -1))

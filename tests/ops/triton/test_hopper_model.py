@@ -270,7 +270,7 @@ MANY = [
     ids=str,
 )
 def test_fused_forward_pass(case: DeltaRuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    rest = {"prepare_channel_kernel"} if case.decay == "channel" else {"prepare_rest_kernel"}
+    rest = {"prepare_channel_rest_kernel"} if case.decay == "channel" else {"prepare_rest_kernel"}
     kernels = {"hopper_forward_kernel", "invert_kernel", "hopper_scan_kernel"} | rest
     judge(case, torch.bfloat16, monkeypatch, kernels, some_zero_and_large, recorded=False)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltazoo.ops.triton.chunk.inverse import launch_invert
 from deltazoo.ops.triton.chunk.prepare import launch_prepare
-from deltazoo.ops.triton.chunk.prepare_channel import launch_prepare_channel
+from deltazoo.ops.triton.chunk.prepare_channel import launch_prepare_channel, launch_prepare_channel_rest
 from deltazoo.ops.triton.chunk.reverse_scan import launch_reverse_scan
 from deltazoo.ops.triton.chunk.scan import Start, launch_scan
 from deltazoo.ops.triton.chunk.segments import chain_kernel
@@ -38,11 +38,13 @@ __all__ = [
 
 
 def prepare(p: Problem, kept: Kept, stopped: Tensor | None = None) -> None:
-    """Fill the kept tensors of every chunk; with `stopped` (per channel), of those from this number of a head on."""
+    """Fill the kept tensors of every chunk; with `stopped` (per channel), those of scans from a head's number on."""
     # The last launch inverts L of strict chunks, whose memory is free again after that.
     strict_L = p.float32(p.plan.slots, CHUNK, CHUNK) if True in p.plan.scan_modes else None
-    if p.plan.per_channel:
-        launch_prepare_channel(p, kept, strict_L, stopped)
+    if stopped is not None:
+        launch_prepare_channel_rest(p, kept, strict_L, stopped)
+    elif p.plan.per_channel:
+        launch_prepare_channel(p, kept, strict_L)
     else:
         launch_prepare(p, kept, strict_L)
     if strict_L is not None:

@@ -77,7 +77,9 @@ def tiles_for(
     prepare, invert = _options(4, 1), _options(2, 1)
     # Every thread has 64 elements in registers, with 16-byte accesses along the channels.
     channel = prepare | dict(BK=min(BK, 128 if half else 32))
-    channel |= dict(RUNS=min((1024 if half else 512) // channel["BK"], 32), LEVEL_BK=min(BK, 32))
+    channel |= dict(STRONG_BK=min(BK, 32))
+    RUNS, STRONG_RUNS = (min((1024 if half else 512) // channel[tile], 32) for tile in ("BK", "STRONG_BK"))
+    channel |= dict(RUNS=RUNS, STRONG_RUNS=STRONG_RUNS)
     if half and BK <= 64:
         channel |= dict(maxnreg=168)  # three programs per multiprocessor; only strong decay needs more
     # Three stages of float32 transitions fit Hopper's shared memory with up to 128 key channels.

@@ -27,7 +27,7 @@ from deltazoo.swap.models import recorded_layers
 __all__ = ["register"]
 
 OLDEST, NEWEST = "0.26", "0.33"
-"""The oldest and the newest version of vLLM that this package knows; vLLM's interfaces for states change often."""
+"""The oldest and the newest version of vLLM, all of which we have tried; vLLM's interfaces for states change often."""
 OWN, PURE = "DeltazooForCausalLM", "Pure"
 """vLLM's name of our own models, and the prefix of that name for models without softmax layers: vLLM asks a model's
 class, not its configuration, whether it has any."""

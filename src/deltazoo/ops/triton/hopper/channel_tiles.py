@@ -13,9 +13,13 @@ from deltazoo.ops.triton.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from deltazoo.ops.triton.hopper.scan import C
+from deltazoo.ops.triton.hopper.scan import C, D
 
 BK = gl.constexpr(32)  # key channels per tile
+ALL_TILES = gl.constexpr(15)  # as bits
+
+HALF_RANGE = gl.constexpr(96.0)
+"""Most decay of a channel between the middle of a chunk or block and an end, in log2: half of `centred_range`."""
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 """Layout of an accumulator `[C, C]` of a product."""
@@ -65,6 +69,28 @@ def overlap_of(S, dS):
 
 
 @jit
+def either(a, b):
+    """The bits of both."""
+    return a | b
+
+
+@jit
+def far_tiles(strong_decay, G):
+    """The tiles of a chunk with channels that decay beyond the range of one product, as bits."""
+    channel = gl.arange(0, D, gl.BlockedLayout([4], [32], [4], [0]))
+    decay = gl.load(G + channel, mask=gl.load(strong_decay) == 2, other=0.0)
+    return gl.reduce(gl.where(decay < -2 * HALF_RANGE, 1 << channel // BK, 0), 0, either)
+
+
+@jit
+def next_tile(tiles):
+    """The first channel of the first of these tiles, and the number of tiles."""
+    first = tiles & -tiles
+    number = (first > 1).to(gl.int32) + (first > 2).to(gl.int32) + (first > 4).to(gl.int32)
+    return BK * number, (tiles & 1) + (tiles >> 1 & 1) + (tiles >> 2 & 1) + (tiles >> 3)
+
+
+@jit
 def copy_values(d_output, U, Z, o_values, mask, dO_buffer, U_buffer, Z_buffer):
     """Begin to copy dO, U and Z of a chunk."""
     async_copy.async_copy_global_to_shared(dO_buffer, d_output + o_values, mask=mask)
@@ -96,14 +122,17 @@ def copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states, o_rows
 
 
 @jit
-def score_gradients(v, dv, beta, d_beta, wide_row, o_values, m_values, token, HV, rows, scale, dO, b_U, b_Z, dP, ZU):
+def score_gradients(
+    v, dv, beta, d_beta, wide_row, o_values, m_values, m_stored, token, HV, rows, scale, dO, b_U, b_Z, dP, ZU
+):  # fmt: skip
     """Store dv, d_beta where it is <z, u> / beta, and in shared memory dP and Z U^T below their diagonals.
 
     It waits for all copies except the latest. Step sizes near zero have a sum in place of <z, u> / beta
-    (`chunk.score_gradients`). Returns the diagonal of dP, beta, and the values' part of that sum.
+    (`chunk.score_gradients`); no other tokens' values are read. Returns the diagonal of dP, beta, and the values' part
+    of that sum.
     """
-    b_v = gl.load(v + o_values, mask=m_values, other=0.0)
     values_beta = gl.load(beta + wide_row)
+    b_v = gl.load(v + o_values, mask=m_values & (values_beta <= 0.0625)[:, None], other=0.0)
     b_beta, m_tokens = gl.load(beta + token), token < rows
     async_copy.wait_group(1)
     fence_async_shared()
@@ -113,7 +142,7 @@ def score_gradients(v, dv, beta, d_beta, wide_row, o_values, m_values, token, HV
     b_ZU = warpgroup_mma(b_Z, b_U.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     z = b_Z.load(WIDE_ROWS).to(gl.float32)
     b_dbeta = gl.convert_layout(gl.sum(z * b_v.to(gl.float32), 1), TOKENS)
-    gl.store(dv + o_values, (values_beta[:, None] * z).to(gl.bfloat16), mask=m_values)
+    gl.store(dv + o_values, (values_beta[:, None] * z).to(gl.bfloat16), mask=m_stored)
     b_dP, b_ZU = warpgroup_mma_wait(0, deps=[b_dP, b_ZU])
     i, j = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None], gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
     diagonal = gl.convert_layout(gl.sum(gl.where(i == j, b_dP, 0.0), 1) * scale, TOKENS)

@@ -23,6 +23,7 @@ from deltazoo.ops.triton.gluon import (
     warpgroup_mma_wait,
 )
 from deltazoo.ops.triton.hopper.channel_tiles import (
+    ALL_TILES,
     BK,
     CHANNELS,
     LEFT,
@@ -37,6 +38,8 @@ from deltazoo.ops.triton.hopper.channel_tiles import (
     WIDE_ROWS,
     copy_tile,
     copy_values,
+    far_tiles,
+    next_tile,
     overlap_of,
     reciprocal,
     row_pairs,
@@ -49,26 +52,31 @@ from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Problem
 
 
-@jit(do_not_specialize=["channels", "nothing", "T", "NT", "H", "HV"])
+@jit(do_not_specialize=["nothing", "T", "NT", "H", "HV"])
 def hopper_chunk_gradients_channel_kernel(
     q, k, erase_key, v, beta, log_decay, G, strong_decay, U, Z, d_output, states, d_states, d_states_high, dq, dk,
-    d_erase_key, dv, d_beta, d_log_decay, scale, channels, nothing, T, NT, H, HV, GROUPED: gl.constexpr,
+    d_erase_key, dv, d_beta, d_log_decay, scale, nothing, T, NT, H, HV, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """All gradients of one chunk of one value head, unless its decay is too strong; grid (HV, NT, B).
+    """All gradients of one chunk of one value head, except tiles with too strong a decay; grid (HV, NT, B).
+
+    If there are such tiles, dv is left to their kernel, as Z may lie there.
 
     dv may lie in the memory of Z, and dq and dk in that of `d_states` and `d_states_high`, if there is the latter. Only
     this program reads what it overwrites. All of Z is in shared memory before it stores dv, and a tile of dS before it
     stores that tile of dq and dk; later copies are of other tiles.
 
-    `channels` is D, and `nothing` zero, both unknown to the compiler: otherwise it would unroll the loop, and keep the
-    address of every operand of its products in a register.
+    `nothing` is zero, unknown to the compiler: otherwise it would keep the address of every operand of its products in
+    a register.
     """
     i_h, i_t, i_b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     first = i_b.to(gl.int64) * T + i_t * C
     rows = gl.minimum(T - i_t * C, C)
     slot = (i_b.to(gl.int64) * NT + i_t) * HV + i_h
-    if gl.load(strong_decay + slot) == 2:
+    far = far_tiles(strong_decay + slot, G + slot * D)
+    if far == ALL_TILES:
         return
+    tiles_left = ALL_TILES ^ far
+    o, count = next_tile(tiles_left)
     base = (first * HV + i_h) * D
     keys = (first * H + i_h // (HV // H)) * D if GROUPED else base
     key_stride = H * D if GROUPED else HV * D
@@ -102,19 +110,19 @@ def hopper_chunk_gradients_channel_kernel(
     o_gradients = row[:, None] * (HV * D) + column[None, :]
     m_rows = (row < rows)[:, None]
     tiles = (S_buffer.index(0), dS_buffer.index(0), key_tile, query_tile, erase_tile)
-    copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states, o_gradients, 0, o_keys, m_rows, tiles)
+    copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states + o, o_gradients, o, o_keys + o, m_rows, tiles)
     gate_row = gl.arange(0, C, gl.SliceLayout(1, ROWS_32))
     o_gates = gate_row[:, None] * (HV * D) + gl.arange(0, BK, gl.SliceLayout(0, ROWS_32))[None, :]
     m_gates = (gate_row < rows)[:, None]
-    next_g = gl.load(log_decay + o_gates, mask=m_gates, other=0.0)
+    next_g = gl.load(log_decay + (o_gates + o), mask=m_gates, other=0.0)
 
     dP_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], SWIZZLED)
     ZU_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], SWIZZLED)
     token = gl.arange(0, C, TOKENS)
     m_tokens = token < rows
     diagonal, b_beta, b_dbeta = score_gradients(
-        v + base, dv + base, beta + slot * C, d_beta, wide_row, o_values, m_values, token, HV, rows, scale,
-        dO, b_U, b_Z, dP_buffer.index(0), ZU_buffer.index(0),
+        v + base, dv + base, beta + slot * C, d_beta, wide_row, o_values, m_values, m_values & (far == 0), token,
+        HV, rows, scale, dO, b_U, b_Z, dP_buffer.index(0), ZU_buffer.index(0),
     )  # fmt: skip
 
     hi_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], SWIZZLED_TILE)
@@ -127,7 +135,7 @@ def hopper_chunk_gradients_channel_kernel(
     everything = gl.full([C, C], 1.0, gl.bfloat16, LEFT)
     no_sums = gl.full([C, BK], 0.0, gl.float32, SUMS)
     none = gl.full([C, BK], 0.0, gl.float32, TILE)
-    for o in range(0, channels, BK):
+    for _ in range(0, count):
         n = o * nothing
         dO, b_U, b_Z, S, dS = (
             dO_buffer.index(n), U_buffer.index(n), Z_buffer.index(n), S_buffer.index(n), dS_buffer.index(n),
@@ -169,12 +177,13 @@ def hopper_chunk_gradients_channel_kernel(
         b_row = warpgroup_mma(ZU, written, b_row, is_async=True)
         b_col = warpgroup_mma(dP.permute((1, 0)), query, b_col, is_async=True)
         b_col = warpgroup_mma(ZU.permute((1, 0)), erase, b_col, is_async=True)
-        more = o + BK < channels
+        tiles_left = tiles_left & (tiles_left - 1)
+        more, next_o = tiles_left != 0, next_tile(tiles_left)[0]
         if more:
             tiles = (S, dS, key_tile, query_tile, erase_tile)
             copy_tile(
-                states, d_states, d_states_high, k, q, erase_key, o_states + (o + BK), o_gradients, o + BK,
-                o_keys + (o + BK), m_rows, tiles,
+                states, d_states, d_states_high, k, q, erase_key, o_states + next_o, o_gradients, next_o,
+                o_keys + next_o, m_rows, tiles,
             )  # fmt: skip
         b_dq, b_row = warpgroup_mma_wait(2, deps=[b_dq, b_row])
         b_k, b_q, b_e = k_16.to(gl.float32), q_16.to(gl.float32), e_16.to(gl.float32)
@@ -189,7 +198,7 @@ def hopper_chunk_gradients_channel_kernel(
         if erase_key is None:
             b_dk += b_row
         if more:
-            next_g = gl.load(log_decay + (o_gates + (o + BK)), mask=m_gates, other=0.0)
+            next_g = gl.load(log_decay + (o_gates + next_o), mask=m_gates, other=0.0)
         b_col = warpgroup_mma_wait(0, deps=[b_col])
         b_col = b_col * reciprocal(entry)
         b_dG -= b_k * b_col
@@ -222,13 +231,14 @@ def hopper_chunk_gradients_channel_kernel(
                 barrier()
                 gl.store(d_erase_key + (o_gradients + o), written.load(ROWS), mask=m_rows)
         gl.store(d_log_decay + (o_tile + o), gl.convert_layout(b_dg, TILE) + b_dG, mask=m_tokens[:, None])
+        o = next_o
     gl.store(d_beta + token * HV, b_dbeta, mask=m_tokens & (b_beta <= 0.0625))
 
 
 def channel_arguments(plan: Plan) -> dict[str, Any]:
     """Arguments of both Gluon kernels for gradients with decay per channel."""
     return dict(
-        scale=plan.scale, channels=plan.K, nothing=0, T=plan.T, NT=plan.NT, H=plan.H, HV=plan.HV,
+        scale=plan.scale, nothing=0, T=plan.T, NT=plan.NT, H=plan.H, HV=plan.HV,
         GROUPED=plan.grouped, num_warps=4,
     )  # fmt: skip
 

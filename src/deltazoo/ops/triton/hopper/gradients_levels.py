@@ -22,8 +22,10 @@ from deltazoo.ops.triton.gluon import (
     warpgroup_mma_wait,
 )
 from deltazoo.ops.triton.hopper.channel_tiles import (
+    ALL_TILES,
     BK,
     CHANNELS,
+    HALF_RANGE,
     LEFT,
     RIGHT,
     ROWS,
@@ -36,6 +38,8 @@ from deltazoo.ops.triton.hopper.channel_tiles import (
     WIDE_ROWS,
     copy_tile,
     copy_values,
+    far_tiles,
+    next_tile,
     overlap_of,
     row_pairs,
     score_gradients,
@@ -46,9 +50,6 @@ from deltazoo.ops.triton.hopper.scan import C, D
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Problem
-
-HALF_RANGE = gl.constexpr(96.0)
-"""Most decay of a channel between the middle of a block and an end, in log2: half of `centred_range`."""
 
 
 @jit
@@ -100,15 +101,15 @@ def add_pairs(b_dq, b_row, b_col, level, operands, buffers, WHOLE: gl.constexpr)
     return b_dq, b_row, b_col, within
 
 
-@jit(do_not_specialize=["channels", "nothing", "chunks", "slots", "T", "NT", "H", "HV"])
+@jit(do_not_specialize=["nothing", "chunks", "slots", "T", "NT", "H", "HV"])
 def hopper_chunk_gradients_strong_kernel(
     q, k, erase_key, v, beta, log_decay, G, strong_decay, U, Z, d_output, states, d_states, d_states_high, dq, dk,
-    d_erase_key, dv, d_beta, d_log_decay, scale, channels, nothing, chunks, slots, T, NT, H, HV, GROUPED: gl.constexpr,
+    d_erase_key, dv, d_beta, d_log_decay, scale, nothing, chunks, slots, T, NT, H, HV, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """All gradients of the chunks whose decay is too strong; grid (programs,).
+    """Gradients of the tiles that `hopper_chunk_gradients_channel_kernel` leaves out; grid (programs,).
 
-    A program looks at `chunks` neighbouring ones, of `slots` in all. `channels` and `nothing` are those of
-    `hopper_chunk_gradients_channel_kernel`; values that do not change from chunk to chunk also depend on `nothing`.
+    A program looks at `chunks` neighbouring ones, of `slots` in all. `nothing` is that of the other kernel; values that
+    do not change from chunk to chunk also depend on it.
     """
     dO_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, D], SWIZZLED)
     U_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, D], SWIZZLED)
@@ -133,7 +134,9 @@ def hopper_chunk_gradients_strong_kernel(
     count = gl.minimum(slots - start, chunks).to(gl.int32)
     for chunk in range(0, count):
         slot, n = start + chunk, chunk * nothing
-        if gl.load(strong_decay + slot) == 2:
+        tiles_left = far_tiles(strong_decay + slot, G + slot * D)
+        if tiles_left != 0:
+            o, tile_count = next_tile(tiles_left)
             i_h, i_t, i_b = (slot % HV).to(gl.int32), (slot // HV % NT).to(gl.int32), slot // HV // NT
             first = i_b * T + i_t * C
             rows = gl.minimum(T - i_t * C, C)
@@ -160,22 +163,25 @@ def hopper_chunk_gradients_strong_kernel(
             gradients = d_states + (slot * (D * D) if d_states_high is None else base)
             gradients_high = d_states_high if d_states_high is None else d_states_high + base
             copy_tile(
-                states + slot * (D * D), gradients, gradients_high, k + keys, q + keys, erase_keys, o_states, o_rows,
-                0, o_keys, m_rows, tiles,
+                states + slot * (D * D), gradients, gradients_high, k + keys, q + keys, erase_keys, o_states + o,
+                o_rows, o, o_keys + o, m_rows, tiles,
             )  # fmt: skip
             gate_row = gl.arange(0, C, gl.SliceLayout(1, ROWS_32)) + n
             o_gates = gate_row[:, None] * (HV * D) + gl.arange(0, BK, gl.SliceLayout(0, ROWS_32))[None, :]
             m_gates = (gate_row < rows)[:, None]
-            next_g = gl.load(log_decay + base + o_gates, mask=m_gates, other=0.0)
+            next_g = gl.load(log_decay + base + (o_gates + o), mask=m_gates, other=0.0)
             token = gl.arange(0, C, TOKENS) + n
             m_tokens = token < rows
             step_gradients = d_beta + first * HV + i_h
             diagonal, b_beta, b_dbeta = score_gradients(
-                v + base, dv + base, beta + slot * C, step_gradients, wide_row, o_values, m_values, token, HV, rows,
-                scale, dO, b_U, b_Z, dP_buffer.index(n), ZU_buffer.index(n),
+                v + base, dv + base, beta + slot * C, step_gradients, wide_row, o_values, m_values, m_values, token, HV,
+                rows, scale, dO, b_U, b_Z, dP_buffer.index(n), ZU_buffer.index(n),
             )  # fmt: skip
 
-            for o in range(0, channels, BK):
+            m_sums = m_tokens & (b_beta <= 0.0625)
+            if tiles_left != ALL_TILES:  # with the sums over the others
+                b_dbeta = gl.load(step_gradients + token * HV, mask=m_sums, other=0.0)
+            for _ in range(0, tile_count):
                 n = o * nothing
                 dO, b_U, b_Z, S, dS = (
                     dO_buffer.index(n), U_buffer.index(n), Z_buffer.index(n), S_buffer.index(n), dS_buffer.index(n),
@@ -207,11 +213,12 @@ def hopper_chunk_gradients_strong_kernel(
                 b_dq, b_row, b_col = entry * b_dq, entry * b_row, to_end * b_col
                 last += row_pairs(k_16.to(gl.float32) * b_col)
                 barrier()  # all warps have read the tile
-                more = o + BK < channels
+                tiles_left = tiles_left & (tiles_left - 1)
+                more, next_o = tiles_left != 0, next_tile(tiles_left)[0]
                 if more:
                     copy_tile(
                         states + slot * (D * D), gradients, gradients_high, k + keys, q + keys, erase_keys,
-                        o_states + (o + BK), o_rows, o + BK, o_keys + (o + BK), m_rows,
+                        o_states + next_o, o_rows, next_o, o_keys + next_o, m_rows,
                         (S, dS, key_tile, query_tile, erase_tile),
                     )  # fmt: skip
 
@@ -234,7 +241,7 @@ def hopper_chunk_gradients_strong_kernel(
                 if erase_key is None:
                     b_dk += b_row
                 if more:
-                    next_g = gl.load(log_decay + base + (o_gates + (o + BK)), mask=m_gates, other=0.0)
+                    next_g = gl.load(log_decay + base + (o_gates + next_o), mask=m_gates, other=0.0)
 
                 # d_log_decay is the sum over this token and all later ones, and that of the state.
                 barrier()
@@ -265,7 +272,8 @@ def hopper_chunk_gradients_strong_kernel(
                         gl.store(d_erase_key + o_gradients, written.load(ROWS), mask=m_rows)
                 raw_g = gl.load(log_decay + o_tile, mask=m_tile, other=0.0).to(gl.float32)
                 gl.store(d_log_decay + o_tile, gl.where(raw_g > float("-inf"), b_dg, 0.0), mask=m_tile)
-            gl.store(step_gradients + token * HV, b_dbeta, mask=m_tokens & (b_beta <= 0.0625))
+                o = next_o
+            gl.store(step_gradients + token * HV, b_dbeta, mask=m_sums)
 
 
 @per_plan
