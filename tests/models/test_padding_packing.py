@@ -237,6 +237,15 @@ def test_packed_rows_with_padding(case):
         torch.testing.assert_close(logits[1], model(rows[2][None]).logits[0], **CLOSE)
 
 
+@pytest.mark.parametrize("way", ["cu_seqlens", "seq_idx", "position_ids"])
+def test_padding_inside_a_packed_document_is_refused(way):
+    rows = documents()
+    mask = torch.ones(1, sum(LENGTHS), dtype=torch.long)
+    mask[0, 10] = 0
+    with pytest.raises(ValueError, match=r"not inside, got it before token 11 of row 0: leave the padded tokens out"):
+        exact_model("gated_deltanet")(packed(rows)[0], attention_mask=mask, **descriptions(rows)[way])
+
+
 def test_empty_documents_are_allowed():
     model, ids = tiny_model("hybrid"), tokens(1, 6)
     with torch.no_grad():
