@@ -129,8 +129,8 @@ def describe_batch(
 
     Raises:
         ValueError: no rows or no tokens; a description has the wrong shape, or two contradict each other; packed
-            documents and a cache, or padding inside a packed document. Compiled code reads no values: there packed documents that only `position_ids` show
-            raise RuntimeError with a cache.
+            documents and a cache, or with padding inside one. Compiled code reads no values: there such padding, and
+            packed documents that only `position_ids` show with a cache, raise RuntimeError.
     """
     shape = (batch_size, num_tokens)
     refuse_empty(shape)
