@@ -7,7 +7,7 @@ every kind of model in test_promises_of_all_kinds.py.
 
 import pytest
 import torch
-from model_kinds import KINDS, model_of_kind
+from model_kinds import CACHE, KINDS, model_of_kind
 from tiny_models import CASES, FEW, tiny_model, tokens
 from transformers import DataCollatorWithFlattening, DynamicCache
 
@@ -166,6 +166,16 @@ def test_mean_loss_counts_only_predicted_tokens(case):
     predicted = sum(len(row) - 1 for row in rows)
     mean = model(ids, labels=ids, cu_seqlens=cu_seqlens).loss
     torch.testing.assert_close(mean, summed_loss(model, ids, cu_seqlens=cu_seqlens) / predicted)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_shifted_labels_of_segments_give_the_loss_of_the_whole_rows(training):
+    model, ids = tiny_model("hybrid").train(training), tokens(2, 12)
+    segments = zip(ids.split(4, 1), torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100).split(4, 1), strict=True)
+    cache, total = DynamicCache(config=model.config), torch.tensor(0.0)
+    for segment, labels in segments:
+        total += model(segment, shift_labels=labels, num_items_in_batch=22, use_cache=True, **{CACHE: cache}).loss
+    torch.testing.assert_close(total, model(ids, labels=ids).loss)
 
 
 @pytest.mark.parametrize("labels", [False, True])
