@@ -27,7 +27,7 @@ from deltazoo.swap.models import recorded_layers
 __all__ = ["register"]
 
 OLDEST, NEWEST = "0.26", "0.33"
-"""Versions of vLLM that this package knows: interfaces for states change often."""
+"""The range of versions of vLLM in which each was tried: interfaces for states change often."""
 OWN, PURE = "DeltazooForCausalLM", "Pure"
 """vLLM's name of our own models, and what stands before the name of a model without softmax layers: vLLM asks a class,
 not a configuration, whether there are any."""
@@ -93,6 +93,12 @@ class _Config(vllm_configs.ModelArchConfigConvertorBase):
         self._swapped = hf_config.model_type.startswith(SWAPPED_PREFIX)
         kinds = [] if self._swapped else hf_config.layer_types
         linear = len(recorded_layers(hf_config)) if self._swapped else kinds.count("linear_attention")
+        rope = hf_config.rope_parameters or {}
+        if not self._swapped and rope.get("rope_type") in ("dynamic", "longrope"):
+            raise ValueError(
+                f"rope_parameters: vLLM turns queries and keys by fixed angles, and those of {rope['rope_type']!r} "
+                "depend on how long a sequence is: use `deltazoo serve`"
+            )
         if not linear:
             raise ValueError("the model has no linear layers, and deltazoo has nothing to add to vLLM")
         self._is_hybrid = linear < hf_config.num_hidden_layers
@@ -110,3 +116,8 @@ class _Config(vllm_configs.ModelArchConfigConvertorBase):
             return 0
         # In our own configurations `head_dim` is that of linear layers.
         return super().get_head_size() if self._swapped else with_softmax_heads(self.hf_config).head_dim
+
+    def derive_max_model_len_and_key(self) -> tuple[float, str | None]:
+        """Most tokens of a sequence: of models without positions as many as `deltazoo serve` takes."""
+        length, key = super().derive_max_model_len_and_key()
+        return (length if self._is_hybrid or self._swapped else max(length, 32_768)), key

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -13,20 +12,16 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import IsAttentionFree, IsHybrid, SupportsLoRA
-from vllm.model_executor.models.llama import LlamaAttention
+from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from deltazoo.compat.fla.checkpoints import modernize_state_dict
 from deltazoo.layers import DeltaRuleAttention, RMSNorm, make_layer
-from deltazoo.models.softmax_attention import with_softmax_heads
 from deltazoo.ops.fused import takes_kernel
 from deltazoo.ops.fused.glu import swiglu
-from deltazoo.serving.vllm.paged_layer import PagedLayer, load_joined, states_of
+from deltazoo.serving.vllm.paged_layer import JoinedMaps, MakeLayer, PagedLayer, states_of
 
 __all__ = ["DeltazooForCausalLM", "PagedStates", "PureDeltazooForCausalLM", "share_of"]
-
-_GATE_AND_UP = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
-_QKV = {f"{x}_proj": ("qkv_proj", x) for x in "qkv"}
 
 
 def share_of(options: Mapping[str, Any], ranks: int) -> dict[str, Any]:
@@ -41,21 +36,16 @@ class PagedStates:
     has_inner_state: ClassVar[bool] = True
 
     @staticmethod
-    def make_linear_layer(config: Any, index: int, ranks: int) -> DeltaRuleAttention:
-        """Linear layer `index` of a model, or the share of one of so many ranks."""
-        raise NotImplementedError
-
-    @staticmethod
-    def linear_layers(config: Any) -> list[int]:
-        """Numbers of the linear layers."""
+    def linear_layers(config: Any) -> dict[int, MakeLayer]:
+        """Makers of the linear layers, by number."""
         raise NotImplementedError
 
     @classmethod
     def _states(cls, vllm_config: VllmConfig) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """One sequence's states in a layer; ValueError if they differ among layers."""
         config, ranks = vllm_config.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
-        makers = [partial(cls.make_linear_layer, config, index) for index in cls.linear_layers(config)]
-        first, *others = [states_of(make, ranks, vllm_config.model_config.dtype) for make in makers]
+        makers, dtype = cls.linear_layers(config).values(), vllm_config.model_config.dtype
+        first, *others = [states_of(make, ranks, dtype) for make in makers]
         if different := [x for x in others if x != first]:
             raise ValueError(f"vLLM keeps states of one shape in all layers, got {first} and {different[0]}")
         return first
@@ -90,15 +80,25 @@ class PagedStates:
                 raise ValueError(f"the checkpoint lacks {', '.join(sorted(layer.unloaded))} of {layer.prefix}")
 
 
-class _SoftmaxAttention(LlamaAttention):
-    """vLLM's attention with the parameters of ours."""
+class _SoftmaxAttention(JoinedMaps, Qwen3Attention):
+    """vLLM's attention with the parameters of ours; norms of queries and keys are a choice there."""
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load queries, keys and values into their product."""
-        return set(load_joined(self, _QKV, weights))
+    joined = {"qkv_proj": {f"{x}_proj": x for x in "qkv"}}
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        config = vllm_config.model_config.hf_config
+        super().__init__(
+            config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.rope_parameters,
+            config.max_position_embeddings, rms_norm_eps=config.norm_eps, qkv_bias=config.qkv_bias,
+            cache_config=vllm_config.cache_config, quant_config=vllm_config.quant_config, prefix=prefix,
+        )  # fmt: skip
+        if not config.softmax_qk_norm:
+            self.q_norm = self.k_norm = nn.Identity()
 
 
-class _SwiGLU(nn.Module):
+class _SwiGLU(JoinedMaps):
+    joined = {"gate_up_proj": {"gate_proj": 0, "up_proj": 1}}
+
     def __init__(self, config: Any, quantised: Any, prefix: str) -> None:
         super().__init__()
         width, options = config.intermediate_size, dict(bias=False, quant_config=quantised, return_bias=False)
@@ -106,10 +106,6 @@ class _SwiGLU(nn.Module):
             config.hidden_size, [width] * 2, prefix=f"{prefix}.gate_up_proj", **options
         )
         self.down_proj = RowParallelLinear(width, config.hidden_size, prefix=f"{prefix}.down_proj", **options)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load gate and up into their product."""
-        return set(load_joined(self, _GATE_AND_UP, weights))
 
     def forward(self, x: Tensor) -> Tensor:
         joint = self.gate_up_proj(x)
@@ -130,16 +126,11 @@ class _Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, fused=None)
         self.mlp = _SwiGLU(config, quantised, f"{prefix}.mlp")
         self.is_linear = config.layer_types[index] == "linear_attention"
-        if self.is_linear:
-            make = partial(_OwnModel.make_linear_layer, config, index)
-            self.attn: nn.Module = PagedLayer(make, vllm_config, f"{prefix}.attn")
-            return
-        heads = with_softmax_heads(config)
-        self.attn = _SoftmaxAttention(
-            SimpleNamespace(head_dim=heads.head_dim, rope_parameters=config.rope_parameters), config.hidden_size,
-            config.num_attention_heads, config.num_key_value_heads, config.max_position_embeddings, quantised,
-            bias=config.qkv_bias, cache_config=vllm_config.cache_config, prefix=f"{prefix}.attn",
-        )  # fmt: skip
+        self.attn: nn.Module = (
+            PagedLayer(_OwnModel.linear_layers(config)[index], vllm_config, f"{prefix}.attn")
+            if self.is_linear
+            else _SoftmaxAttention(vllm_config, f"{prefix}.attn")
+        )
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         mixed = self.attn_norm(x)
@@ -162,7 +153,9 @@ class _Decoder(nn.Module):
 class _OwnModel(PagedStates, SupportsLoRA):
     """One of our models; pure ones and hybrids tell vLLM different things of themselves."""
 
-    packed_modules_mapping: dict[str, list[str]]
+    packed_modules_mapping: dict[str, list[str]] = {
+        product: list(maps) for x in (_SoftmaxAttention, _SwiGLU) for product, maps in x.joined.items()
+    }
     embedding_modules: ClassVar[dict[str, str]] = {"embeddings": "input_embeddings", "lm_head": "output_embeddings"}
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -175,19 +168,17 @@ class _OwnModel(PagedStates, SupportsLoRA):
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embeddings)
         self.logits_processor = LogitsProcessor(config.vocab_size)
-        joined = self.paged_layers()[0].joined
-        self.packed_modules_mapping = {**joined, "qkv_proj": list(_QKV), "gate_up_proj": list(_GATE_AND_UP)}
+        self.packed_modules_mapping = {**self.packed_modules_mapping, **self.paged_layers()[0].packed}
 
     @staticmethod
-    def make_linear_layer(config: Any, index: int, ranks: int) -> DeltaRuleAttention:
-        """Linear layer `index` of a model, or the share of one of so many ranks."""
-        options = share_of(config.layer_options, ranks)
-        return make_layer(**options, layer_idx=index, num_layers=config.num_hidden_layers)
+    def linear_layers(config: Any) -> dict[int, MakeLayer]:
+        """Makers of the linear layers, by number."""
 
-    @staticmethod
-    def linear_layers(config: Any) -> list[int]:
-        """Numbers of the linear layers."""
-        return [i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+        def make(index: int, ranks: int) -> DeltaRuleAttention:
+            options = share_of(config.layer_options, ranks)
+            return make_layer(**options, layer_idx=index, num_layers=config.num_hidden_layers)
+
+        return {i: partial(make, i) for i, kind in enumerate(config.layer_types) if kind == "linear_attention"}
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embeddings `[T, hidden_size]`."""

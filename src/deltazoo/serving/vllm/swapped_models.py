@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.model_executor.models.interfaces import IsAttentionFree, IsHybrid
+from vllm.model_executor.models.utils import WeightsMapper
 
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.serving.vllm import PURE
@@ -51,25 +52,26 @@ class _Swapped(PagedStates):
         model: Any = self
         config, context = vllm_config.model_config.hf_config, vllm_config.compilation_config.static_forward_context
         self.slots: dict[str, _Slot] = {}
-        for index, options in recorded_layers(config).items():
+        swapped = recorded_layers(config)
+        for index, make in self.linear_layers(config).items():
             block, name = model.model.layers[index], f"model.layers.{index}.self_attn"
             for replaced in [x for x in context if x.startswith(f"{name}.")]:
                 del context[replaced]
-            rotary_emb = block.self_attn.rotary_emb if options["rope"] else None
-            block.self_attn = _Slot(partial(self.make_linear_layer, config, index), vllm_config, name, rotary_emb)
+            rotary_emb = block.self_attn.rotary_emb if swapped[index]["rope"] else None
+            block.self_attn = _Slot(make, vllm_config, name, rotary_emb)
             self.slots[name] = block.self_attn
-        self.packed_modules_mapping = {**type(model).packed_modules_mapping, **self.paged_layers()[0].joined}
+        self.hf_to_vllm_mapper = model.hf_to_vllm_mapper | WeightsMapper(orig_to_new_substr={".delta.": "."})  # LoRA's
+        self.packed_modules_mapping = {**model.packed_modules_mapping, **self.paged_layers()[0].packed}
 
     @staticmethod
-    def make_linear_layer(config: Any, index: int, ranks: int) -> DeltaRuleAttention:
-        """The layer in slot `index`, or the share of one of so many ranks."""
-        options = share_of(recorded_layers(config)[index], ranks)
-        return build_swapped_attention(FAMILIES[config.original_model_type], config, index, options).delta
+    def linear_layers(config: Any) -> dict[int, MakeLayer]:
+        """Makers of the swapped layers, by number."""
 
-    @staticmethod
-    def linear_layers(config: Any) -> list[int]:
-        """Numbers of the swapped layers."""
-        return list(recorded_layers(config))
+        def make(index: int, options: dict[str, Any], ranks: int) -> DeltaRuleAttention:
+            family = FAMILIES[config.original_model_type]
+            return build_swapped_attention(family, config, index, share_of(options, ranks)).delta
+
+        return {i: partial(make, i, options) for i, options in recorded_layers(config).items()}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load swapped layers by the names of a swapped model's checkpoint, the rest as the family does."""
