@@ -20,7 +20,7 @@ from deltazoo.layers.layer_options import (
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize, l2_normalize_both
 from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
-from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
+from deltazoo.layers.rule import RuleInputs, check_shape_of, effective_step, precision_for, run_rule
 from deltazoo.layers.sequences import Sequences, describe_sequences, describe_shared
 from deltazoo.layers.short_convolution import Convolutions, ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
@@ -351,7 +351,9 @@ class DeltaRuleAttention(Float32Parameters):
             return None
         per_head = self.spec.decay == "scalar"
         a = x.project("a_proj") if per_head else _per_head(x.project("f_proj"), self.head_k_dim)
-        return decay.log_decay(self.decay_gate, a, self.A_log, self.dt_bias, fused=self.fused_kernels)
+        found = decay.log_decay(self.decay_gate, a, self.A_log, self.dt_bias, fused=self.fused_kernels)
+        check_shape_of("log-decay", self.spec, found, a)
+        return found
 
     def project(self, name: str, *_: Any) -> Tensor:
         """Raise TypeError with the new line, for a method written when the layer had `project`, not its input."""
