@@ -55,7 +55,7 @@ test-newest:  ## the same on the newest versions that a fresh install takes toda
 	$(NEWEST)/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable ".[test]"
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 $(ACROSS_VERSIONS) $(ARGS)
 
-harness-test: $(HARNESS)/.installed  ## the recipe of docs/evaluation.md with lm-evaluation-harness, in an environment of its own
+harness-test: $(HARNESS)/.installed  ## the recipe of docs/training.md with lm-evaluation-harness, in an environment of its own
 	OMP_NUM_THREADS=1 $(HARNESS)/bin/python -m pytest -m harness tests/training/test_harness.py $(ARGS)
 
 vllm-test: $(VLLM)/.installed  ## our models inside vLLM on the CPU, in an environment of its own (ARGS are pytest's)

@@ -236,7 +236,7 @@ def test_a_cell_of_a_notebook_can_run_again() -> None:
         assert registered_layer("cell_rule") is second["CellRule"]
         register_rule(get_rule("cell_rule"))
         assert registered_layer("cell_rule") is second["CellRule"]
-        with pytest.raises(ValueError, match="taken by another spec"):
+        with pytest.raises(ValueError, match="taken by another spec, registered by __main__: choose another"):
             exec(CELL, {"__name__": "a_module"})
 
 

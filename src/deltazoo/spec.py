@@ -297,7 +297,9 @@ def register_rule(
     if known.module == module == "__main__" and (known.spec != spec or layer not in (None, known.layer)):
         known = entry
     if known.spec != spec:
-        raise ValueError(f"the rule name {spec.name!r} is taken by another spec: {known.spec}")
+        raise ValueError(
+            f"the rule name {spec.name!r} is taken by another spec, registered by {known.module}: choose another"
+        )
     if known is entry and spec.hub_model_type is not None and not entry.comes_with_deltazoo:
         raise ValueError(
             f"rule {spec.name!r}: hub_model_type={spec.hub_model_type!r} would load as another model; leave it None"

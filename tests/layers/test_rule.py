@@ -328,3 +328,15 @@ def test_a_step_size_of_another_shape_is_refused() -> None:
     spec = replace(get_rule("delta_net"), name="per_channel", step_size=lambda b, k: k)
     with pytest.raises(ValueError, match=r"the step size of 'per_channel' must be .* \(1, 5, 2\), got \(1, 5, 2, 4\)"):
         rule_functions.effective_step(spec, torch.rand(1, 5, 2), torch.randn(1, 5, 2, 4), allow_neg_eigval=False)
+
+
+def test_a_decay_gate_of_another_shape_is_refused() -> None:
+    spec = replace(get_rule("kda"), name="per_head", decay_gate=lambda a, A_log, dt_bias: -a[..., 0].exp())
+    with pytest.raises(ValueError, match=r"the log-decay of 'per_head' must be \[B, T, HV, K\] .*, got \(1, 5, 2\)"):
+        DeltaRuleAttention(spec, 16, 2, 8)(torch.randn(1, 5, 16))
+
+
+def test_a_step_size_that_is_no_tensor_is_refused() -> None:
+    spec = replace(get_rule("delta_net"), name="constant", step_size=lambda b, k: 0.5)
+    with pytest.raises(ValueError, match=r"the step size of 'constant' must be .* \(1, 5, 2\), got 0.5"):
+        rule_functions.effective_step(spec, torch.rand(1, 5, 2), torch.randn(1, 5, 2, 4), allow_neg_eigval=False)

@@ -7,7 +7,7 @@ every kind of model in test_promises_of_all_kinds.py.
 
 import pytest
 import torch
-from model_kinds import KINDS, model_of_kind
+from model_kinds import CACHE, KINDS, model_of_kind
 from tiny_models import CASES, FEW, tiny_model, tokens
 from transformers import DataCollatorWithFlattening, DynamicCache
 
@@ -168,6 +168,16 @@ def test_mean_loss_counts_only_predicted_tokens(case):
     torch.testing.assert_close(mean, summed_loss(model, ids, cu_seqlens=cu_seqlens) / predicted)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_shifted_labels_of_segments_give_the_loss_of_the_whole_rows(training):
+    model, ids = tiny_model("hybrid").train(training), tokens(2, 12)
+    segments = zip(ids.split(4, 1), torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100).split(4, 1), strict=True)
+    cache, total = DynamicCache(config=model.config), torch.tensor(0.0)
+    for segment, labels in segments:
+        total += model(segment, shift_labels=labels, num_items_in_batch=22, use_cache=True, **{CACHE: cache}).loss
+    torch.testing.assert_close(total, model(ids, labels=ids).loss)
+
+
 @pytest.mark.parametrize("labels", [False, True])
 def test_shifted_labels_leave_out_first_tokens_too(labels):
     model, rows = exact_model("hybrid"), documents()
@@ -235,6 +245,15 @@ def test_packed_rows_with_padding(case):
         torch.testing.assert_close(logits[0, :7], model(rows[0][None]).logits[0], **CLOSE)
         torch.testing.assert_close(logits[0, 7:9], model(rows[3][None]).logits[0], **CLOSE)
         torch.testing.assert_close(logits[1], model(rows[2][None]).logits[0], **CLOSE)
+
+
+@pytest.mark.parametrize("way", ["cu_seqlens", "seq_idx", "position_ids"])
+def test_padding_inside_a_packed_document_is_refused(way):
+    rows = documents()
+    mask = torch.ones(1, sum(LENGTHS), dtype=torch.long)
+    mask[0, 10] = 0
+    with pytest.raises(ValueError, match=r"not inside, got it before token 11 of row 0: leave the padded tokens out"):
+        exact_model("gated_deltanet")(packed(rows)[0], attention_mask=mask, **descriptions(rows)[way])
 
 
 def test_empty_documents_are_allowed():

@@ -185,7 +185,9 @@ def test_files_of_a_folder_that_are_not_text_are_left_out_and_named(
     assert f"left out 1 of 61 files of {folder}, which are no UTF-8 text: picture.png" in capsys.readouterr().err
     list(open_text(DataConfig(text=str(folder), pattern="**/*.txt")).documents())
     assert not capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"there is no UTF-8 text in .*picture.png"):
+    with pytest.raises(
+        ValueError, match=r"there is no UTF-8 text in .*picture.png: convert it, for example with iconv"
+    ):
         list(open_text(DataConfig(text=str(folder / "picture.png"))).documents())
 
 

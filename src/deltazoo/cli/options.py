@@ -106,7 +106,7 @@ def as_overrides(options: dict[str, str | None], overrides: Sequence[str] = ()) 
 
 
 def where_drawn(draw: Callable[[], Path]) -> str:
-    """Where a picture is, or the sentence of an ImportError that says why there is none."""
+    """The path of a picture, or the sentence of an ImportError that says why there is none."""
     try:
         return str(draw())
     except ImportError as error:

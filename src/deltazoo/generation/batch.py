@@ -54,6 +54,7 @@ LAYER_TYPES = ("linear_attention", "full_attention")
 """The layer types of our models, by which ready masks are named."""
 
 _NO_CACHE = "packed documents cannot fill or continue a cache: run them without past_key_values"
+_DIVIDED = "packed documents may have padding before and behind them, not inside"
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,8 @@ def describe_batch(
 
     Raises:
         ValueError: no rows or no tokens; a description has the wrong shape, or two contradict each other; packed
-            documents and a cache. Compiled code reads no values: there packed documents that only `position_ids` show
-            raise RuntimeError with a cache.
+            documents and a cache, or with padding inside one. Compiled code reads no values: there such padding, and
+            packed documents that only `position_ids` show with a cache, raise RuntimeError.
     """
     shape = (batch_size, num_tokens)
     refuse_empty(shape)
@@ -409,9 +410,19 @@ def _starts_from_positions(position_ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _separate_padding(starts: Tensor, mask: Tensor) -> Tensor:
-    """Make every padded token a document of its own, and a document's first real token its start."""
+    """Make every padded token a document of its own, and a document's first real token its start.
+
+    Raises:
+        ValueError: padding between two real tokens of a document (RuntimeError in compiled code).
+    """
     document = starts.cumsum(1)
     real_before = torch.where(mask, document, 0).cummax(1).values[:, :-1]
+    divided = mask[:, 1:] & ~mask[:, :-1] & (document[:, 1:] == real_before)
+    if torch.compiler.is_compiling():
+        torch._assert_async(~divided.any(), _DIVIDED)
+    elif bool(divided.any()):
+        row, token = divided.nonzero()[0].tolist()
+        raise ValueError(f"{_DIVIDED}, got it before token {token + 1} of row {row}: leave the padded tokens out")
     return ~mask | _after_first(document[:, 1:] > real_before)
 
 

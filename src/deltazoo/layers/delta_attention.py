@@ -20,7 +20,7 @@ from deltazoo.layers.layer_options import (
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize, l2_normalize_both
 from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
-from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
+from deltazoo.layers.rule import RuleInputs, check_shape_of, effective_step, precision_for, run_rule
 from deltazoo.layers.sequences import Sequences, describe_sequences, describe_shared
 from deltazoo.layers.short_convolution import Convolutions, ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
@@ -94,8 +94,8 @@ class DeltaRuleAttention(Float32Parameters):
     """Names of the linear maps that read the layer's input, by `LayerInput.project`. Training may compute them as one
     function, decoding as one product; the narrow ones stand last, for alignment."""
     tensor_parallel: ClassVar[Mapping[str, Literal["heads", "whole", "low_rank"]]] = {}
-    """How tensor parallelism, which vLLM has, divides the parameters and linear maps that a subclass adds, by name.
-    "heads": the rows belong to the heads, in order. "whole": all heads share it. "low_rank": two maps made by
+    """The division of the parameters and linear maps that a subclass adds among vLLM's ranks of tensor parallelism, by
+    name. "heads": the rows belong to the heads, in order. "whole": all heads share it. "low_rank": two maps made by
     `low_rank`, whose output belongs to the heads."""
     key_expansion: ClassVar[int] = 1
     """Key channels of the operator per channel of a key head; a rule that has several decays each by itself."""
@@ -351,7 +351,9 @@ class DeltaRuleAttention(Float32Parameters):
             return None
         per_head = self.spec.decay == "scalar"
         a = x.project("a_proj") if per_head else _per_head(x.project("f_proj"), self.head_k_dim)
-        return decay.log_decay(self.decay_gate, a, self.A_log, self.dt_bias, fused=self.fused_kernels)
+        found = decay.log_decay(self.decay_gate, a, self.A_log, self.dt_bias, fused=self.fused_kernels)
+        check_shape_of("log-decay", self.spec, found, a)
+        return found
 
     def project(self, name: str, *_: Any) -> Tensor:
         """Raise TypeError with the new line, for a method written when the layer had `project`, not its input."""

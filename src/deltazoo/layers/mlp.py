@@ -21,7 +21,7 @@ class SwiGLU(nn.Module):
     """`down(silu(gate(x)) * up(x))`, without biases (arXiv:2002.05202).
 
     Args:
-        hidden_size: of inputs and outputs.
+        hidden_size: width of inputs and outputs.
         intermediate_size: `default_intermediate_size(hidden_size)` unless given.
         fused: whether a Triton kernel computes what is between the matrix products; None: wherever it runs.
     """

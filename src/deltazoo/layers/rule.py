@@ -25,6 +25,7 @@ from deltazoo.spec import StepForm as StepForm  # rule files of earlier versions
 __all__ = [
     "RuleInputs",
     "bounded_step",
+    "check_shape_of",
     "effective_step",
     "precision_for",
     "run_rule",
@@ -161,11 +162,11 @@ def run_scan(
     Args:
         decay: `[B, T, *channels]`, or `[B, T]`, one number per token.
         added: `[B, T, *channels]`; not negative with a damping.
-        damping: the same, not negative; None: zero.
+        damping: of the shape of `added`, not negative; None: zero.
         state: `[N, *channels]` float32 before the first token, as returned; None: the sequences begin.
         sequences: of the batch.
-        start: p before the first token of a sequence, `channels`; None: zeros. The state is how far p is from it, so
-            that zeros are the state of a sequence that begins.
+        start: p before the first token of a sequence, `channels`; None: zeros. The state is p minus `start`, so that
+            zeros are the state of a sequence that begins.
         fused: whether a kernel computes it, see `deltazoo.ops.fused.takes_kernel`; the layer's `fused_kernels`.
 
     Returns:
@@ -193,6 +194,16 @@ def run_scan(
     return p.view(*p.shape[:2], *channels), after.view(num_sequences, *channels)
 
 
+def check_shape_of(name: str, spec: RuleSpec, found: object, gate: Tensor) -> None:
+    """Raise ValueError unless a rule's own function returned a tensor of the shape of the gate that it got."""
+    shape = tuple(found.shape) if isinstance(found, Tensor) else found
+    if shape != gate.shape:
+        dimensions = "[B, T, HV]" if gate.ndim == 3 else "[B, T, HV, K]"
+        raise ValueError(
+            f"the {name} of {spec.name!r} must be {dimensions} as its gate, {tuple(gate.shape)}, got {shape}"
+        )
+
+
 def effective_step(
     spec: RuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigval: bool, fused: bool | None = False
 ) -> Tensor:
@@ -213,10 +224,7 @@ def effective_step(
     """
     function = function_of("step_size", spec.step_size, step_size.STEP_SIZES)
     beta = step_size.effective(function, b, k, fused=fused)
-    if beta.shape != b.shape:
-        raise ValueError(
-            f"the step size of {spec.name!r} must be [B, T, HV] as its gate, {tuple(b.shape)}, got {tuple(beta.shape)}"
-        )
+    check_shape_of("step size", spec, beta, b)
     if allow_neg_eigval:
         beta = 2 * beta
     expands = step_size.may_expand(function, unit_keys=spec.normalize_k)

@@ -64,7 +64,7 @@ class Sequences:
         return self
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
-        """The same description on another device."""
+        """The description on another device."""
         moved = {
             name: x.to(device, non_blocking=non_blocking) for name, x in vars(self).items() if isinstance(x, Tensor)
         }

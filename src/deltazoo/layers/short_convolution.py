@@ -255,8 +255,10 @@ def _checked_state(state: Tensor | None, channels: int) -> Tensor:
 
 def _check_state(state: Tensor, number: int, channels: int, width: int) -> None:
     if state.shape != (number, channels, width):
-        expected, found = (number, channels, width), tuple(state.shape)
-        raise ValueError(f"the convolution state must have shape {expected}, got {found}")
+        raise ValueError(
+            f"the convolution state must have shape {(number, channels, width)}, got {tuple(state.shape)}: it belongs "
+            "to another layer, or to another number of rows or packed sequences"
+        )
 
 
 def _can_join(convolutions: Sequence[nn.Module], x: Tensor) -> bool:

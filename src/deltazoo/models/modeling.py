@@ -303,6 +303,8 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         if labels is not None:
             if self.loss_function is ForCausalLMLoss:  # another one may take labels of another kind
                 _check_labels(labels if shift_labels is None else shift_labels, hidden_states)
+                if shift_labels is not None:
+                    shift_labels = shift_labels.contiguous()  # the function takes a view of them
             if batch is not None and batch.packed:
                 first = batch.sequences.positions == 0
                 if shift_labels is None:

@@ -76,8 +76,7 @@ def kaczmarz(b: Tensor, k: Tensor) -> Tensor:
     Source: arXiv:2605.08587; the constant is that of the authors' code.
 
     The longer a key, the smaller the value stored along it. For a short key beta is large, up to `1e6 * b` for a zero
-    one, v|v|`, at `|k| = 1e-3`. Shapes and dtypes are those of `exact`, b in
-    [0, 1].
+    one, and `beta k v^T` at most `500 |v|`, at `|k| = 1e-3`. Shapes and dtypes are those of `exact`, b in [0, 1].
     """
     return OF_SQUARED_NORM[kaczmarz](*gate_and_squared_norm(b, k))
 

@@ -347,7 +347,7 @@ class TokenizedText:
 
 
 def spread(rows: Sequence[Row], count: int) -> list[Row]:
-    """At most ``count`` of the rows, evenly spread."""
+    """Rows evenly spread over all of them, at most ``count``."""
     count = min(count, len(rows))
     return [rows[index * len(rows) // count] for index in range(count)]
 

@@ -212,14 +212,8 @@ REPRESENTATIVE = [
     Call(HOPPER, only=("prepare", "scan(keep)", "chunk_gradients")),
     Call(HOPPER, decay="none", only=("scan(keep)(strict)",)),
     Call(HOPPER, decay="channel", only=CHANNEL),
-    Call(HOPPER, 16, 24, decay="channel", dtype=torch.float16, only=CHANNEL),
-    Call(HOPPER, decay="channel", packed=True, state=True, only=("scan(strict)", "reverse_scan(keep)(strict)")),
     Call(HOPPER, decay="channel", precision="strict", packed=True, state=True, only=LARGEST),
-    Call(HOPPER, decay="channel", in_place=True, only=("reverse_scan(keep)(strict)",)),
-    *(
-        Call(HOPPER, decay="channel", erase_key=erase, num_micro_steps=steps, only=CHANNEL)
-        for erase, steps in ((True, 1), (False, 2), (True, 3))
-    ),
+    Call(HOPPER, decay="channel", erase_key=True, num_micro_steps=3, only=CHANNEL),
     Call(AMPERE, decay="channel", only=("reverse_scan(keep)(strict)",)),
     Call(ADA, decay="scalar", precision="fast", only=(*LARGEST, "chunk_gradients")),
     Call(BLACKWELL, 64, 64, decay="channel", precision="linear", only=LARGEST),
@@ -227,6 +221,12 @@ REPRESENTATIVE = [
     Call(HOPPER, decay="none", erase_key=True, num_micro_steps=2, only=("scan", "chunk_gradients")),
 ]
 SWEEP = [
+    Call(HOPPER, decay="channel", packed=True, state=True, only=("scan(strict)", "reverse_scan(keep)(strict)")),
+    Call(HOPPER, decay="channel", in_place=True, only=("reverse_scan(keep)(strict)",)),
+    *(
+        Call(HOPPER, decay="channel", erase_key=erase, num_micro_steps=steps, only=CHANNEL)
+        for erase, steps in ((True, 1), (False, 2))
+    ),
     *(
         Call(arch, K, V, decay, precision, segmented=True)
         for arch, K, V, decay, precision in product(

@@ -49,8 +49,8 @@ DECAYS = ("none", "scalar")
     "call",
     [
         Call(decay="none"),
-        Call(decay="scalar"),
         Call(decay="scalar", strict=False, keep=False),
+        pytest.param(Call(decay="scalar"), marks=pytest.mark.sweep),
         pytest.param(Call(decay="none", strict=False), marks=pytest.mark.sweep),
         pytest.param(Call(decay="scalar", keep=False), marks=pytest.mark.sweep),
         pytest.param(Call(decay="scalar", strict=False, state=False), marks=pytest.mark.sweep),

@@ -81,8 +81,17 @@ def compiled_well(kernel: Any, arguments: dict[str, Any]) -> Compiled:
     return compiled
 
 
-@pytest.mark.parametrize(("erase", "in_place"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize(("groups", "decays"), [(1, torch.bfloat16), (2, torch.float32)])
+@pytest.mark.parametrize(
+    ("groups", "decays", "erase", "in_place"),
+    [
+        (1, torch.bfloat16, False, True),
+        (1, torch.bfloat16, True, False),
+        (2, torch.float32, False, False),
+        pytest.param(1, torch.bfloat16, False, False, marks=pytest.mark.sweep),
+        pytest.param(2, torch.float32, True, False, marks=pytest.mark.sweep),
+        pytest.param(2, torch.float32, False, True, marks=pytest.mark.sweep),
+    ],
+)
 def test_compiles_well_and_sums_decays_in_float32(
     groups: int, decays: torch.dtype, erase: bool, in_place: bool
 ) -> None:

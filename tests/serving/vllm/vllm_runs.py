@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,6 +90,28 @@ def outputs(engine: Any, prompts: Sequence[list[int]], num_tokens: int = 12, **o
 
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens, detokenize=False, ignore_eos=True)
     return engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False, **options)
+
+
+def log_probs(engine: Any, prompt: list[int]) -> Tensor:
+    """Log-probability of every token of a prompt after the first."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    (output,) = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    found = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+    return torch.tensor([entries[token].logprob for entries, token in found])
+
+
+def adapted(model: Any, path: Path, targets: list[str]) -> Any:
+    """The model with an adapter of these maps, large enough to change its text; the adapter is saved."""
+    torch.manual_seed(3)
+    model = get_peft_model(model, LoraConfig(r=8, target_modules=targets, lora_alpha=64)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(path)
+    return model
 
 
 def add_and_abort(engine: Any, prompts: Sequence[list[int]]) -> None:

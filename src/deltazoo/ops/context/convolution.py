@@ -28,7 +28,7 @@ class PieceBounds(NamedTuple):
     """The ranks of a piece, and where packed sequences begin."""
 
     context: ContextParallel
-    """With lengths."""
+    """The ranks, whose lengths are known."""
     cu_seqlens: Tensor | None
     """`[N + 1]` boundaries in the whole row; None: every row is one sequence."""
 
@@ -66,7 +66,7 @@ def convolved_piece(inputs: Three, weights: Three, bounds: PieceBounds, silu: bo
     Args:
         inputs: three `[B, T, C_i]`.
         weights: three `[C_i, 1, W]`.
-        bounds: of the piece.
+        bounds: bounds of the piece.
         silu, head, norm_v: see `short_convs`.
     """
     packing, start = bounds.packing(bounds.begin, inputs[0].shape[1]), 0

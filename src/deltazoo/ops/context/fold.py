@@ -70,8 +70,8 @@ class Fold:
         self.context, self.first = context, first
         start, stop = first[context.rank : context.rank + 2]
         self.starts, self.halves = [start], []
-        """For each level j the number of the first block of 2^j cells inside this rank's cells, and, except for the
-        last level, its blocks that are first and second halves of those of double length."""
+        """`starts`: for each level j, the number of the first block of 2^j cells that lies within this rank's cells.
+        `halves`: for each level but the last, which of its blocks are first and second halves of the next level's."""
         for _ in range(depth(start, stop) - 1):
             begin, start, stop = start, -(-start // 2), stop // 2
             offset, count = 2 * start - begin, 2 * (stop - start) - 1

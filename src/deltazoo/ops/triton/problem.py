@@ -97,17 +97,17 @@ class Kept(NamedTuple):
     large_gain: Tensor | None = None
     """Flags of the chunks that need strict precision, int32 `[slots]`, if the erase gain decides."""
     q_in: Tensor | None = None
-    """With a decay per channel: queries times the decay since the chunk's start `[B, tokens, HV, K]`."""
+    """Queries times the decay since the chunk's start `[B, tokens, HV, K]`, if the decay is per channel."""
     k_in: Tensor | None = None
-    """With a decay per channel: erase keys times the decay since the chunk's start `[B, T, HV, K]`."""
+    """Erase keys times the decay since the chunk's start `[B, T, HV, K]`, if the decay is per channel."""
     k_out: Tensor | None = None
-    """With a decay per channel: keys times the decay to the chunk's end `[B, T, HV, K]`."""
+    """Keys times the decay to the chunk's end `[B, T, HV, K]`, if the decay is per channel."""
     strong_decay: Tensor | None = None
-    """With a decay per channel: flags of the chunks that decay beyond one matrix product, int32 `[slots]`."""
+    """Flags of the chunks that decay beyond one matrix product, int32 `[slots]`, if the decay is per channel."""
     starts: Tensor | None = None
-    """For rows cut into segments: the first state of each segment `[N * segments, HV, K, V]`."""
+    """The first state of each segment `[N * segments, HV, K, V]`, if rows are cut into segments."""
     transitions: Tensor | None = None
-    """For rows cut into segments: the transition of each segment `[N * segments, HV, K, K]`."""
+    """The transition of each segment `[N * segments, HV, K, K]`, if rows are cut into segments."""
     U: Tensor | None = None
     """Corrections `[B, T, HV, V]`, if Gluon kernels scan and the backward pass shall not scan again."""
     states: Tensor | None = None

@@ -3,8 +3,8 @@
     vllm serve PATH
 
 A delta-rule layer keeps its states in vLLM's pages and computes its linear maps by vLLM's modules (`paged_layer`).
-`own_models` has our models, pure and hybrid, `swapped_models` those of vLLM with our layers in some of their attention
-slots. No rule has a line of its own.
+`own_models` has our models, pure and hybrid; `swapped_models` has vLLM's models with our layers in place of some of
+their attention. No rule needs code here.
 """
 
 from typing import Any
@@ -27,12 +27,12 @@ from deltazoo.swap.models import recorded_layers
 __all__ = ["register"]
 
 OLDEST, NEWEST = "0.26", "0.33"
-"""Versions of vLLM that this package knows: interfaces for states change often."""
+"""The oldest and the newest version of vLLM, all of which we have tried; vLLM's interfaces for states change often."""
 OWN, PURE = "DeltazooForCausalLM", "Pure"
-"""vLLM's name of our own models, and what stands before the name of a model without softmax layers: vLLM asks a class,
-not a configuration, whether there are any."""
+"""vLLM's name of our own models, and the prefix of that name for models without softmax layers: vLLM asks a model's
+class, not its configuration, whether it has any."""
 SWAPPED = ("llama", "mistral", "qwen2", "qwen3")
-"""Families that can be swapped and served: those that were tried."""
+"""Families whose swapped models vLLM can serve: those that we have tried."""
 
 
 def register() -> None:
@@ -63,7 +63,7 @@ def _swapped_name(config_class: type[Any]) -> str:
 
 
 class _Settings(MambaModelConfig):
-    """vLLM's settings for our models: decoding steps as CUDA graphs, prompts as they come; nothing is compiled."""
+    """vLLM's settings for our models: CUDA graphs for decoding steps only, and no torch.compile."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -83,7 +83,7 @@ class _Settings(MambaModelConfig):
 
 
 class _Config(vllm_configs.ModelArchConfigConvertorBase):
-    """A configuration of ours as vLLM reads it. Models without softmax layers have no attention heads."""
+    """vLLM's view of a configuration of ours. Models without softmax layers have no attention heads."""
 
     def __init__(self, hf_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(hf_config, *args, **kwargs)
@@ -93,11 +93,17 @@ class _Config(vllm_configs.ModelArchConfigConvertorBase):
         self._swapped = hf_config.model_type.startswith(SWAPPED_PREFIX)
         kinds = [] if self._swapped else hf_config.layer_types
         linear = len(recorded_layers(hf_config)) if self._swapped else kinds.count("linear_attention")
+        rope = hf_config.rope_parameters or {}
+        if not self._swapped and rope.get("rope_type") in ("dynamic", "longrope"):
+            raise ValueError(
+                f"rope_parameters: vLLM turns queries and keys by fixed angles, and those of {rope['rope_type']!r} "
+                "depend on how long a sequence is: use `deltazoo serve`"
+            )
         if not linear:
             raise ValueError("the model has no linear layers, and deltazoo has nothing to add to vLLM")
         self._is_hybrid = linear < hf_config.num_hidden_layers
         name = _swapped_name(type(hf_config)) if self._swapped else OWN
-        hf_config.architectures = [name if self._is_hybrid else PURE + name]  # vLLM reads it there
+        hf_config.architectures = [name if self._is_hybrid else PURE + name]  # by this name vLLM finds the class
 
     def get_total_num_attention_heads(self) -> int:
         return super().get_total_num_attention_heads() if self._is_hybrid else 0
@@ -108,5 +114,10 @@ class _Config(vllm_configs.ModelArchConfigConvertorBase):
     def get_head_size(self) -> int:
         if not self._is_hybrid:
             return 0
-        # In our own configurations `head_dim` is that of linear layers.
+        # In our own configurations `head_dim` describes linear layers.
         return super().get_head_size() if self._swapped else with_softmax_heads(self.hf_config).head_dim
+
+    def derive_max_model_len_and_key(self) -> tuple[float, str | None]:
+        """The most tokens of a sequence, and the key; our pure models take at least as many as in `deltazoo serve`."""
+        length, key = super().derive_max_model_len_and_key()
+        return (length if self._is_hybrid or self._swapped else max(length, 32_768)), key

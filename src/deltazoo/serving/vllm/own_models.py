@@ -1,8 +1,7 @@
-"""Our own models inside vLLM, pure and hybrid: embeddings, blocks, norm and head, in the names of their checkpoints."""
+"""Our own models inside vLLM, pure and hybrid; their modules have the names of the checkpoint."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -13,49 +12,40 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import IsAttentionFree, IsHybrid, SupportsLoRA
-from vllm.model_executor.models.llama import LlamaAttention
+from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from deltazoo.compat.fla.checkpoints import modernize_state_dict
 from deltazoo.layers import DeltaRuleAttention, RMSNorm, make_layer
-from deltazoo.models.softmax_attention import with_softmax_heads
 from deltazoo.ops.fused import takes_kernel
 from deltazoo.ops.fused.glu import swiglu
-from deltazoo.serving.vllm.paged_layer import PagedLayer, load_joined, states_of
+from deltazoo.serving.vllm.paged_layer import JoinedMaps, MakeLayer, PagedLayer, states_of
 
-__all__ = ["DeltazooForCausalLM", "PagedStates", "PureDeltazooForCausalLM", "share_of"]
-
-_GATE_AND_UP = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
-_QKV = {f"{x}_proj": ("qkv_proj", x) for x in "qkv"}
+__all__ = ["DeltazooForCausalLM", "PagedModel", "PureDeltazooForCausalLM", "share_of"]
 
 
 def share_of(options: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """A layer's options for the heads of one of so many ranks."""
+    """The options of a layer with one rank's heads, if so many ranks share them."""
     heads = ("num_heads", "num_v_heads", "num_kv_heads")
     return {**options, **{name: options[name] // ranks for name in heads if options.get(name)}}
 
 
-class PagedStates:
-    """What vLLM asks of a model's class about the states of its linear layers."""
+class PagedModel:
+    """A model whose linear layers keep their states in vLLM's pages, and vLLM's questions about these states."""
 
     has_inner_state: ClassVar[bool] = True
 
     @staticmethod
-    def make_linear_layer(config: Any, index: int, ranks: int) -> DeltaRuleAttention:
-        """Linear layer `index` of a model, or the share of one of so many ranks."""
-        raise NotImplementedError
-
-    @staticmethod
-    def linear_layers(config: Any) -> list[int]:
-        """Numbers of the linear layers."""
+    def linear_layers(config: Any) -> dict[int, MakeLayer]:
+        """Functions that make the linear layers, by index of the layer."""
         raise NotImplementedError
 
     @classmethod
     def _states(cls, vllm_config: VllmConfig) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """One sequence's states in a layer; ValueError if they differ among layers."""
+        """Shapes and dtypes of one sequence's states in a layer; ValueError if they differ among layers."""
         config, ranks = vllm_config.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
-        makers = [partial(cls.make_linear_layer, config, index) for index in cls.linear_layers(config)]
-        first, *others = [states_of(make, ranks, vllm_config.model_config.dtype) for make in makers]
+        makers, dtype = cls.linear_layers(config).values(), vllm_config.model_config.dtype
+        first, *others = [states_of(make, ranks, dtype) for make in makers]
         if different := [x for x in others if x != first]:
             raise ValueError(f"vLLM keeps states of one shape in all layers, got {first} and {different[0]}")
         return first
@@ -67,7 +57,7 @@ class PagedStates:
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        """Their dtypes."""
+        """Dtypes of one sequence's states in a layer."""
         return tuple(dtype for _, dtype in cls._states(vllm_config))
 
     def paged_layers(self) -> list[PagedLayer]:
@@ -76,11 +66,11 @@ class PagedStates:
         return [x for x in model.modules() if isinstance(x, PagedLayer)]
 
     def get_mamba_state_copy_func(self) -> tuple[Any, ...]:
-        """How a page's states are copied for the prefix cache: each whole."""
+        """Functions that copy the states of a page for the prefix cache; each state is copied whole."""
         return (get_temporal_copy_spec,) * len(self.paged_layers()[0].states)
 
     def get_mamba_state_copy_funcs(self, mamba_types: Iterable[Any]) -> dict[Any, tuple[Any, ...]]:
-        """The same by the kind of metadata, as newer versions ask."""
+        """The functions of `get_mamba_state_copy_func` by kind of metadata, which newer versions of vLLM ask for."""
         return dict.fromkeys(mamba_types, self.get_mamba_state_copy_func())
 
     def refuse_unloaded(self) -> None:
@@ -90,15 +80,25 @@ class PagedStates:
                 raise ValueError(f"the checkpoint lacks {', '.join(sorted(layer.unloaded))} of {layer.prefix}")
 
 
-class _SoftmaxAttention(LlamaAttention):
-    """vLLM's attention with the parameters of ours."""
+class _SoftmaxAttention(JoinedMaps, Qwen3Attention):
+    """vLLM's attention with the parameters of ours; the configuration chooses norms of queries and keys."""
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load queries, keys and values into their product."""
-        return set(load_joined(self, _QKV, weights))
+    joined = {"qkv_proj": {f"{x}_proj": x for x in "qkv"}}
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        config = vllm_config.model_config.hf_config
+        super().__init__(
+            config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.rope_parameters,
+            config.max_position_embeddings, rms_norm_eps=config.norm_eps, qkv_bias=config.qkv_bias,
+            cache_config=vllm_config.cache_config, quant_config=vllm_config.quant_config, prefix=prefix,
+        )  # fmt: skip
+        if not config.softmax_qk_norm:
+            self.q_norm = self.k_norm = nn.Identity()
 
 
-class _SwiGLU(nn.Module):
+class _SwiGLU(JoinedMaps):
+    joined = {"gate_up_proj": {"gate_proj": 0, "up_proj": 1}}
+
     def __init__(self, config: Any, quantised: Any, prefix: str) -> None:
         super().__init__()
         width, options = config.intermediate_size, dict(bias=False, quant_config=quantised, return_bias=False)
@@ -106,10 +106,6 @@ class _SwiGLU(nn.Module):
             config.hidden_size, [width] * 2, prefix=f"{prefix}.gate_up_proj", **options
         )
         self.down_proj = RowParallelLinear(width, config.hidden_size, prefix=f"{prefix}.down_proj", **options)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load gate and up into their product."""
-        return set(load_joined(self, _GATE_AND_UP, weights))
 
     def forward(self, x: Tensor) -> Tensor:
         joint = self.gate_up_proj(x)
@@ -130,16 +126,11 @@ class _Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, fused=None)
         self.mlp = _SwiGLU(config, quantised, f"{prefix}.mlp")
         self.is_linear = config.layer_types[index] == "linear_attention"
-        if self.is_linear:
-            make = partial(_OwnModel.make_linear_layer, config, index)
-            self.attn: nn.Module = PagedLayer(make, vllm_config, f"{prefix}.attn")
-            return
-        heads = with_softmax_heads(config)
-        self.attn = _SoftmaxAttention(
-            SimpleNamespace(head_dim=heads.head_dim, rope_parameters=config.rope_parameters), config.hidden_size,
-            config.num_attention_heads, config.num_key_value_heads, config.max_position_embeddings, quantised,
-            bias=config.qkv_bias, cache_config=vllm_config.cache_config, prefix=f"{prefix}.attn",
-        )  # fmt: skip
+        self.attn: nn.Module = (
+            PagedLayer(_OwnModel.linear_layers(config)[index], vllm_config, f"{prefix}.attn")
+            if self.is_linear
+            else _SoftmaxAttention(vllm_config, f"{prefix}.attn")
+        )
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         mixed = self.attn_norm(x)
@@ -159,10 +150,12 @@ class _Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, fused=None)
 
 
-class _OwnModel(PagedStates, SupportsLoRA):
-    """One of our models; pure ones and hybrids tell vLLM different things of themselves."""
+class _OwnModel(PagedModel, SupportsLoRA):
+    """The code that pure models and hybrids share; vLLM tells them apart by another base class."""
 
-    packed_modules_mapping: dict[str, list[str]]
+    packed_modules_mapping: dict[str, list[str]] = {
+        product: list(maps) for x in (_SoftmaxAttention, _SwiGLU) for product, maps in x.joined.items()
+    }
     embedding_modules: ClassVar[dict[str, str]] = {"embeddings": "input_embeddings", "lm_head": "output_embeddings"}
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -175,19 +168,17 @@ class _OwnModel(PagedStates, SupportsLoRA):
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embeddings)
         self.logits_processor = LogitsProcessor(config.vocab_size)
-        joined = self.paged_layers()[0].joined
-        self.packed_modules_mapping = {**joined, "qkv_proj": list(_QKV), "gate_up_proj": list(_GATE_AND_UP)}
+        self.packed_modules_mapping = {**self.packed_modules_mapping, **self.paged_layers()[0].packed}
 
     @staticmethod
-    def make_linear_layer(config: Any, index: int, ranks: int) -> DeltaRuleAttention:
-        """Linear layer `index` of a model, or the share of one of so many ranks."""
-        options = share_of(config.layer_options, ranks)
-        return make_layer(**options, layer_idx=index, num_layers=config.num_hidden_layers)
+    def linear_layers(config: Any) -> dict[int, MakeLayer]:
+        """Functions that make the linear layers, by index of the layer."""
 
-    @staticmethod
-    def linear_layers(config: Any) -> list[int]:
-        """Numbers of the linear layers."""
-        return [i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+        def make(index: int, ranks: int) -> DeltaRuleAttention:
+            options = share_of(config.layer_options, ranks)
+            return make_layer(**options, layer_idx=index, num_layers=config.num_hidden_layers)
+
+        return {i: partial(make, i) for i, kind in enumerate(config.layer_types) if kind == "linear_attention"}
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embeddings `[T, hidden_size]`."""
@@ -208,11 +199,11 @@ class _OwnModel(PagedStates, SupportsLoRA):
         return self.model.norm(x)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Logits of some tokens."""
+        """Logits of the tokens whose hidden states are given."""
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load a checkpoint of ours or of fla-hub, of any age."""
+        """Load a checkpoint of ours or of fla, written by any version."""
         if type(self.config).model_type != "delta_rule":
             names = type(self.config).parameter_names
             found = modernize_state_dict(dict(weights))
@@ -224,7 +215,7 @@ class _OwnModel(PagedStates, SupportsLoRA):
 
 
 def _renamed(name: str, ends: Mapping[str, str]) -> str:
-    """A parameter's name, whose end may be one of the keys."""
+    """The name with its end replaced, if that is a key of `ends`."""
     return next((name.removesuffix(end) + ours for end, ours in ends.items() if name.endswith(end)), name)
 
 

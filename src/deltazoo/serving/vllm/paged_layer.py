@@ -1,13 +1,16 @@
 """A delta-rule layer inside vLLM: its linear maps are modules of vLLM, and its states are in vLLM's pages.
 
-The layer itself stays as it is. Its maps of one input are one product of vLLM, which so divides them among ranks,
-adapts and quantises them. In the layer, modules that hand out the results stand in for them, and its output map is left
-to vLLM too. vLLM computes the maps for all tokens of a step, and the layer what is between them: first for the
-sequences that decode, one token each, then for pieces of prompts, as packed sequences. Where kernels of a decoding step
-compute the rule (`deltazoo.generation.fused_rule`), they read and write the pages in place.
+vLLM's modules take the place of the layer's linear maps, so that vLLM can divide them among ranks, adapt and quantise
+them. The maps that read the layer's input become one or two products; in the layer, modules that return parts of these
+products stand in for the maps. vLLM's module of the output map follows the layer.
+
+In each step vLLM computes the maps for all tokens. The layer computes what is between the maps: first for the sequences
+that decode, one token each, then for pieces of prompts, as packed sequences. If kernels of a decoding step compute the
+rule (`deltazoo.generation.fused_rule`), they read and write the pages in place.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -32,14 +35,14 @@ from deltazoo.models.delta_layers import GATE_PROJECTIONS
 from deltazoo.ops.fused import takes_kernel
 from deltazoo.runtime import RuntimeOptions
 
-__all__ = ["MakeLayer", "PagedLayer", "load_joined", "states_of"]
+__all__ = ["JoinedMaps", "MakeLayer", "PagedLayer", "states_of"]
 
 MakeLayer = Callable[[int], DeltaRuleAttention]
-"""Makes a layer, or the equal part of its heads that each of so many ranks has."""
+"""A function that makes the layer with one rank's share of the heads, given the number of ranks."""
 
 
 def meta_layer(make: MakeLayer, ranks: int) -> tuple[DeltaRuleAttention, DeltaRuleAttention]:
-    """The whole layer, and the share of a rank, both without memory; ValueError if heads cannot be divided so."""
+    """The whole layer, and a rank's share of it, on the meta device; ValueError if ranks cannot divide the heads."""
     with torch.device("meta"):
         whole = make(1)
         if ranks > 1:
@@ -50,7 +53,7 @@ def meta_layer(make: MakeLayer, ranks: int) -> tuple[DeltaRuleAttention, DeltaRu
 
 
 def states_of(make: MakeLayer, ranks: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each state that a rank keeps of a sequence; the window of inputs is in the model's dtype."""
+    """Shape and dtype of each state that a rank keeps of a sequence; inputs of convolutions have the model's dtype."""
     layer, states = meta_layer(make, ranks)[1], LayerStates()
     with torch.no_grad():
         layer(layer.q_proj.weight.new_zeros(1, 1, layer.hidden_size), past_key_values=states)
@@ -58,30 +61,31 @@ def states_of(make: MakeLayer, ranks: int, dtype: torch.dtype) -> list[tuple[tup
     return [(tuple(x.shape[1:]), dtype if x is state.conv else torch.float32) for x in state if x is not None]
 
 
-def load_joined(
-    module: nn.Module, places: dict[str, tuple[str, Any]], weights: Iterable[tuple[str, Tensor]]
-) -> Iterator[str]:
-    """Load parameters of a module, and yield the names of those that were filled.
+class JoinedMaps(nn.Module):
+    """A module that joins linear maps of a checkpoint into fewer products."""
 
-    Args:
-        module: of vLLM's modules.
-        places: of maps that the checkpoint has, by name: the map that holds each, and vLLM's number of the part.
-        weights: by name, relative to the module.
-    """
-    parameters = dict(module.named_parameters())
-    for name, x in weights:
-        owner, _, kind = name.rpartition(".")
-        joined, shard = places.get(owner, (owner, None))
-        target = f"{joined}.{kind}" if joined else kind
-        if target not in parameters:
-            raise ValueError(f"the checkpoint has {name}, and {type(module).__name__} no parameter {target}")
-        load = getattr(parameters[target], "weight_loader", default_weight_loader)
-        load(parameters[target], x, *(() if shard is None else (shard,)))
-        yield target
+    joined: Mapping[str, Mapping[str, Any]]
+    """For each product, the names of its maps in the checkpoint, each with vLLM's name of the part."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load parameters by the names of a checkpoint; returns the names of the filled parameters in vLLM."""
+        parameters, filled = dict(self.named_parameters()), set()
+        parts = {name: (product, part) for product, maps in self.joined.items() for name, part in maps.items()}
+        for name, x in weights:
+            owner, _, kind = name.rpartition(".")
+            product, part = parts.get(owner, (owner, None))
+            target = f"{product}.{kind}" if product else kind
+            if target not in parameters:
+                beside = ", ".join(x for x in parameters if x.startswith(f"{product}."))
+                raise ValueError(f"the checkpoint has {name}, and in vLLM it has no place in {product} ({beside})")
+            load = getattr(parameters[target], "weight_loader", default_weight_loader)
+            load(parameters[target], x, *(() if part is None else (part,)))
+            filled.add(target)
+        return filled
 
 
 class _Result(nn.Module):
-    """Stands for a linear map of a layer: hands out what vLLM's modules computed for the tokens at hand."""
+    """A stand-in for a linear map of a layer, which returns the result that vLLM's module computed."""
 
     def __init__(self, results: dict[str, Tensor], name: str) -> None:
         super().__init__()
@@ -91,30 +95,8 @@ class _Result(nn.Module):
         return self.results[self.name]
 
 
-class _Product(MergedColumnParallelLinear):
-    """Linear maps of one input as one. The first halves of maps of low rank, whole on every rank, count once for each.
-
-    Args:
-        maps: by name.
-        low_rank: names of such halves.
-        config, prefix: as vLLM's modules take them.
-    """
-
-    def __init__(
-        self, maps: dict[str, nn.Linear], low_rank: Collection[str], config: QuantizationConfig | None, prefix: str
-    ) -> None:
-        ranks = get_tensor_model_parallel_world_size()
-        self.maps = list(maps)
-        sizes = [x.out_features * (ranks if name in low_rank else 1) for name, x in maps.items()]
-        inputs, biased = next(iter(maps.values())).in_features, any(x.bias is not None for x in maps.values())
-        super().__init__(inputs, sizes, bias=biased, quant_config=config, prefix=prefix, return_bias=False)
-        self.sizes = [size // ranks for size in sizes]
-        if biased:
-            self.bias.data.zero_()  # for maps without one
-
-
 class _PageStates:
-    """The states of some sequences in a layer's pages, as the layer's `past_key_values`."""
+    """The `past_key_values` of a layer, which reads and writes the states of some sequences in vLLM's pages."""
 
     fixed = False
 
@@ -122,7 +104,7 @@ class _PageStates:
         self.pages, self.has_window, self.rows, self.goes_on = pages, has_window, rows.long(), goes_on
 
     def get_state(self, layer_idx: int) -> LayerState:
-        """The states of the sequences; zeros for those that begin."""
+        """The states of the sequences; zeros for sequences that begin."""
         states: list[Tensor | None] = []
         for page in self.pages:
             x = page[self.rows]
@@ -137,13 +119,13 @@ class _PageStates:
             page[self.rows] = x.to(page.dtype)
 
 
-class PagedLayer(nn.Module, MambaBase):
-    """A delta-rule layer as vLLM's attention layers are: maps `[tokens, hidden_size]` to the same shape.
+class PagedLayer(JoinedMaps, MambaBase):
+    """A delta-rule layer in place of a layer of vLLM: it maps `[tokens, hidden_size]` to `[tokens, hidden_size]`.
 
     Args:
-        make: makes the layer.
-        vllm_config: of the model.
-        prefix: the layer's name in the model, under which vLLM hands out pages.
+        make: function that makes the layer, see `MakeLayer`.
+        vllm_config: vLLM's configuration of the model.
+        prefix: the layer's name in the model; vLLM assigns pages to this name.
 
     Raises:
         ValueError: the ranks cannot divide the heads.
@@ -160,56 +142,62 @@ class PagedLayer(nn.Module, MambaBase):
         self.layer = layer.to_empty(device=torch.get_default_device())
         layer.head_share = (rank, ranks)
         layer.use_runtime(RuntimeOptions())
+        fused = _has_kernels(layer)
         self._join_maps(whole, vllm_config.quant_config)
-        adapts = vllm_config.lora_config is not None and len(self.second) > 0  # kernels know no adapters of these
-        fused = not adapts and _has_kernels(layer)
-        self._results: dict[str, Tensor] = {}
-        for name in self.columns:
-            setattr(layer, name, _Result(self._results, name))
-        layer.o_proj = nn.Identity()  # type: ignore[assignment]
         begins = {name: columns.start for name, columns in self.columns.items()}
-        self.rule = FusedRule(layer, begins, lambda name: self.second[name]) if fused else None
+        self.rule = FusedRule(layer, begins, lambda name: getattr(layer, name)[1]) if fused else None
         self._width = layer.num_v_heads * layer.head_v_dim
         self._share_parameters(whole, rank)
         self.unloaded = {name for name, _ in whole.named_parameters()}
 
     def _join_maps(self, whole: DeltaRuleAttention, quantised: QuantizationConfig | None) -> None:
-        """Make vLLM's modules for the layer's linear maps; quantised ones leave step sizes, decays and low ranks."""
+        """Replace the layer's linear maps by vLLM's modules.
+
+        Quantisation leaves maps to step sizes, decays and low ranks as they are. The second half of a map of low rank
+        stays in the layer. Every rank has the whole first half, so vLLM's product contains it once for each rank.
+        """
         first: dict[str, Any] = first_maps(whole)
-        low_rank = [name for name in first if isinstance(getattr(whole, name), nn.Sequential)]
-        gates = {*low_rank, *GATE_PROJECTIONS} if quantised else set()
-        groups = {"in_proj": set(first) - gates, "gates_proj": set(first) & gates}
-        self.products: list[str] = []
+        ranks = get_tensor_model_parallel_world_size()
+        self.low_rank = [name for name in first if isinstance(getattr(whole, name), nn.Sequential)]
+        gates = {*self.low_rank, *GATE_PROJECTIONS} if quantised else set()
+        groups = {"in_proj": [x for x in first if x not in gates], "gates_proj": [x for x in first if x in gates]}
+        self.joined: dict[str, dict[str, int]] = {}
         self.columns: dict[str, slice] = {}
-        """Where the result of each map is in those of all products side by side."""
-        self._places_of_maps: dict[str, tuple[str, int]] = {}
+        """The columns of each map's result, in the results of all products side by side."""
+        self._results: dict[str, Tensor] = {}
         end = 0
         for product, names in groups.items():
-            maps = {name: x for name, x in first.items() if name in names}
-            if maps:
-                config = quantised if product == "in_proj" else None
-                made = _Product(maps, low_rank, config, f"{self.prefix}.{product}")
-                setattr(self, product, made)
-                self.products.append(product)
-                for shard, (name, size) in enumerate(zip(maps, made.sizes, strict=True)):
-                    self._places_of_maps[f"{name}.0" if name in low_rank else name] = product, shard
-                    self.columns[name] = slice(end, end + size)
-                    end += size
-        self.second = nn.ModuleDict()
-        for name in low_rank:
-            x = getattr(whole, name)[1]
-            self.second[name] = ColumnParallelLinear(
-                x.in_features, x.out_features, bias=x.bias is not None, prefix=f"{self.prefix}.second.{name}",
+            if not names:
+                continue
+            sizes = [first[x].out_features * (ranks if x in self.low_rank else 1) for x in names]
+            self.joined[product] = {f"{x}.0" if x in self.low_rank else x: part for part, x in enumerate(names)}
+            config, biased = quantised if product == "in_proj" else None, any(first[x].bias is not None for x in names)
+            if config is not None:
+                config.packed_modules_mapping = {**config.packed_modules_mapping, **self.packed}
+            made = MergedColumnParallelLinear(
+                whole.hidden_size, sizes, bias=biased, quant_config=config, prefix=f"{self.prefix}.{product}",
                 return_bias=False,
             )  # fmt: skip
+            if biased:
+                made.bias.data.zero_()  # for those of the maps that have no bias
+            setattr(self, product, made)
+            for name, size in zip(names, sizes, strict=True):
+                self.columns[name] = slice(end, end + size // ranks)
+                end += size // ranks
+                stand_in = _Result(self._results, name)
+                if name in self.low_rank:
+                    getattr(self.layer, name)[0] = stand_in
+                else:
+                    setattr(self.layer, name, stand_in)
         out = whole.o_proj
         self.o_proj = RowParallelLinear(
             out.in_features, out.out_features, bias=out.bias is not None, quant_config=quantised,
             prefix=f"{self.prefix}.o_proj", return_bias=False,
         )  # fmt: skip
+        self.layer.o_proj = nn.Identity()  # type: ignore[assignment]
 
     def _share_parameters(self, whole: DeltaRuleAttention, rank: int) -> None:
-        """Let every parameter that is the layer's own load the rows of this rank's heads, or all if heads share it."""
+        """Make each parameter left in the layer load the rows of this rank's heads, or all rows if heads share it."""
         shapes = {name: x.shape for name, x in whole.named_parameters()}
         for name, parameter in self.layer.named_parameters():
             rows = len(parameter)
@@ -221,21 +209,17 @@ class PagedLayer(nn.Module, MambaBase):
             parameter.weight_loader = load  # type: ignore[attr-defined]
 
     @property
-    def joined(self) -> dict[str, list[str]]:
-        """Names of the maps in each product."""
-        return {name: getattr(self, name).maps for name in self.products}
+    def packed(self) -> dict[str, list[str]]:
+        """Names of the maps in each product, for vLLM."""
+        return {product: list(maps) for product, maps in self.joined.items()}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the layer's parameters by the names of its checkpoint; returns the names of vLLM's that were filled."""
-        places: dict[str, tuple[str, Any]] = {**self._places_of_maps, "o_proj": ("o_proj", None)}
-        places |= {f"{name}.1": (f"second.{name}", None) for name in self.second}
-        places |= {name: (f"layer.{name}", None) for name, _ in self.layer.named_modules() if name not in places}
-        places[""] = "layer", None
-        ranks, first_halves = get_tensor_model_parallel_world_size(), tuple(f"{name}.0." for name in self.second)
-        # vLLM gives each rank an equal part: one copy of what every rank has whole.
-        given = {name: torch.cat([x] * ranks) if name.startswith(first_halves) else x for name, x in weights}
-        self.unloaded -= set(given)
-        return set(load_joined(self, places, given.items()))
+        """Load parameters by the names of the layer's checkpoint; returns the names of the filled ones in vLLM."""
+        ranks, own = get_tensor_model_parallel_world_size(), dict(self.layer.named_parameters())
+        halves = tuple(f"{name}.0." for name in self.low_rank)
+        given = {name: torch.cat([x] * ranks) if name.startswith(halves) else x for name, x in weights}
+        self.unloaded -= {re.sub(r"\.(weight_packed|qweight)$", ".weight", name) for name in given}
+        return super().load_weights((f"layer.{name}" if name in own else name, x) for name, x in given.items())
 
     def forward(self, hidden_states: Tensor, rotary: Rotary | None = None) -> Tensor:
         """Mix the tokens of a step.
@@ -244,14 +228,13 @@ class PagedLayer(nn.Module, MambaBase):
             hidden_states: `[T, hidden_size]`.
             rotary: cosines and sines `[T, d]`, as the layer takes them.
         """
-        joint = _joined([getattr(self, name)(hidden_states) for name in self.products], -1)
+        joint = _joined([getattr(self, product)(hidden_states) for product in self.joined], -1)
         metadata: Any = get_forward_context().attn_metadata
-        if metadata is None:  # memory is measured: as one prompt
+        if metadata is None:  # vLLM measures memory: all tokens are one prompt
             sequences = describe_sequences(1, len(hidden_states))
-            return self.o_proj(self._run(self._split(joint), hidden_states, rotary, slice(None), sequences, None))
+            return self.o_proj(self._run(joint, hidden_states, rotary, slice(None), sequences, None))
         m = metadata[self.prefix]
         decoded, end = m.num_decode_tokens, m.num_decode_tokens + m.num_prefill_tokens
-        results = self._split(joint) if m.num_prefills or self.rule is None else {}
         outputs = []
         if decoded:
             rows = m.state_indices_tensor_d[:decoded, 0].contiguous()
@@ -259,21 +242,16 @@ class PagedLayer(nn.Module, MambaBase):
                 outputs.append(self._step(joint[:decoded], rotary, rows))
             else:
                 states = _PageStates(self.kv_cache, self.has_window, rows, None)
-                outputs.append(self._run(results, hidden_states, rotary, slice(decoded), WHOLE_ROWS, states))
+                outputs.append(self._run(joint, hidden_states, rotary, slice(decoded), WHOLE_ROWS, states))
         if m.num_prefills:
             states = _PageStates(self.kv_cache, self.has_window, m.state_indices_tensor_p, m.has_initial_states_p)
-            outputs.append(self._run(results, hidden_states, rotary, slice(decoded, end), _packed(m), states))
-        if end < len(hidden_states):  # tokens that fill a step up
+            outputs.append(self._run(joint, hidden_states, rotary, slice(decoded, end), _packed(m), states))
+        if end < len(hidden_states):  # vLLM has padded the step
             outputs.append(hidden_states.new_zeros(len(hidden_states) - end, self._width))
         return self.o_proj(_joined(outputs, 0))
 
-    def _split(self, joint: Tensor) -> dict[str, Tensor]:
-        """Results of the layer's maps for all tokens, `[T, outputs]` each, by name."""
-        results = {name: joint[:, columns] for name, columns in self.columns.items()}
-        return results | {name: second(results[name]) for name, second in self.second.items()}
-
     def _step(self, joint: Tensor, rotary: Rotary | None, rows: Tensor) -> Tensor:
-        """The layer before its output map, in kernels: one token each of the sequences whose pages are `rows` `[R]`."""
+        """The input of the output map, by kernels, for one token of each sequence; `rows` `[R]` are their pages."""
         from deltazoo.ops.decoding.between_products import norm_heads
         from deltazoo.ops.decoding.convolution import convolve_parts
 
@@ -285,37 +263,38 @@ class PagedLayer(nn.Module, MambaBase):
 
     def _run(
         self,
-        results: dict[str, Tensor],
+        joint: Tensor,
         x: Tensor,
         rotary: Rotary | None,
         tokens: slice,
         sequences: Sequences,
         states: _PageStates | None,
     ) -> Tensor:
-        """What the layer makes of some tokens before its output map, `[tokens, inputs of that map]`."""
+        """The input of the output map for some tokens, `[tokens, inputs of that map]`."""
         along = 1 if sequences is WHOLE_ROWS and states is not None else 0
-        self._results.update({name: y[tokens].unsqueeze(along) for name, y in results.items()})
+        for name, columns in self.columns.items():
+            self._results[name] = joint[tokens, columns].unsqueeze(along)
         turned = None if rotary is None else (rotary[0][tokens].unsqueeze(along), rotary[1][tokens].unsqueeze(along))
         y = self.layer(x[tokens].unsqueeze(along), past_key_values=states, sequences=sequences, rotary=turned)
         self._results.clear()
         return y.flatten(0, 1)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of one sequence's states, as vLLM asks for them."""
+        """Shapes of one sequence's states, for vLLM."""
         return tuple(shape for shape, _ in self.states)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        """Their dtypes."""
+        """Dtypes of one sequence's states, for vLLM."""
         return tuple(dtype for _, dtype in self.states)
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
-        """The kind of metadata: which sequences decode, and where each one's states are."""
+        """The kind of metadata, which tells the sequences that decode, and the page of each sequence."""
         return MambaAttentionBackendEnum.MAMBA1
 
 
 def _has_kernels(layer: DeltaRuleAttention) -> bool:
-    """Whether kernels of a decoding step compute a layer between its maps, in pages."""
+    """Whether kernels of a decoding step can compute the layer between its maps, with states in pages."""
     known = layer.is_registered_class and type(layer.o_norm) in (RMSNorm, GatedRMSNorm)
     return known and takes_kernel(None, layer.o_norm.weight) and why_not_this_rule(layer) is None
 
@@ -325,7 +304,7 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def _packed(metadata: Any) -> Sequences:
-    """The pieces of prompts of a step, described once for all layers that share the metadata."""
+    """The description of a step's pieces of prompts, made once for all layers that share the metadata."""
     if not hasattr(metadata, "deltazoo_sequences"):
         metadata.deltazoo_sequences = describe_sequences(
             1, metadata.num_prefill_tokens, cu_seqlens=metadata.query_start_loc_p

@@ -1,6 +1,6 @@
-"""Models of vLLM with our layers in some of their attention slots, or in all: what `deltazoo.swap` has made of them.
+"""Swapped models inside vLLM: vLLM's models with our layers in place of some or all of their attention.
 
-vLLM's class of the family computes everything else. A class is made when vLLM asks for it by name.
+vLLM's class of the family computes everything else. `__getattr__` makes a class when vLLM asks for it by name.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.model_executor.models.interfaces import IsAttentionFree, IsHybrid
+from vllm.model_executor.models.utils import WeightsMapper
 
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.serving.vllm import PURE
-from deltazoo.serving.vllm.own_models import PagedStates, share_of
+from deltazoo.serving.vllm.own_models import PagedModel, share_of
 from deltazoo.serving.vllm.paged_layer import MakeLayer, PagedLayer
 from deltazoo.swap.families import FAMILIES
 from deltazoo.swap.layer import build_swapped_attention
@@ -25,14 +26,14 @@ __all__: list[str] = []
 
 
 class _Slot(PagedLayer):
-    """A delta-rule layer called like the attention that it replaces, whose rotary embedding it keeps."""
+    """A delta-rule layer in place of vLLM's attention; it takes the same arguments and keeps the rotary embedding."""
 
     def __init__(self, make: MakeLayer, vllm_config: VllmConfig, prefix: str, rotary_emb: Any) -> None:
         super().__init__(make, vllm_config, prefix)
         self.rotary_emb = rotary_emb
         form: Any = self.layer.step_form
         if rotary_emb is not None and form is not None and form.keys == "scaled":
-            self.rule = None  # the kernel that scales keys turns none
+            self.rule = None  # the kernel that scales keys applies no rotary embedding
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """Mix tokens at positions `[T]`."""
@@ -43,36 +44,37 @@ class _Slot(PagedLayer):
         return super().forward(hidden_states, (cos, sin))
 
 
-class _Swapped(PagedStates):
-    """Additions to vLLM's class of a family."""
+class _Swapped(PagedModel):
+    """A swapped model: the code that is added to vLLM's class of the family."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         model: Any = self
         config, context = vllm_config.model_config.hf_config, vllm_config.compilation_config.static_forward_context
         self.slots: dict[str, _Slot] = {}
-        for index, options in recorded_layers(config).items():
+        swapped = recorded_layers(config)
+        for index, make in self.linear_layers(config).items():
             block, name = model.model.layers[index], f"model.layers.{index}.self_attn"
             for replaced in [x for x in context if x.startswith(f"{name}.")]:
                 del context[replaced]
-            rotary_emb = block.self_attn.rotary_emb if options["rope"] else None
-            block.self_attn = _Slot(partial(self.make_linear_layer, config, index), vllm_config, name, rotary_emb)
+            rotary_emb = block.self_attn.rotary_emb if swapped[index]["rope"] else None
+            block.self_attn = _Slot(make, vllm_config, name, rotary_emb)
             self.slots[name] = block.self_attn
-        self.packed_modules_mapping = {**type(model).packed_modules_mapping, **self.paged_layers()[0].joined}
+        self.hf_to_vllm_mapper = model.hf_to_vllm_mapper | WeightsMapper(orig_to_new_substr={".delta.": "."})  # LoRA's
+        self.packed_modules_mapping = {**model.packed_modules_mapping, **self.paged_layers()[0].packed}
 
     @staticmethod
-    def make_linear_layer(config: Any, index: int, ranks: int) -> DeltaRuleAttention:
-        """The layer in slot `index`, or the share of one of so many ranks."""
-        options = share_of(recorded_layers(config)[index], ranks)
-        return build_swapped_attention(FAMILIES[config.original_model_type], config, index, options).delta
+    def linear_layers(config: Any) -> dict[int, MakeLayer]:
+        """Functions that make the swapped layers, by index of the layer."""
 
-    @staticmethod
-    def linear_layers(config: Any) -> list[int]:
-        """Numbers of the swapped layers."""
-        return list(recorded_layers(config))
+        def make(index: int, options: dict[str, Any], ranks: int) -> DeltaRuleAttention:
+            family = FAMILIES[config.original_model_type]
+            return build_swapped_attention(family, config, index, share_of(options, ranks)).delta
+
+        return {i: partial(make, i, options) for i, options in recorded_layers(config).items()}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load swapped layers by the names of a swapped model's checkpoint, the rest as the family does."""
+        """Load a swapped model's checkpoint: the swapped layers here, the rest by the family's class."""
         ours: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in self.slots}
 
         def others() -> Iterator[tuple[str, Tensor]]:
@@ -99,7 +101,7 @@ def _swapped_class(name: str) -> type[Any]:
 
 
 def __getattr__(name: str) -> type[nn.Module]:
-    """The class of that name, made when vLLM asks for it."""
+    """The class of that name, for vLLM; made on the first call."""
     if not name.endswith("ForCausalLM"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _swapped_class(name)
