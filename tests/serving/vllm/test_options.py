@@ -89,10 +89,12 @@ def test_refusals(options, message, tmp_path):
 
 
 def test_models_that_are_refused(tmp_path):
-    rope = dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)
-    model = small_model("delta_net", hybrid=True, rope_parameters=rope)
-    with pytest.raises(ValueError, match="those of 'dynamic' depend on how long"), served(model, tmp_path / "rope"):
-        pass
+    kinds = {"dynamic": "those of 'dynamic' depend on how long", "proportional": "no factor of 'proportional', got 4.0"}
+    for kind, message in kinds.items():
+        rope = dict(rope_type=kind, rope_theta=10000.0, factor=4.0)
+        model = small_model("delta_net", hybrid=True, rope_parameters=rope)
+        with pytest.raises(ValueError, match=message), served(model, tmp_path / kind):
+            pass
     sizes = dict(hidden_size=64, num_hidden_layers=1, num_heads=2, vocab_size=64)
     classifier = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("delta_rule", **sizes))
     with pytest.raises(ValueError, match="serves causal language models"), served(classifier, tmp_path / "head"):

@@ -99,6 +99,10 @@ class _Config(vllm_configs.ModelArchConfigConvertorBase):
                 f"rope_parameters: vLLM turns queries and keys by fixed angles, and those of {rope['rope_type']!r} "
                 "depend on how long a sequence is: use `deltazoo serve`"
             )
+        if not self._swapped and rope.get("rope_type") == "proportional" and rope.get("factor", 1.0) != 1.0:
+            raise ValueError(
+                f"rope_parameters: vLLM reads no factor of 'proportional', got {rope['factor']}: use `deltazoo serve`"
+            )
         if not linear:
             raise ValueError("the model has no linear layers, and deltazoo has nothing to add to vLLM")
         self._is_hybrid = linear < hf_config.num_hidden_layers
