@@ -153,7 +153,7 @@ def test_a_distillation_replaces_nothing_of_somebody_else(
 ) -> None:
     (tmp_path / "scores.json").write_text("my own")
     assert distill(home, "--recipe", str(home / "recipe.yaml"), "--output", str(tmp_path)) == 1
-    assert "scores.json is there already and of no run".replace(" ", "") in "".join(capsys.readouterr().err.split())
+    assert "scores.json exists already and belongs to no run".replace(" ", "") in "".join(capsys.readouterr().err.split())
     assert (tmp_path / "scores.json").read_text() == "my own"
 
 

@@ -345,7 +345,7 @@ def test_a_run_that_saved_nothing_leaves_its_folder_free(text: Path, tmp_path: P
 
 def test_a_configuration_of_somebody_else_is_not_overwritten(text: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("my: own")
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         train(run_config(text, tmp_path))
     assert (tmp_path / "config.yaml").read_text() == "my: own"
 
