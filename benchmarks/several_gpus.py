@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging
 
 import deltazoo
-from benchmarks.common import Results, Row, now, options
+from benchmarks.common import Results, Row, captured, now, options
 from benchmarks.inputs import Shape, make_inputs
 from benchmarks.models import SIZES, candidates
 from deltazoo.distributed import fully_shard_model, local_batch
@@ -167,17 +167,7 @@ def layer_call(rule: str, tokens: int, heads: int, backward: bool, ranks: Ranks 
 
 def replays(call: Callable[[], object]) -> Callable[[], None]:
     """A function that replays a CUDA graph of the call `REPLAYS` times."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads, NCCL's watchdog among them, may ask the device meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        call()
+    graph = captured(call)
 
     def replay() -> None:
         for _ in range(REPLAYS):
