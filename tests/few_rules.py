@@ -4,7 +4,7 @@ What a rule's own code can break is tested on every registered rule, in as few c
 parameters and gates, `deltazoo check` (a token's results come from that token alone, decoding equals training, padded
 and packed equal alone, the gradients are right, what was saved loads again), and that its state stays bounded.
 
-All other code is shared: projections, convolutions, chunks, states, caches, models, tensor parallelism. It sees of a
+All other code is shared: projections, convolutions, chunks, states, caches, models, shares of ranks. It sees of a
 rule what its spec says and which methods of the layer it overrides. So the many cases of such a test (every split,
 every kind of padding, every way to pack) run on `FEW_RULES`. Between them they have every choice in a spec and every
 overridden method; rules/test_few_rules.py says which is missing.
