@@ -153,7 +153,8 @@ def test_a_distillation_replaces_nothing_of_somebody_else(
 ) -> None:
     (tmp_path / "scores.json").write_text("my own")
     assert distill(home, "--recipe", str(home / "recipe.yaml"), "--output", str(tmp_path)) == 1
-    assert "scores.json exists already and belongs to no run".replace(" ", "") in "".join(capsys.readouterr().err.split())
+    said = "".join(capsys.readouterr().err.split())
+    assert "scores.json exists already and belongs to no run".replace(" ", "") in said
     assert (tmp_path / "scores.json").read_text() == "my own"
 
 
