@@ -235,7 +235,10 @@ def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[
         (["generate", "./nowhere", "--prompt", "x", "--device", "gpu"], "there is no device 'gpu'"),
         (["swap", "./nowhere", "--rule", "kda", "--dry-run"], "there is no folder './nowhere'"),
         (["generate", "/", "--prompt", "x"], "holds no model"),
-        (["serve", "/"], "give the folder of a model or of a run; to train on the texts in it: deltazoo train --text /"),
+        (
+            ["serve", "/"],
+            "give the folder of a model or of a run; to train on the texts in it: deltazoo train --text /",
+        ),
         (["serve", __file__], "test_cli.py is a file: give the folder of a model or of a run"),
         (["generate", "/", "--prompt", "x", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
     ],

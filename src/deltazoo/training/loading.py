@@ -137,7 +137,9 @@ def resolve_checkpoint(path: str) -> str:
                 return str(candidate)
         advice = f"the run in it is not finished: deltazoo train {path} --resume"
         if not (folder / RUN_CONFIG).is_file():
-            advice = f"give the folder of a model or of a run; to train on the texts in it: deltazoo train --text {path}"
+            advice = (
+                f"give the folder of a model or of a run; to train on the texts in it: deltazoo train --text {path}"
+            )
         raise ValueError(f"{path} holds no model: neither it nor its folder 'model' has a config.json; {advice}")
     if folder.is_file():
         raise ValueError(f"{path} is a file: give the folder of a model or of a run, or a name on the Hub")
