@@ -229,7 +229,7 @@ def evaluate(
     print_facts(facts)
     if score.bytes < _SHORT:
         say(
-            f"{score.bytes:,} bytes are too few for a comparison: of each file gzip's format takes some 20 bytes and xz's "
+            f"{score.bytes:,} bytes are too few for a comparison: gzip's format takes some 20 bytes of a file, xz's "
             f"60, and the score of one short text is chance. Give {_SHORT:,} bytes or more"
         )
     if json_file:
