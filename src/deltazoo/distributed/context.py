@@ -72,9 +72,9 @@ def context_parallel(model: M, ranks: DeviceMesh | ProcessGroup | ContextParalle
     alone = {x.spec.name for x in parts if isinstance(x, DeltaRuleAttention) and not x.shares_rows}
     if context is not None and alone:
         raise NotImplementedError(
-            f"ranks cannot share rows (context parallelism) under the rule {', '.join(map(repr, sorted(alone)))}, which "
-            "carries a further state from token to token: give whole rows to each rank (DDP or FSDP2), or take another "
-            "rule"
+            f"ranks cannot share rows (context parallelism) under the rule {', '.join(map(repr, sorted(alone)))}, "
+            "which carries a further state from token to token: give whole rows to each rank (DDP or FSDP2), or take "
+            "another rule"
         )
     for part in parts:
         if isinstance(part, DeltaRuleAttention):
