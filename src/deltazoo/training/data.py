@@ -111,7 +111,10 @@ class Records:
             raise ValueError(f"cannot read {self.description}: {type(cause).__name__}: {cause}") from error
         columns = records.column_names
         if columns is not None and self._data.text_field not in columns:
-            raise ValueError(f"data.text_field: {unknown('column', self._data.text_field, sorted(columns))}")
+            raise ValueError(
+                f"{self._data.text}: {unknown('column', self._data.text_field, sorted(columns))}; data.text_field names "
+                "the column of the text, and so does --text-field of eval, diagnose and swap"
+            )
         return records
 
     def documents_of(self, records: Any) -> Iterator[Document]:
@@ -119,7 +122,7 @@ class Records:
         for index, record in enumerate(records):
             text = record.get(self._data.text_field)
             if not isinstance(text, str):
-                raise ValueError(f"{self.description}: record {index} holds {type(text).__name__} instead of text")
+                raise ValueError(f"{self.description}: record {index} holds {text!r:.60} instead of text")
             if text:
                 yield Document(text, split_key=text)
 
