@@ -122,7 +122,11 @@ class Records:
         for index, record in enumerate(records):
             text = record.get(self._data.text_field)
             if not isinstance(text, str):
-                raise ValueError(f"{self.description}: record {index} holds {text!r:.60} instead of text")
+                found = "nothing" if text is None else f"{type(text).__name__} {str(text)[:40]}"
+                raise ValueError(
+                    f"{self.description}: record {index + 1} holds {found}, and every record needs a text; "
+                    f"data.text_field (or --text-field) names their column, one of {', '.join(record)}"
+                )
             if text:
                 yield Document(text, split_key=text)
 
