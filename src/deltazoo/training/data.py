@@ -112,8 +112,8 @@ class Records:
         columns = records.column_names
         if columns is not None and self._data.text_field not in columns:
             raise ValueError(
-                f"{self._data.text}: {unknown('column', self._data.text_field, sorted(columns))}; data.text_field names "
-                "the column of the text, and so does --text-field of eval, diagnose and swap"
+                f"{self._data.text}: {unknown('column', self._data.text_field, sorted(columns))}; data.text_field "
+                "(or --text-field) names the column of the text"
             )
         return records
 
