@@ -322,8 +322,8 @@ class _Gate:
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
         if scope["path"] != "/health" and not self._has_key(headers.get("authorization", "")):
-            message = "the API key is missing or wrong: send the server's as Authorization: Bearer KEY"
-            error = ApiError(401, message, code="invalid_api_key")
+            wanted = "the API key is missing or wrong: send the server's as Authorization: Bearer KEY"
+            error = ApiError(401, wanted, code="invalid_api_key")
             return await error.response()(scope, receive, send)
         length = int(headers.get("content-length", 0))
         body, more = bytearray(), length <= self._max_body
