@@ -252,6 +252,12 @@ def test_bad_input_is_one_message_and_status_1(
     assert "Traceback" not in captured.err
 
 
+def test_an_adapter_alone_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert call("generate", str(tmp_path), "--prompt", "x") == 1
+    assert "holds an adapter of PEFT without its model: merge them first" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("option", [["--top-k", "3"], ["--top-p", "0.2"]])
 def test_a_filter_without_sampling_is_refused(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert call("generate", "/", "--prompt", "x", "--temperature", "0", *option) == 1

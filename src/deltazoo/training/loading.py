@@ -135,6 +135,11 @@ def resolve_checkpoint(path: str) -> str:
         for candidate in (folder, folder / "model"):
             if (candidate / "config.json").is_file():
                 return str(candidate)
+        if (folder / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{path} holds an adapter of PEFT without its model: merge them first, "
+                "AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)"
+            )
         advice = f"the run in it is not finished: deltazoo train {path} --resume"
         if not (folder / RUN_CONFIG).is_file():
             advice = (
