@@ -69,7 +69,7 @@ def how(model):
 
 
 def kept_by(model):
-    return vars(model)["_captured_steps"].kept
+    return step.steps_of(model).kept
 
 
 @pytest.mark.parametrize("kind", [*STATES, *SWAPPED, *ACCELERATED])
@@ -243,7 +243,7 @@ class TestTheOrdinaryLoop:
         model = tiny_model("gated_deltanet")
         assert how(model) == "generate runs the ordinary loop: the model is on cpu, where there are no CUDA graphs"
         generate(model)
-        assert vars(model)["_captured_steps"].last.startswith("the ordinary loop: the model is on cpu")
+        assert step.steps_of(model).last.startswith("the ordinary loop: the model is on cpu")
 
     @pytest.mark.parametrize(
         ("options", "reason", "is_refused"),
@@ -313,7 +313,7 @@ class TestTheOrdinaryLoop:
         model = tiny_model("hybrid")
         with torch.autocast("cpu", torch.bfloat16):
             generate(model)
-        assert not captures and "autocast is on" in vars(model)["_captured_steps"].last
+        assert not captures and "autocast is on" in step.steps_of(model).last
 
     def test_too_little_memory_for_all_keys_at_once(self, captures, monkeypatch):
         monkeypatch.setattr(generate_call, "free_bytes", lambda device: 10_000)
@@ -374,7 +374,7 @@ class TestForwardPasses:
         model = tiny_model("gated_deltanet")
         with pytest.raises(KeyError):
             generate(model, capture_step=True, logits_processor=LogitsProcessorList([Failing()]))
-        assert not vars(model)["_captured_steps"].running
+        assert generate_call.running_call(model) is None
         assert_as_uncaptured(model, capture_step=True)
 
     def test_calls_inside_a_call(self, captures):

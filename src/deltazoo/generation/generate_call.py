@@ -7,26 +7,26 @@ later token is a replay of the captured step, unless `deltazoo.generation.condit
 """
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, StaticCache, StaticLayer
+from transformers.cache_utils import Cache, StaticCache, StaticLayer
 from transformers.generation import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from deltazoo.generation.cache import CACHE, cache_in
 from deltazoo.generation.capture import free_bytes, graphs_run_on
-from deltazoo.generation.conditions import why_not_these_arguments, why_not_this_call, why_not_this_model
+from deltazoo.generation.conditions import why_not_this_call, why_not_this_model
 from deltazoo.generation.states import move_cache
 from deltazoo.generation.static_cache import bytes_when_fixed, fixed_cache
-from deltazoo.generation.step import CapturedStep, Fingerprint
+from deltazoo.generation.step import CapturedStep, Fingerprint, steps_of
 
-__all__ = ["GenerateCall", "KeptSteps", "StaticDecoding", "generate_call", "running_call", "steps_of"]
+__all__ = ["GenerateCall", "StaticDecoding", "generate_call", "running_call"]
 
 _LENGTH_MULTIPLE = 256
 """Static caches hold a multiple of this many tokens, so that calls of similar length share a step."""
@@ -34,48 +34,13 @@ _CAPTURES = 2
 """Most captures per call: a prompt in pieces may end in a single token, with other arguments than a step."""
 _KEPT_SHARE = 64
 """Divisor of the device's memory: a captured step is kept if its states, keys and values take no more."""
-
-
-class KeptSteps:
-    """The captured step of a model's last call, and how that call ran. A copy of the model starts without one.
-
-    Attributes:
-        last: how the last call ran its steps, in words.
-        kept: the step for the next call, None if there is none.
-        failed: the reason why a step could not be captured, and the model's fingerprint at that time.
-        in_use: a lock that a call holds while it captures and replays.
-    """
-
-    def __init__(self) -> None:
-        self.last: str | None = None
-        self.kept: StaticDecoding | None = None
-        self.failed: tuple[Fingerprint, str] | None = None
-        self.in_use = threading.Lock()
-        self._of_thread = threading.local()
-
-    def __deepcopy__(self, memo: object) -> "KeptSteps":
-        return KeptSteps()
-
-    def __reduce__(self) -> Any:
-        return KeptSteps, ()
-
-    @property
-    def running(self) -> "list[GenerateCall]":
-        """This thread's calls of `generate`, outermost first."""
-        return self._of_thread.__dict__.setdefault("running", [])
-
-
-def steps_of(model: Any) -> KeptSteps:
-    """The steps that a model keeps between calls of its `generate`."""
-    steps = vars(model).get("_captured_steps")
-    return vars(model).setdefault("_captured_steps", KeptSteps()) if steps is None else steps
+_running: ContextVar[tuple["GenerateCall", ...]] = ContextVar("running", default=())
+"""This thread's calls of `generate`, of all models, outermost first."""
 
 
 def running_call(model: Any) -> "GenerateCall | None":
     """This thread's innermost call of a model's `generate`, None outside."""
-    steps = vars(model).get("_captured_steps")
-    running = [] if steps is None else steps.running
-    return running[-1] if running else None
+    return next((call for call in reversed(_running.get()) if call.model is model), None)
 
 
 @contextmanager
@@ -85,22 +50,26 @@ def generate_call(model: Any, wanted: bool | None, kwargs: Mapping[str, Any]) ->
     Raises:
         ValueError: `wanted` is True, and nothing can be captured.
     """
-    steps = steps_of(model)
-    reason = "capture_step=False" if wanted is False else why_not_these_arguments(kwargs)
+    steps, outer = steps_of(model), running_call(model)
+    reason = "capture_step=False" if wanted is False else None
+    if reason is None and kwargs.get("custom_generate") is not None:
+        reason = "custom_generate brings a loop of its own"
+    if reason is None and kwargs.get("synced_gpus"):
+        reason = "synced_gpus keeps several processes in step"
     if reason is None and wanted is None:
         reason = why_not_this_model(model)
     if reason is None and not steps.in_use.acquire(blocking=False):
         reason = "another call of generate is running"
-    call = GenerateCall(model, steps, may_capture=reason is None, required=bool(wanted))
+    call = GenerateCall(model, may_capture=reason is None, required=bool(wanted))
     # A call may begin others of the same model (in logits processors), which do not count as the last call.
-    if reason is not None and (wanted or not steps.running):
+    if reason is not None and (wanted or outer is None):
         call.decline(reason)
-    steps.running.append(call)
+    before = _running.set((*_running.get(), call))
     try:
         yield
         call.check_last_logits()
     finally:
-        steps.running.pop()
+        _running.reset(before)
         if reason is None:
             call.keep_step()
             steps.in_use.release()
@@ -111,7 +80,6 @@ class GenerateCall:
 
     Args:
         model: the model that generates.
-        steps: the steps that it keeps between calls.
         may_capture: whether nothing known so far keeps the step from being captured.
         required: whether a step that cannot be captured is an error.
 
@@ -120,16 +88,15 @@ class GenerateCall:
         last_logits: `[B, 1, vocabulary]`.
     """
 
-    def __init__(self, model: Any, steps: KeptSteps, *, may_capture: bool, required: bool) -> None:
+    def __init__(self, model: Any, *, may_capture: bool, required: bool) -> None:
+        self.model = model
         self.checks_logits = True
         self.last_logits: Tensor | None = None
-        self._model = model
-        self._steps = steps
+        self._steps = steps_of(model)
         self._may_capture = may_capture
         self._required = required
-        self._source: Cache | None = None
+        self._prompt_cache: Cache | None = None
         self._decoding: StaticDecoding | None = None
-        self._is_filled = False
         self._captures_left = _CAPTURES
 
     def decline(self, reason: str) -> None:
@@ -141,7 +108,7 @@ class GenerateCall:
     def begin(
         self, config: GenerationConfig, cache: Any, is_the_callers: bool, mode: GenerationMode, max_length: int
     ) -> None:
-        """Capture steps from now on, unless the prepared arguments give a reason against it.
+        """Capture steps after the prompt, unless the prepared arguments give a reason against it.
 
         Args:
             config, is_the_callers, mode: see `why_not_this_call`.
@@ -152,50 +119,23 @@ class GenerateCall:
             return
         self._may_capture = False  # the decision is made once
         reason, failed = why_not_this_call(config, cache, is_the_callers, mode, self._required), self._steps.failed
-        if reason is None and failed is not None and failed[0] == Fingerprint(self._model):
+        if reason is None and failed is not None and failed[0] == Fingerprint(self.model):
             reason = failed[1]
         if reason is not None:
             return self.decline(reason)
         config.disable_compile = True
         self._steps.last = "no step was needed"
-        if type(cache) is StaticCache:
-            self._decoding = StaticDecoding(cache, rows=None)
-        else:
-            self._source = cache
-            self._max_length = -(-max_length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-
-    def keep_step(self) -> None:
-        """Keep the captured step for the next call, unless it takes much memory."""
-        decoding, device = self._decoding, self._model.device
-        if decoding is None or decoding.step is None or decoding.rows is None or not graphs_run_on(device):
-            return
-        if decoding.step.cache_tensors.nbytes <= _total_bytes(device) // _KEPT_SHARE:
-            self._steps.kept = decoding
-
-    def check_last_logits(self) -> None:
-        """Raise FloatingPointError if the last logits hold NaN; a check in every step would take too much time."""
-        if not self.checks_logits or self.last_logits is None:
-            return
-        rows = self.last_logits.isnan().flatten(1).any(1).tolist()
-        if True in rows:
-            raise FloatingPointError(
-                f"the model computed NaN in the logits of row {rows.index(True)}, so the tokens mean nothing; "
-                "deltazoo.generate stops at the first such token and says where NaN comes from"
-            )
+        self._prompt_cache = cache
+        self._max_length = -(-max_length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
 
     def forward(self, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a forward pass: of the ordinary one, `forward`, or for one token of a captured step."""
-        cache = cache_in(kwargs)
+        cache, decoding, ids = cache_in(kwargs), self._decoding, kwargs.get("input_ids")
         if cache is None or torch.is_grad_enabled():
             return forward(**kwargs)
-        if cache is self._source:
+        if cache is self._prompt_cache:
             return self._prompt(forward, kwargs)
-        decoding, ids = self._decoding, kwargs.get("input_ids")
-        one_token = ids is not None and ids.shape[1] == 1
-        if decoding is None or cache is not decoding.cache or not one_token:
-            return forward(**kwargs)
-        self._is_filled = self._is_filled or _is_filled(cache)
-        if not self._is_filled:  # the prompt is one token
+        if decoding is None or cache is not decoding.cache or ids is None or ids.shape[1] != 1:
             return forward(**kwargs)
         logits = decoding.replay(kwargs)
         if logits is None and self._capture(decoding, forward, kwargs):
@@ -208,14 +148,17 @@ class GenerateCall:
     def _prompt(self, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of the ordinary forward pass, whose cache then moves to a static one for captured steps."""
         outputs = forward(**kwargs)
-        source, self._source = self._source, None
-        assert source is not None
+        filled, self._prompt_cache = self._prompt_cache, None
+        assert filled is not None
+        if isinstance(filled, StaticCache):
+            self._decoding = StaticDecoding(filled, rows=None)
+            return outputs
         try:
-            self._decoding = decoding = self._static_decoding(source, len(outputs.logits))
+            self._decoding = decoding = self._static_decoding(filled, len(outputs.logits))
         except ValueError as error:
             self.decline(str(error))
             return outputs
-        move_cache(source, decoding.cache)
+        move_cache(filled, decoding.cache)
         setattr(outputs, CACHE, decoding.cache)
         return outputs
 
@@ -224,7 +167,7 @@ class GenerateCall:
 
         It raises ValueError if the model can have no static cache, or there is too little memory for it.
         """
-        model, max_length = self._model, self._max_length
+        model, max_length = self.model, self._max_length
         kept, self._steps.kept = self._steps.kept, None
         if kept is not None and kept.serves(model, rows, max_length):
             kept.cache.reset()
@@ -244,16 +187,35 @@ class GenerateCall:
             return False
         self._captures_left -= 1
         try:
-            decoding.capture(self._model, forward, kwargs)
+            decoding.capture(self.model, forward, kwargs)
         except RuntimeError as error:
             if self._required:
                 raise
             self._captures_left = 0
             reason = f"capturing the step failed ({str(error).splitlines()[0]})"
-            self._steps.failed = Fingerprint(self._model), reason
+            self._steps.failed = Fingerprint(self.model), reason
             self.decline(reason)
             return False
         return True
+
+    def keep_step(self) -> None:
+        """Keep the captured step for the next call, unless it takes much memory."""
+        decoding, device = self._decoding, self.model.device
+        if decoding is None or decoding.step is None or decoding.rows is None or not graphs_run_on(device):
+            return
+        if decoding.step.cache_tensors.nbytes <= _total_bytes(device) // _KEPT_SHARE:
+            self._steps.kept = decoding
+
+    def check_last_logits(self) -> None:
+        """Raise FloatingPointError if the last logits hold NaN; a check in every step would take too much time."""
+        if not self.checks_logits or self.last_logits is None:
+            return
+        rows = self.last_logits.isnan().flatten(1).any(1).tolist()
+        if True in rows:
+            raise FloatingPointError(
+                f"the model computed NaN in the logits of row {rows.index(True)}, so the tokens mean nothing; "
+                "deltazoo.generate stops at the first such token and says where NaN comes from"
+            )
 
 
 class StaticDecoding:
@@ -326,13 +288,6 @@ def _kinds(given: Mapping[str, Any]) -> dict[str, Any]:
         for name, x in given.items()
         if not isinstance(x, Mapping | Cache)
     }
-
-
-def _is_filled(cache: Any) -> bool:
-    return all(
-        layer.has_previous_state[0] if isinstance(layer, LinearAttentionCacheLayerMixin) else layer.is_initialized
-        for layer in cache.layers
-    )
 
 
 def _total_bytes(device: torch.device) -> int:

@@ -15,7 +15,8 @@ from transformers.masking_utils import create_masks_for_generate, create_recurre
 from deltazoo.generation.batch import current_padding, refuse_empty, whole_numbers
 from deltazoo.generation.cache import cache_in, is_used
 from deltazoo.generation.conditions import why_not_this_model
-from deltazoo.generation.generate_call import generate_call, running_call, steps_of
+from deltazoo.generation.generate_call import generate_call, running_call
+from deltazoo.generation.step import steps_of
 
 __all__ = ["CapturedGeneration", "without_single_tokens"]
 
