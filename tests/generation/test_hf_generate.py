@@ -34,7 +34,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
 import deltazoo
-from deltazoo.generation import Decoder, generate_call, step
+from deltazoo.generation import Decoder, hf_generate, step
 from deltazoo.generation.capture import capture
 from deltazoo.generation.states import move_cache
 from deltazoo.generation.static_cache import FixedTensors, fixed_cache
@@ -316,7 +316,7 @@ class TestTheOrdinaryLoop:
         assert not captures and "autocast is on" in step.steps_of(model).last
 
     def test_too_little_memory_for_all_keys_at_once(self, captures, monkeypatch):
-        monkeypatch.setattr(generate_call, "free_bytes", lambda device: 10_000)
+        monkeypatch.setattr(hf_generate, "free_bytes", lambda device: 10_000)
         model = tiny_model("hybrid")
         assert_as_uncaptured(model)
         generate(model)
@@ -374,7 +374,7 @@ class TestForwardPasses:
         model = tiny_model("gated_deltanet")
         with pytest.raises(KeyError):
             generate(model, capture_step=True, logits_processor=LogitsProcessorList([Failing()]))
-        assert generate_call.running_call(model) is None
+        assert hf_generate.running_call(model) is None
         assert_as_uncaptured(model, capture_step=True)
 
     def test_calls_inside_a_call(self, captures):
@@ -487,7 +487,7 @@ class TestBetweenCalls:
 
     def test_much_memory_is_freed(self, captures, monkeypatch):
         model = tiny_model("gated_deltanet")
-        monkeypatch.setattr(generate_call, "_total_bytes", lambda device: 64_000)
+        monkeypatch.setattr(hf_generate, "_total_bytes", lambda device: 64_000)
         generate(model)
         assert kept_by(model) is None
 

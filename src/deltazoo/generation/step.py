@@ -40,7 +40,7 @@ class ModelSteps:
         alone: lock that is held while forward passes of its modules are replaced, or read to make a step.
         in_use: lock that a call of `generate` holds while it captures and replays.
         last: the way in which the last call of `generate` ran its steps, in words.
-        kept: `deltazoo.generation.generate_call.StaticDecoding` for the next call, without a reference to the model.
+        kept: `deltazoo.generation.hf_generate.StaticDecoding` for the next call, without a reference to the model.
         failed: the reason why a step could not be captured, and the model's fingerprint at that time.
     """
 
@@ -55,7 +55,7 @@ _steps: weakref.WeakKeyDictionary[nn.Module, ModelSteps] = weakref.WeakKeyDictio
 _making = threading.Lock()
 
 
-def steps_of(model: nn.Module) -> ModelSteps:
+def steps_of(model: Any) -> ModelSteps:
     """What is held for the steps of a model; a copy of the model starts with nothing."""
     with _making:
         return _steps.setdefault(model, ModelSteps())
