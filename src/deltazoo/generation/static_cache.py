@@ -52,7 +52,7 @@ def fixed_cache(model: Any, max_length: int | None, position: Tensor | None = No
         # window.
         if type(layer) is StaticSlidingWindowLayer:
             if position is not None:
-                raise ValueError("rows of their own lengths need softmax layers without sliding windows")
+                raise ValueError("rows of different lengths share no cache of softmax layers with sliding windows")
             cache.layers[index] = StaticLayer(max_cache_len=max_length or 1)
     prepare = getattr(model, "prepare_cache", None)
     if prepare is not None:

@@ -176,7 +176,9 @@ def run_scan(
         NotImplementedError: ranks share rows (context parallelism).
     """
     if isinstance(sequences, SharedSequences):
-        raise NotImplementedError("ranks that share rows (context parallelism) hand on no state of `run_scan`")
+        raise NotImplementedError(
+            "ranks hand on no state of `run_scan`: a rule that has one takes no context parallelism"
+        )
     channels = added.shape[2:]
     if isinstance(sequences, RightPaddedSequences):
         decay, added = _fill_padding(decay, sequences, 1), _fill_padding(added, sequences, 0)
