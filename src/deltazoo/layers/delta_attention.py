@@ -20,7 +20,7 @@ from deltazoo.layers.layer_options import (
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize, l2_normalize_both
 from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
-from deltazoo.layers.rule import RuleInputs, check_shape_of, effective_step, precision_for, run_rule
+from deltazoo.layers.rule import EffectiveStep, RuleInputs, check_shape_of, run_rule
 from deltazoo.layers.sequences import Sequences, describe_sequences, describe_shared
 from deltazoo.layers.short_convolution import Convolutions, ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
@@ -139,7 +139,6 @@ class DeltaRuleAttention(Float32Parameters):
         activation_function(given.activation)  # refuses others
         self.allow_neg_eigval: bool = given.of(self.spec, "allow_neg_eigval")
         self.neg_eigval = given.neg_eigval
-        self._gain_at_most_one = self.promises.gain_at_most_one  # compiled code cannot look into the registry
         self.decay_lower_bound: float | None = given.of(self.spec, "decay_lower_bound")
         self.num_micro_steps: int = given.of(self.spec, "num_micro_steps")
         self.projected_steps = self.num_micro_steps if self.projects_micro_steps else 1
@@ -152,6 +151,11 @@ class DeltaRuleAttention(Float32Parameters):
         self.fused_kernels = given.fused_kernels
         check_sizes(self)
         check_steps(self, given.beta_bias)
+        self.effective_step = (
+            EffectiveStep(self.spec, allow_neg_eigval=self.allow_neg_eigval) if self.spec.corrects else None
+        )
+        promised = self.effective_step is not None and self.promises.gain_at_most_one
+        self.precision = self.effective_step.precision if promised else None
         check_decay(self, of_its_own=type(self).make_decay_gate is not DeltaRuleAttention.make_decay_gate)
 
         query_dim, value_dim = self.num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
@@ -302,9 +306,8 @@ class DeltaRuleAttention(Float32Parameters):
                 heads of k and v are those of the first step, then those of the second, and so on.
         """
         beta = None
-        if self.spec.corrects:
-            doubled = self.allow_neg_eigval
-            beta = effective_step(self.spec, self.step_gate(x), k, allow_neg_eigval=doubled, fused=self.fused_kernels)
+        if self.effective_step is not None:
+            beta = self.effective_step(self.step_gate(x), k, fused=self.fused_kernels)
             if self.neg_eigval == "erase":
                 # The write is beta * v: halved values undo the doubling there, exactly.
                 v = recomputable(torch.mul, v, 0.5)
@@ -370,11 +373,8 @@ class DeltaRuleAttention(Float32Parameters):
             in_place=past.in_place,
             scale=None if self.spec.scale_queries else 1.0,
             backend=self.backend,
-            precision=self._precision(),
+            precision=self.precision,
         )
-
-    def _precision(self) -> str | None:
-        return precision_for(self.spec, allow_neg_eigval=self.allow_neg_eigval) if self._gain_at_most_one else None
 
     def _norm_and_gate(self, output: Tensor, x: LayerInput) -> Tensor:
         if self.spec.output_gate == "none":
