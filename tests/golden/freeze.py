@@ -8,7 +8,7 @@ for a change of results that is wanted, and say so in the commit:
 
 * `checkpoints/<name>/`: a folder of `save_pretrained`; and in `expected.safetensors` tokens, the loss, logits and the
   gradient of every parameter, computed in float64.
-  Those named `earlier_...` are of rules that were corrected since, as of commit 08a5b07: only the package of that commit
+  Those named `earlier_...` are of rules that were corrected since, as of commit 08a5b07: only that commit's package
   could write them.
 * `operator.safetensors`: arguments of `delta_rule` and `linear_attention` (float32), and output, final state and all
   gradients that the reference gives in float64.

@@ -157,9 +157,7 @@ def test_no_transition_expands(name: str, doubled: bool) -> None:
 def test_eulers_step_on_raw_keys_is_guarded_too() -> None:
     raw = replace(get_rule("delta_net"), name="raw_delta_net", normalize_k=False)
     k = torch.full((1, 1, 1, 4), 3.0)
-    assert EffectiveStep(raw, allow_neg_eigval=False)(torch.ones(1, 1, 1), k).item() == pytest.approx(
-        2 / 36
-    )
+    assert EffectiveStep(raw, allow_neg_eigval=False)(torch.ones(1, 1, 1), k).item() == pytest.approx(2 / 36)
 
 
 def test_padding_tokens_neither_write_nor_erase_nor_decay() -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal
+from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_
 from deltazoo.layers.layer_input import LayerInput
 from deltazoo.layers.layer_options import (
     LayerOptions,
@@ -282,8 +282,7 @@ class DeltaRuleAttention(Float32Parameters):
         return (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.conv_size else None
 
     def _split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        K, V = self.head_k_dim, self.head_v_dim
-        return _per_head(q, K), _per_head(k, K), _per_head(v, V)
+        return _per_head(q, self.head_k_dim), _per_head(k, self.head_k_dim), _per_head(v, self.head_v_dim)
 
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         # Convolutions with `unit_heads` have normalised their output already.
@@ -463,7 +462,8 @@ class DeltaRuleAttention(Float32Parameters):
         Args:
             initializer_range: standard deviation of the linear weights; the layer's own unless given.
         """
-        linear = normal(self.initializer_range if initializer_range is None else initializer_range)
+        std = self.initializer_range if initializer_range is None else initializer_range
+        linear = partial(nn.init.normal_, std=std)
         known: dict[str, Initializer] = {
             "A_log": partial(decay_rate_, rate_range=self.spec.decay_rate_range),
             "dt_bias": partial(log_uniform_step_, dt_range=self.spec.dt_range),
@@ -471,14 +471,11 @@ class DeltaRuleAttention(Float32Parameters):
         }
         if self.decay_lower_bound is not None:
             known["A_log"] = nn.init.zeros_  # the bounded gate starts from a plain sigmoid
-        for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
-            if self.conv_size:
-                known[f"{name}.weight"] = getattr(self, name).initialize_
-
-        def initializer(name: str) -> Initializer:
-            return known.get(name) or (nn.init.zeros_ if name.endswith(".bias") else linear)
-
-        return {name: initializer(name) for name, _ in self.named_parameters()}
+        known |= {
+            f"{name}.weight": x.initialize_ for name, x in self.named_children() if isinstance(x, ShortConvolution)
+        }
+        names = [name for name, _ in self.named_parameters()]
+        return {x: known.get(x) or (nn.init.zeros_ if x.endswith(".bias") else linear) for x in names}
 
     def neutral_initializers(self) -> dict[str, Initializer]:
         """Functions that fill added parameters of a layer that replaces softmax attention, by parameter name.
@@ -493,17 +490,6 @@ class DeltaRuleAttention(Float32Parameters):
             parameter = self.get_parameter(name)
             if not getattr(parameter, "_is_hf_initialized", False):
                 initialize(parameter)
-
-    @property
-    def num_state_elements(self) -> int:
-        """Numbers that the states of one sequence hold, float32; a subclass with a further state adds its own."""
-        return self.num_v_heads * self.key_expansion * self.head_k_dim * self.head_v_dim
-
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one sequence's states; the inputs of the short convolutions are kept in `dtype`."""
-        channels = sum(linear.out_features for linear in (self.q_proj, self.k_proj, self.v_proj))
-        kept = channels * (self.conv_size - 1) if self.conv_size else 0
-        return self.num_state_elements * torch.float32.itemsize + kept * dtype.itemsize
 
     @property
     def is_registered_class(self) -> bool:
