@@ -14,7 +14,8 @@ from transformers import DynamicCache
 
 import deltazoo
 from deltazoo.generation import Decoder
-from deltazoo.generation.states import RowStates, Snapshot, detach, fork, restore, snapshot
+from deltazoo.generation.row_table import RowStates
+from deltazoo.generation.states import Snapshot, detach, fork, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache
 from deltazoo.layers.state import meta_state
 

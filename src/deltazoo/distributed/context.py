@@ -63,11 +63,19 @@ def context_parallel(model: M, ranks: DeviceMesh | ProcessGroup | ContextParalle
 
     Raises:
         ValueError: there is no delta-rule layer; a mesh of several dimensions.
+        NotImplementedError: a rule carries a state from token to token that ranks do not hand on.
     """
     context = ranks if ranks is None or isinstance(ranks, ContextParallel) else ContextParallel(ranks)
     parts = [part for part in model.modules() if isinstance(part, (DeltaRuleAttention, PreTrainedModel))]
     if not parts:
         raise ValueError(f"{type(model).__name__} has no delta-rule layer and is no model of transformers")
+    alone = {x.spec.name for x in parts if isinstance(x, DeltaRuleAttention) and not x.shares_rows}
+    if context is not None and alone:
+        raise NotImplementedError(
+            f"ranks cannot share rows (context parallelism) under the rule {', '.join(map(repr, sorted(alone)))}, "
+            "which carries a further state from token to token: give whole rows to each rank (DDP or FSDP2), or take "
+            "another rule"
+        )
     for part in parts:
         if isinstance(part, DeltaRuleAttention):
             part.context = context

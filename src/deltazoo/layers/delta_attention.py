@@ -102,6 +102,8 @@ class DeltaRuleAttention(Float32Parameters):
     projects_micro_steps: ClassVar[bool] = True
     """Whether `k_proj`, `v_proj` and `b_proj` project to every micro-step. It is False for a subclass that makes the
     steps of its spec itself, or takes no more than one: its `num_micro_steps` cannot be changed."""
+    shares_rows: ClassVar[bool] = True
+    """Whether ranks can share rows (context parallelism): False for a subclass that carries a state by `run_scan`."""
     stands_for: ClassVar[type["DeltaRuleAttention"]]
     """The class of which this one is another name, or which it extends for swapped models; else the class itself."""
     context: ContextParallel | None = None

@@ -167,7 +167,10 @@ def run_scan(
         NotImplementedError: ranks share rows (context parallelism).
     """
     if isinstance(sequences, SharedSequences):
-        raise NotImplementedError("ranks that share rows (context parallelism) hand on no state of `run_scan`")
+        raise NotImplementedError(
+            "ranks that share rows (context parallelism) do not hand on the state of `run_scan`: a layer that calls it "
+            "sets `shares_rows = False`"
+        )
     channels = added.shape[2:]
     if isinstance(sequences, RightPaddedSequences):
         decay, added = _fill_padding(sequences, decay, 1), _fill_padding(sequences, added)

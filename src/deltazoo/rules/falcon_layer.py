@@ -14,6 +14,7 @@ class Falcon(DeltaRuleAttention):
     """Gated DeltaNet that keeps the key of the last token as a further state `[N, H, K]`."""
 
     projects_micro_steps = False
+    shares_rows = False
 
     def with_auxiliary_state(
         self, x: LayerInput, inputs: RuleInputs, past: StateAccess, sequences: Sequences

@@ -23,6 +23,7 @@ class IsotropicKDN(DeltaRuleAttention):
     input_projections = (*DeltaRuleAttention.input_projections, "omega_proj")
     tensor_parallel: ClassVar = {"start_precision": "heads", "omega_proj": "heads"}
     projects_micro_steps = False
+    shares_rows = False
 
     def make_parameters(self) -> None:
         """Make the projection to the process noise, and the start of p."""

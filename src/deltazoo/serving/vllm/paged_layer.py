@@ -6,7 +6,7 @@ products stand in for the maps. vLLM's module of the output map follows the laye
 
 In each step vLLM computes the maps for all tokens. The layer computes what is between the maps: first for the sequences
 that decode, one token each, then for pieces of prompts, as packed sequences. If kernels of a decoding step compute the
-rule (`deltazoo.generation.fused_rule`), they read and write the pages in place.
+rule (`deltazoo.generation.fused_blocks`), they read and write the pages in place.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from deltazoo.generation.fused_rule import FusedRule, first_maps, why_not_this_rule
+from deltazoo.generation.fused_blocks import FusedRule, first_maps, why_not_this_rule
 from deltazoo.layers import DeltaRuleAttention, RMSNorm
 from deltazoo.layers.layer_options import check_shares
 from deltazoo.layers.norm import GatedRMSNorm
