@@ -153,11 +153,11 @@ class DeltaRuleAttention(Float32Parameters):
         self.fused_kernels = given.fused_kernels
         check_sizes(self)
         check_steps(self, given.beta_bias)
-        self.effective_step = (
-            EffectiveStep(self.spec, allow_neg_eigval=self.allow_neg_eigval) if self.spec.corrects else None
-        )
-        promised = self.effective_step is not None and self.promises.gain_at_most_one
-        self.precision = self.effective_step.precision if promised else None
+        self.effective_step: EffectiveStep | None = None
+        self.precision: str | None = None
+        if self.spec.corrects:
+            self.effective_step = EffectiveStep(self.spec, allow_neg_eigval=self.allow_neg_eigval)
+            self.precision = self.effective_step.precision if self.promises.gain_at_most_one else None
         check_decay(self, of_its_own=type(self).make_decay_gate is not DeltaRuleAttention.make_decay_gate)
 
         query_dim, value_dim = self.num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim

@@ -52,11 +52,9 @@ class RuleInputs(NamedTuple):
     def interleave(self, steps: int) -> "RuleInputs":
         """Put the micro-steps of each token side by side along time, `[B, T * steps, ...]`, as the operator wants."""
 
-        parts = {name: getattr(self, name) for name in ("k", "v", "beta", "erase_key")}
+        parts: dict[str, Any] = {name: getattr(self, name) for name in ("k", "v", "beta", "erase_key")}
         pattern = "b t (n h) ... -> b (t n) h ..."
-        return self._replace(
-            **{name: None if x is None else rearrange(x, pattern, n=steps) for name, x in parts.items()}
-        )
+        return self._replace(**{name: x if x is None else rearrange(x, pattern, n=steps) for name, x in parts.items()})
 
     def bounded(
         self, largest_gain: float | None = None, *, by_rounding: bool = False, fused: bool | None = False

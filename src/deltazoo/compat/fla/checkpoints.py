@@ -125,8 +125,9 @@ def missing_weights(config: Any, names: Iterable[str]) -> set[str]:
         config: configuration of a model of ours or of a swapped one. A tied head is no parameter of its own.
         names: names of the checkpoint's tensors; a quantised weight may have the name of its packed form.
     """
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM._model_mapping[type(config)](config)  # type: ignore[attr-defined]
+        model = model_class(config)
     found = {_PACKED.sub(".weight", name) for name in names}
     return {name for name, _ in model.named_parameters()} - found
 
