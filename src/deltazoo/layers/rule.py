@@ -52,9 +52,10 @@ class RuleInputs(NamedTuple):
     def interleave(self, steps: int) -> "RuleInputs":
         """Put the micro-steps of each token side by side along time, `[B, T * steps, ...]`, as the operator wants."""
 
-        parts: dict[str, Any] = {name: getattr(self, name) for name in ("k", "v", "beta", "erase_key")}
-        pattern = "b t (n h) ... -> b (t n) h ..."
-        return self._replace(**{name: x if x is None else rearrange(x, pattern, n=steps) for name, x in parts.items()})
+        spread: dict[str, Any] = {name: getattr(self, name) for name in ("k", "v", "beta", "erase_key")}
+        for name, x in spread.items():
+            spread[name] = None if x is None else rearrange(x, "b t (n h) ... -> b (t n) h ...", n=steps)
+        return self._replace(**spread)
 
     def bounded(
         self, largest_gain: float | None = None, *, by_rounding: bool = False, fused: bool | None = False
