@@ -16,11 +16,6 @@ class Falcon(DeltaRuleAttention):
     projects_micro_steps = False
     shares_rows = False
 
-    @property
-    def num_state_elements(self) -> int:
-        """Numbers that the states of one sequence hold: those of other rules, and a key per head."""
-        return super().num_state_elements + self.num_heads * self.head_k_dim
-
     def with_auxiliary_state(
         self, x: LayerInput, inputs: RuleInputs, past: StateAccess, sequences: Sequences
     ) -> tuple[RuleInputs, Tensor]:

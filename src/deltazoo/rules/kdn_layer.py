@@ -44,11 +44,6 @@ class IsotropicKDN(DeltaRuleAttention):
             "start_precision": lambda parameter: nn.init.constant_(parameter, at_one),
         }
 
-    @property
-    def num_state_elements(self) -> int:
-        """Numbers that the states of one sequence hold: those of other rules, and a variance per value head."""
-        return super().num_state_elements + self.num_v_heads
-
     def step_gate(self, x: LayerInput) -> Tensor:
         """The precision `1 / r` of the observation: zero for padding, like a step size."""
         return 1 / (F.softplus(-at_least_float32(x.project("b_proj"))) + 0.01)
@@ -81,11 +76,6 @@ class DiagonalKDN(IsotropicKDN):
     def make_noise(self) -> nn.Module:
         """The projection to the process noise, of low rank."""
         return self.low_rank(self.num_v_heads * self.head_k_dim, bias=True)
-
-    @property
-    def num_state_elements(self) -> int:
-        """Numbers that the states of one sequence hold, with a variance per key channel of each value head."""
-        return super().num_state_elements + self.num_v_heads * (self.head_k_dim - 1)
 
     def with_auxiliary_state(
         self, x: LayerInput, inputs: RuleInputs, past: StateAccess, sequences: Sequences
