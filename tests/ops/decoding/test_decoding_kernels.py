@@ -23,7 +23,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from deltazoo.generation.sampling import uniform_numbers  # noqa: E402
-from deltazoo.layers.rule import bounded_step, effective_step  # noqa: E402
+from deltazoo.layers.rule import EffectiveStep, bounded_step  # noqa: E402
 from deltazoo.ops.decay import DECAY_GATES  # noqa: E402
 from deltazoo.ops.decoding.between_products import HeadNorm, add_parts, norm_heads, swiglu_parts  # noqa: E402
 from deltazoo.ops.decoding.convolution import Convolution, convolve_parts  # noqa: E402
@@ -273,7 +273,7 @@ class Rule:
             else:
                 spec = replace(get_rule("delta_net"), step_size=s.step, normalize_k=s.normalize_k)
                 gate = b_step.sigmoid()[:, None]
-                beta = effective_step(spec, gate, k[:, None], allow_neg_eigval=s.doubled_step)[:, 0]
+                beta = EffectiveStep(spec, allow_neg_eigval=s.doubled_step)(gate, k[:, None])[:, 0]
             if s.largest_gain:
                 beta = bounded_step(beta[:, None], k[:, None], e[:, None], largest_gain=s.largest_gain)[:, 0]
             state = read = erase(state, k, v, beta, e)

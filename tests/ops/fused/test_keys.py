@@ -10,7 +10,7 @@ from fused_cases import HALF, Case, Results, judge
 from torch import Tensor
 
 from deltazoo.layers import make_layer
-from deltazoo.layers.rule import bounded_step, effective_step
+from deltazoo.layers.rule import EffectiveStep, bounded_step
 from deltazoo.spec import get_rule
 
 pytest.importorskip("triton")
@@ -77,7 +77,7 @@ class StepSize:
         b, d_beta = (torch.rand(B, T, 2 * H, generator=generator).to(device, dtype or torch.float32) for _ in range(2))
         inputs = [b.requires_grad_(), k.requires_grad_()]
         spec = get_rule(self.rule)
-        beta = effective_step(spec, *inputs, allow_neg_eigval=self.doubled, fused=fused)
+        beta = EffectiveStep(spec, allow_neg_eigval=self.doubled)(*inputs, fused=fused)
         d_b, d_k = torch.autograd.grad(beta, inputs, d_beta, allow_unused=True)
         return {"beta": beta.detach(), "d_b": d_b} | ({} if d_k is None else {"d_k": d_k})
 
