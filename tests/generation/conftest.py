@@ -1,7 +1,7 @@
 import pytest
 from replayed_operations import ReplayedOperations
 
-from deltazoo.generation import conditions, generate_call, step
+from deltazoo.generation import conditions, hf_generate, step
 from deltazoo.generation.capture import NoWaiting
 from deltazoo.ops import api
 
@@ -23,7 +23,7 @@ def captures(monkeypatch):
         return step
 
     _as_on_a_gpu(monkeypatch, as_a_graph)
-    for module in (conditions, generate_call):
+    for module in (conditions, hf_generate):
         monkeypatch.setattr(module, "graphs_run_on", lambda device: True)
     return made
 

@@ -14,7 +14,7 @@ from helpers import run_python
 from torch import Tensor
 
 import deltazoo
-from deltazoo.generation.fused_rule import FusedRule, first_maps, why_not_this_rule
+from deltazoo.generation.fused_blocks import FusedRule, first_maps, why_not_this_rule
 from deltazoo.layers import make_layer
 from deltazoo.layers.state import LayerState, LayerStates
 

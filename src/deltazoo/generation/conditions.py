@@ -4,7 +4,6 @@ A graph repeats the work that the device was given during the capture. Everythin
 the capture: hooks, counts on the host, choices made from attributes. If that would matter, the ordinary loop runs.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ __all__ = [
     "check_positions",
     "learned_positions",
     "max_positions",
-    "why_not_these_arguments",
     "why_not_this_call",
     "why_not_this_model",
 ]
@@ -154,15 +152,6 @@ def _is_of(package: str, hook: Any) -> bool:
     """Whether a hook or forward pass belongs to this package, whose hooks act for one token on the device alone."""
     function = getattr(hook, "func", hook)  # the function of a partial
     return getattr(function, "__module__", "").startswith(package)
-
-
-def why_not_these_arguments(kwargs: Mapping[str, Any]) -> str | None:
-    """The reason why a call of `generate` with these arguments should run its steps one by one; None if it need not."""
-    if kwargs.get("custom_generate") is not None:
-        return "custom_generate brings a loop of its own"
-    if kwargs.get("synced_gpus"):
-        return "synced_gpus keeps several processes in step"
-    return None
 
 
 def why_not_this_call(
