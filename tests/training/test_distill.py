@@ -24,9 +24,10 @@ from transformers import (
     TrainerCallback,
 )
 
+from deltazoo.diagnosis import pictures
+from deltazoo.diagnosis.pictures import draw_distillation
 from deltazoo.swap import swap_attention, swapped_layers
 from deltazoo.training import distill as module
-from deltazoo.training import pictures
 from deltazoo.training.config import STAGES, Recipe, TokenizerConfig, from_mapping
 from deltazoo.training.data import open_text, read_corpus
 from deltazoo.training.distill import (
@@ -37,7 +38,6 @@ from deltazoo.training.distill import (
     divergence,
     teacher_forced,
 )
-from deltazoo.training.pictures import draw_distillation
 from deltazoo.training.tokens import (
     PackedRows,
     Row,

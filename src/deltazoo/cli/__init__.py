@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from deltazoo import __version__, spec
-from deltazoo.cli.exporting import export
 from deltazoo.cli.options import (
     CheckpointArgument,
     DeviceOption,
@@ -31,7 +30,7 @@ from deltazoo.cli.options import (
     refuse,
     with_loads,
 )
-from deltazoo.cli.swapping import distill, swap
+from deltazoo.cli.swapping import distill, export, swap
 from deltazoo.cli.training import diagnose, evaluate, lm_eval, train
 from deltazoo.compat.native.formats import targets_of
 from deltazoo.names import unknown

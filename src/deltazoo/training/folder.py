@@ -37,7 +37,7 @@ except ImportError:  # Windows, where two runs in one folder are not noticed
 
 RESULT, SCORES, SWAP, LOSS_PICTURE = "result.json", "scores.json", "swap.json", "loss.png"
 _TEXT, _LOCK = "text.json", ".lock"
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 _UNFINISHED = ".unfinished-"
 # Names of the files that a run writes before its first checkpoint, and of the picture at its end.
 _OF_A_TRAINING = (RUN_CONFIG, _TEXT, "tokenizer", LOSS_PICTURE)
@@ -211,12 +211,13 @@ def refuse_other_text(corpus: Corpus, folder: Path, data: DataConfig) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first; an empty folder is none."""
-    found = {}
-    for path in folder.glob("checkpoint-*"):
-        match = _CHECKPOINT.fullmatch(path.name)
-        if match and path.is_dir() and any(path.iterdir()):
-            found[int(match[1])] = path
-    return [found[step] for step in sorted(found)]
+    named = [path for path in folder.glob("checkpoint-*") if _CHECKPOINT.fullmatch(path.name)]
+    return sorted((path for path in named if path.is_dir() and any(path.iterdir())), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was saved."""
+    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def latest_checkpoint(folder: Path, steps: int) -> Path:
@@ -228,8 +229,7 @@ def latest_checkpoint(folder: Path, steps: int) -> Path:
     found = checkpoints(folder)
     if not found:
         raise ValueError(f"the run in {folder} is finished, and no checkpoint to go on from is left of it")
-    reached = int(found[-1].name.removeprefix("checkpoint-"))
-    if steps < reached:
+    if steps < (reached := step_of(found[-1])):
         raise ValueError(f"the run in {folder} has reached step {reached}, and training.steps is {steps}: give more")
     return found[-1]
 
@@ -251,12 +251,10 @@ def remove_oldest(folder: Path, keep: int, history: Sequence[Mapping[str, Any]] 
 
 def refuse_damaged(checkpoint: Path) -> None:
     """Raise ValueError if a file of a checkpoint is missing or cut short; the message says what to do."""
-    damaged = _damage(checkpoint)
-    if damaged is None:
-        return
-    before = [path for path in checkpoints(checkpoint.parent) if path != checkpoint]
-    advice = f"go on from {before[-1].name}" if before else "start over"
-    raise ValueError(f"{damaged}: remove the folder {checkpoint} to {advice}")
+    if damaged := _damage(checkpoint):
+        before = [path for path in checkpoints(checkpoint.parent) if path != checkpoint]
+        advice = f"go on from {before[-1].name}" if before else "start over"
+        raise ValueError(f"{damaged}: remove the folder {checkpoint} to {advice}")
 
 
 def _damage(checkpoint: Path) -> str | None:

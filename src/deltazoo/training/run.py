@@ -122,8 +122,8 @@ def _train(config: RunConfig, folder: Path, resume: bool) -> TrainingResult:
     if native:
         refuse_replaced_tokenizer(model, tokenizer)
     else:
-        tokens = config.training.row_length * config.training.rows_of_a_step
-        model.config.training_data = f"{corpus.description}; {steps:,} steps of {tokens:,} tokens."
+        tokens = f"{config.training.tokens_per_step:,} tokens"
+        model.config.training_data = f"{corpus.description}; {steps:,} steps of {tokens}."
     # In one packed sequence transformers' softmax layers would compare each token with those of all rows.
     side_by_side = native and config.training.context_parallel == 1
     trainer = PackedTrainer(model, config, arguments, text, side_by_side=side_by_side)

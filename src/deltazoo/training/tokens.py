@@ -6,7 +6,7 @@ positions restart where a piece begins.
 
 import copy
 import re
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -116,25 +116,13 @@ def encode_documents(
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.int32
     first = [begin_id(tokenizer)]
     last = [tokenizer.eos_token_id] if with_end and tokenizer.eos_token_id is not None else []
-    pieces = [texts[i : i + _ENCODE_AT_ONCE] for i in range(0, len(texts), _ENCODE_AT_ONCE)]
+    options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
+    pieces = [[*texts[i : i + _ENCODE_AT_ONCE]] for i in range(0, len(texts), _ENCODE_AT_ONCE)]
     return [
         np.array(first + ids + last, dtype=dtype)
         for piece in (track(pieces, description) if len(pieces) > 1 else pieces)
-        for ids in _encode_texts(tokenizer, piece)
+        for ids in tokenizer(piece, **options, verbose=False)["input_ids"]
     ]
-
-
-def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    if isinstance(tokenizer, PreTrainedTokenizerFast):
-        backend = tokenizer.backend_tokenizer
-        previous = backend.encode_special_tokens
-        # A document that spells a special token, such as this file, is ordinary text.
-        backend.encode_special_tokens = True
-        try:
-            return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-        finally:
-            backend.encode_special_tokens = previous
-    return [tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] for text in texts]
 
 
 def text_batch(
@@ -234,8 +222,8 @@ class StreamedRows:
     ) -> None:
         """``remembered``: number of the latest rows whose position is kept, at least those read ahead."""
         self._source, self._data, self._tokenizer, self._row_length = source, data, tokenizer, row_length
-        self._num_rows, self._remembered = num_rows, remembered
-        self._positions: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self._num_rows = num_rows
+        self._positions: deque[tuple[int, dict[str, Any]]] = deque(maxlen=remembered)
         self.go_to({"num_rows": 0, "records": None, "pieces": []})
 
     def position_after(self, num_rows: int) -> dict[str, Any]:
@@ -246,7 +234,7 @@ class StreamedRows:
         """
         while self._read < num_rows:  # rows that only other processes read
             self._advance()
-        return self._positions[num_rows]
+        return dict(self._positions)[num_rows]
 
     def go_to(self, position: dict[str, Any]) -> None:
         """Begin at a ``position`` that ``position_after`` returned."""
@@ -283,9 +271,7 @@ class StreamedRows:
                     num_rows += 1
                     left = [piece.tolist() for piece in pieces]
                     found = {"num_rows": num_rows, "records": copy.deepcopy(records.state_dict()), "pieces": left}
-                    self._positions[num_rows] = found
-                    while len(self._positions) > self._remembered:
-                        self._positions.popitem(last=False)
+                    self._positions.append((num_rows, found))
                     yield row
             records = self._source.open()
 
@@ -339,9 +325,9 @@ class TokenizedText:
 
     def training_rows(self, settings: OptimizationConfig, seed: int) -> PackedRows | StreamedRows:
         """The rows that a run reads, the same for any number of processes; a stream is tokenized while it is read."""
-        size, count = settings.row_length, settings.steps * settings.rows_of_a_step
+        size, count = settings.row_length, settings.steps * settings.rows_per_step
         if self._data.streaming and isinstance(self._source, Records):
-            remembered = 4 * settings.rows_of_a_step
+            remembered = 4 * settings.rows_per_step
             return StreamedRows(self._source, self._data, self.tokenizer, size, num_rows=count, remembered=remembered)
         return PackedRows(self._training, size, num_rows=count, seed=seed)
 

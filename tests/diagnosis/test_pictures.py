@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from deltazoo.training.pictures import curves, draw_loss_curve
+from deltazoo.diagnosis.pictures import curves, draw_loss_curve
 
 HISTORY = [
     {"step": 10, "loss": 5.0, "learning_rate": 0.1},
