@@ -32,8 +32,6 @@ from deltazoo.ops import delta_rule, delta_rule_step
 from deltazoo.ops.call import RuleCall
 from deltazoo.ops.chunkwise import form
 
-__all__ = ["DTYPES", "Case", "Verdict", "case_inputs", "case_results", "cases", "check_case", "run_selfcheck"]
-
 _TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 8 * 2**-11, torch.float32: 1e-4}
 _HARD_TOLERANCE = 0.05
 _COMMAND = ["-m", "deltazoo.checks.kernel_check"]

@@ -14,8 +14,6 @@ from deltazoo import __version__
 from deltazoo.checks.kernel_check import Verdict
 from deltazoo.layers import make_layer
 
-__all__ = ["Speed", "machine_report", "speeds"]
-
 RULES = ("linear_attention", "delta_net", "gated_deltanet", "kda", "gated_deltanet2")
 SHAPES = ((8, 2048), (1, 16384))  # rows and tokens
 _FORWARD = "with torch.no_grad(): layer(x)"

@@ -12,8 +12,6 @@ from deltazoo.checks import promises
 from deltazoo.layers import LayerInput
 from deltazoo.spec import get_rule, registering_module
 
-__all__ = ["CHECKS", "Finding", "check_rule"]
-
 _REPEATABLE = "the same call twice = the same output"
 _BOUNDED = "the state does not expand"
 

@@ -166,8 +166,6 @@ def distill(
         raise ValueError(f"{folder} holds the swapped model itself: choose another --output")
     check_run(config, resume)
     open_text(config.data)
-    with held(folder):
-        pass  # the folder can be written, and nobody else trains there
 
     # These import torch, after the arguments are checked.
     import torch

@@ -16,8 +16,6 @@ from deltazoo.diagnosis.rule_figures import CHUNK, Figures, Quantiles, figure_of
 from deltazoo.generation.nan_origin import watch_for_nan
 from deltazoo.models.delta_layers import evaluation_mode
 
-__all__ = ["Diagnosis", "LayerDiagnosis", "diagnose"]
-
 _EXPANDS = 1.01
 """Eigenvalue along the key beyond which the state expands by more than rounding explains."""
 _CHUNK_EXPANDS = 1.05

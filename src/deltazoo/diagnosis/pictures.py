@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from deltazoo.diagnosis.rule_figures import CHUNK, figure_of
 
-__all__ = ["curves", "draw_distillation", "draw_loss_curve", "draw_records", "require_matplotlib"]
-
 # Okabe and Ito's palette, distinguishable with every common colour vision deficiency, and a grey.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 BLUE, ORANGE, BLACK, GREY = PALETTE[0], PALETTE[1], PALETTE[-1], "#8C8C8C"
@@ -146,13 +144,8 @@ def draw_loss_curve(log_history: Sequence[dict[str, Any]], path: str | Path, tit
         path: path of the PNG.
         title: title of the picture.
         tokens_per_step: tokens per optimizer step, for the upper axis.
-
-    Raises:
-        ValueError: the history holds no training loss.
     """
     found = curves(log_history)
-    if not found["training"]:
-        raise ValueError("the log history holds no training loss to draw")
     figure, [axes] = new_figure(1, width=8, height=4.5)
     axes.plot(*zip(*found["training"], strict=True), color=BLUE, linewidth=1.5, label="training")
     if found["validation"]:

@@ -223,13 +223,8 @@ def baselines(train: Sequence[str], held_out: Sequence[str], *, primed: bool = F
         train: training texts; empty if unknown.
         held_out: scored texts.
         primed: whether to measure xz also after the training text, if there is any (seconds per 10 MB).
-
-    Raises:
-        ValueError: there is no byte to compress.
     """
     data, known = (b"".join(text.encode() for text in part) for part in (held_out, train))
-    if not data:
-        raise ValueError("there is no byte to compress")
     with console.status("measuring the baselines"):
         found = [
             # gzip's window is 32 KiB, the dictionary of xz reaches back 64 MiB.
@@ -271,7 +266,6 @@ class Ranking:
         """Write the ranking as JSON; null where a loss is NaN."""
         layers = [{"layer": n, "loss": loss, "rise": loss - self.loss} for n, loss in enumerate(self.losses)]
         figures = {"rule": self.rule, "loss": self.loss, "tokens": self.tokens, "layers": layers}
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, figures)
 
 

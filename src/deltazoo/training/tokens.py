@@ -157,8 +157,6 @@ class PackedRows:
     """
 
     def __init__(self, documents: Sequence[np.ndarray], row_length: int, *, num_rows: int, seed: int) -> None:
-        if not documents:
-            raise ValueError("there is no document to pack")
         self._tokens = np.concatenate(documents)
         lengths = np.array([len(document) for document in documents], dtype=np.int64)
         self._begins = np.concatenate([[0], np.cumsum(lengths)])
