@@ -16,11 +16,13 @@ more than one 16-bit term, so plain torch with one is no measure.
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import distributions
 from typing import Any
 
 import torch
@@ -28,12 +30,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from deltazoo import __version__
 from deltazoo.ops import delta_rule, delta_rule_step
 from deltazoo.ops.call import RuleCall
 from deltazoo.ops.chunkwise import form
 
 _TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 8 * 2**-11, torch.float32: 1e-4}
 _HARD_TOLERANCE = 0.05
+_REPORTED = ("triton", "transformers")
 _COMMAND = ["-m", "deltazoo.checks.kernel_check"]
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TOLERANCE}
 
@@ -377,6 +381,23 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
     """Norm of the error over the norm of the exact tensor, in float64; the absolute error if that is zero."""
     exact = exact.double()
     return float((found.double() - exact).norm()) / (float(exact.norm()) or 1.0)
+
+
+def machine_report(backend: str, device: str, verdicts: Sequence[Verdict]) -> str:
+    """A page in Markdown: versions, number of cases, and every case that failed."""
+    wrong = [verdict for verdict in verdicts if not verdict.passed]
+    hardware = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    if device.startswith("cuda"):
+        found = torch.cuda.get_device_properties(device)
+        hardware = f"{found.name}, {found.total_memory / 2**30:.0f} GiB, sm_{found.major}{found.minor}"
+        hardware += f", CUDA {torch.version.cuda}"
+    installed = {package.name: package.version for package in distributions() if package.name in _REPORTED}
+    facts = {"deltazoo": __version__, "Python": platform.python_version(), "torch": torch.__version__}
+    facts |= {name: installed.get(name, "not installed") for name in _REPORTED}
+    facts |= {"system": platform.platform(), "device": hardware, "backend": backend}
+    lines = ["## deltazoo check", "", "|  |  |", "| --- | --- |", *(f"| {x} | {y} |" for x, y in facts.items())]
+    lines += ["", f"{len(verdicts) - len(wrong)} of {len(verdicts)} cases right."]
+    return "\n".join([*lines, *(["", "```", *map(str, wrong), "```"] if wrong else [])]) + "\n"
 
 
 def main() -> None:

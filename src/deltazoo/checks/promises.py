@@ -44,14 +44,14 @@ def tokens(num_tokens: int = TOKENS, rows: int = 2, dtype: torch.dtype = torch.f
     return torch.randn(rows, num_tokens, HIDDEN, dtype=dtype)
 
 
-def difference(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> str | None:
+def difference(found: Tensor, expected: Tensor) -> str | None:
     """The place and size of a difference between two tensors `[B, T, ...]` beyond rounding; None if there is none."""
-    wrong = ~((found - expected).abs() <= tolerance * (1 + expected.abs().max()))  # NaN is wrong
+    wrong = ~((found - expected).abs() <= TOLERANCE * (1 + expected.abs().max()))  # NaN is wrong
     if not wrong.any():
         return None
     row, token = (int(index) for index in wrong.flatten(2).any(-1).nonzero()[0])
     largest = (found - expected).abs().nan_to_num(nan=float("inf")).max()
-    return f"first at token {token} of row {row}, by up to {largest:.1e}, where rounding explains {tolerance:.0e}"
+    return f"first at token {token} of row {row}, by up to {largest:.1e}, where rounding explains {TOLERANCE:.0e}"
 
 
 def parameters_are_filled_and_act(rule: str) -> str | None:

@@ -25,7 +25,7 @@ from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import get_rule
 from deltazoo.training.config import RunConfig
 from deltazoo.training.console import say
-from deltazoo.training.data import Corpus, open_text, read_corpus
+from deltazoo.training.data import Corpus, read_corpus
 from deltazoo.training.folder import (
     RESULT,
     begin_run,
@@ -103,8 +103,7 @@ def _train(config: RunConfig, folder: Path, resume: bool) -> TrainingResult:
             refuse_unrunnable(model)
     arguments = training_arguments(config)  # joins the other processes of a distributed run
     processes, steps = PartialState(), config.training.steps
-    source = open_text(config.data)
-    corpus = read_corpus(source, config.data)
+    corpus = read_corpus(config.data)
     if resume:
         refuse_other_text(corpus, folder, config.data)
     stored = _stored_result(folder, corpus) if resume else None
@@ -115,7 +114,7 @@ def _train(config: RunConfig, folder: Path, resume: bool) -> TrainingResult:
     processes.wait_for_everyone()  # all processes check the folder before one writes into it
     with processes.main_process_first():
         tokenizer = _tokenizer(config, corpus, folder, resume or not processes.is_main_process)
-    text = TokenizedText(source, config.data, corpus, tokenizer)
+    text = TokenizedText(corpus, tokenizer)
     set_seed(config.seed)
     model = build_model(_as_begun(config, latest), tokenizer, config.runtime)
     native = config.architecture is not None

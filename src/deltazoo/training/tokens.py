@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from deltazoo.training.config import DataConfig, OptimizationConfig, TokenizerConfig
+from deltazoo.training.config import OptimizationConfig, TokenizerConfig
 from deltazoo.training.console import console, say, track
-from deltazoo.training.data import Corpus, Records, TextFiles, is_held_out
+from deltazoo.training.data import Corpus, Records, is_held_out
 from deltazoo.training.loading import check_on_hub
 
 BOS, EOS = "<|bos|>", "<|eos|>"
@@ -211,7 +211,6 @@ class StreamedRows:
     def __init__(
         self,
         source: Records,
-        data: DataConfig,
         tokenizer: PreTrainedTokenizerBase,
         row_length: int,
         *,
@@ -219,7 +218,7 @@ class StreamedRows:
         remembered: int,
     ) -> None:
         """``remembered``: number of the latest rows whose position is kept, at least those read ahead."""
-        self._source, self._data, self._tokenizer, self._row_length = source, data, tokenizer, row_length
+        self._source, self._tokenizer, self._row_length = source, tokenizer, row_length
         self._num_rows = num_rows
         self._positions: deque[tuple[int, dict[str, Any]]] = deque(maxlen=remembered)
         self.go_to({"num_rows": 0, "records": None, "pieces": []})
@@ -262,7 +261,7 @@ class StreamedRows:
         pieces = deque(np.array(piece, dtype=np.int64) for piece in position["pieces"])
         while True:
             for document in self._source.documents_of(records):
-                if not is_held_out(document.split_key, self._data.validation_fraction):
+                if not is_held_out(document.split_key, self._source.data.validation_fraction):
                     pieces.extend(encode_documents(self._tokenizer, [document.text], with_end=True))
                 while num_tokens(pieces) >= self._row_length:
                     row = _take_row(pieces, self._row_length)
@@ -309,13 +308,10 @@ class TokenizedText:
         bytes_per_token: bytes per token of the held-out text.
     """
 
-    def __init__(
-        self, source: TextFiles | Records, data: DataConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self._corpus = tokenizer, corpus
         self.validation = encode_documents(tokenizer, corpus.validation, "tokenizing the held-out text")
         self.bytes_per_token = corpus.validation_bytes / sum(len(ids) - 1 for ids in self.validation)
-        self._source, self._data, self._corpus = source, data, corpus
 
     @cached_property
     def _training(self) -> list[np.ndarray]:
@@ -323,10 +319,10 @@ class TokenizedText:
 
     def training_rows(self, settings: OptimizationConfig, seed: int) -> PackedRows | StreamedRows:
         """The rows that a run reads, the same for any number of processes; a stream is tokenized while it is read."""
-        size, count = settings.row_length, settings.steps * settings.rows_per_step
-        if self._data.streaming and isinstance(self._source, Records):
+        size, count, source = settings.row_length, settings.steps * settings.rows_per_step, self._corpus.source
+        if isinstance(source, Records) and source.data.streaming:
             remembered = 4 * settings.rows_per_step
-            return StreamedRows(self._source, self._data, self.tokenizer, size, num_rows=count, remembered=remembered)
+            return StreamedRows(source, self.tokenizer, size, num_rows=count, remembered=remembered)
         return PackedRows(self._training, size, num_rows=count, seed=seed)
 
 
