@@ -1,5 +1,6 @@
 """States taken out of caches, put back, forked and saved: bit for bit, for every rule and every kind of model."""
 
+import copy
 import json
 from itertools import zip_longest
 
@@ -16,6 +17,7 @@ from deltazoo.generation import Decoder
 from deltazoo.generation.row_table import RowStates
 from deltazoo.generation.states import Snapshot, detach, fork, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache
+from deltazoo.layers.state import meta_state
 
 SWAPPED = ["llama 1:1", "gemma3_text 1:1", "llama all"]
 KINDS = ["kda_without_conv", "hybrid", *SWAPPED, ACCELERATED[0], ACCELERATED[-1]]
@@ -263,7 +265,8 @@ def test_what_a_snapshot_says_of_itself():
     saved = snapshot(run(model, None, tokens(3, 5))[1])
     assert saved.kinds == ("delta_rule", "delta_rule") and (saved.num_tokens, saved.num_rows) == (5, 3)
     assert saved.device == torch.device("cpu") and same(saved.to("cpu"), saved)
-    assert saved.nbytes == 3 * sum(layer.attn.state_bytes(torch.float32) for layer in model.model.layers)
+    states = [meta_state(copy.deepcopy(layer.attn).to("meta")) for layer in model.model.layers]
+    assert saved.nbytes == 3 * sum(x.nbytes for state in states for x in state if x is not None)
     assert saved.fork(2).nbytes == 2 * saved.nbytes
 
 
