@@ -211,7 +211,7 @@ def test_a_name_that_is_nowhere_is_asked_for_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_wrong_column_is_refused_with_the_nearest(jsonl: Path) -> None:
-    with pytest.raises(ValueError, match=r"unknown column 'txt'; did you mean 'text'\?"):
+    with pytest.raises(ValueError, match=r"unknown column 'txt'; did you mean 'text'\?.*--text-field"):
         list(open_text(DataConfig(text=str(jsonl), text_field="txt")).documents())
 
 

@@ -88,8 +88,10 @@ class TokenizerConfig:
             raise ValueError("vocab_size is missing, which kind bpe needs: 259 or more")
         if self.kind != "bpe" and self.vocab_size is not None:
             raise ValueError(f"vocab_size acts only for kind bpe, not {self.kind}")
-        if (self.path is not None) != (self.kind == "pretrained"):
-            raise ValueError(f"path belongs to kind pretrained and to no other; got kind {self.kind}, path {self.path}")
+        if self.kind == "pretrained" and self.path is None:
+            raise ValueError("path is missing, which kind pretrained needs: a tokenizer's folder or Hub name")
+        if self.kind != "pretrained" and self.path is not None:
+            raise ValueError(f"path acts only for kind pretrained, not {self.kind}")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -355,12 +357,14 @@ def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ..
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
         if not isinstance(values, dict):
-            raise ValueError(f"must hold a mapping of keys to values, got {type(values).__name__}")
+            found = type(values).__name__
+            raise ValueError(f"must hold a mapping of keys to values, got {found} (a text to train on: --text {path})")
         for override in sorted(overrides, key=lambda override: not override.startswith("tokenizer.kind=")):
             _apply(values, override)
         return from_mapping(cls, values)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a YAML file: {' '.join(str(error).split())}") from error
+        said = " ".join(str(error).split())
+        raise ValueError(f"{path} is not a YAML file (a text to train on: --text {path}): {said}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -386,7 +390,7 @@ def as_mapping(config: Any) -> dict[str, Any]:
 
 def save_config(config: Any, path: str | Path) -> None:
     """Write the configuration with all defaults, whole or not at all, so that the file alone reproduces the run."""
-    write_whole(Path(path), yaml.safe_dump(as_mapping(config), sort_keys=False))
+    write_whole(Path(path), yaml.safe_dump(as_mapping(config), sort_keys=False, allow_unicode=True))
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -430,7 +434,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise ValueError(f"{section!r} in the override {override!r} is not a section")
+            raise ValueError(f"the override {override!r} takes {section!r} for a section, and it holds a value")
     if name == "tokenizer.kind" and values.get(key) != value:
         values.clear()
     values[key] = value

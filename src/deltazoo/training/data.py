@@ -113,7 +113,10 @@ class Records:
             raise ValueError(f"cannot read {self.description}: {type(cause).__name__}: {cause}") from error
         columns = records.column_names
         if columns is not None and self.data.text_field not in columns:
-            raise ValueError(f"data.text_field: {unknown('column', self.data.text_field, sorted(columns))}")
+            raise ValueError(
+                f"{self.data.text}: {unknown('column', self.data.text_field, sorted(columns))}; data.text_field "
+                "(or --text-field) names the column of the text"
+            )
         return records
 
     def documents_of(self, records: Any) -> Iterator[Document]:

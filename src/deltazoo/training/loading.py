@@ -71,7 +71,9 @@ def nearest_run(path: Path) -> str:
 
 
 def _successor(name: str) -> str | None:
-    """The command in place of a former preset; None: there was no such preset."""
+    """The command in place of a rule's name or a former preset; None: the name is neither."""
+    if name in list_rules():
+        return f"deltazoo train quickstart_cpu --rule {name}"
     found = _EARLIER.fullmatch(name)
     if found is None:
         return None
@@ -135,6 +137,11 @@ def resolve_checkpoint(path: str) -> str:
         for candidate in (folder, folder / "model"):
             if (candidate / "config.json").is_file():
                 return str(candidate)
+        if (folder / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{path} holds an adapter of PEFT without its model: merge them first, "
+                "AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)"
+            )
         advice = f"the run in it is not finished: deltazoo train {path} --resume"
         if not (folder / RUN_CONFIG).is_file():
             advice = (
