@@ -71,7 +71,9 @@ def _twice(x, LAYOUT: gl.constexpr):
 
 
 @jit
-def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, STAGES: gl.constexpr):
+def prepare_chunks(
+    chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, QUERIES: gl.constexpr, STAGES: gl.constexpr
+):
     """Compute P, T11, T22 and -L21 of every chunk, and whether its largest gain is too large, by four warps."""
     rings, channel, bars, prepared, factors, large, scratch, kept, scale, NC = chunks
     q_ring, k_ring, _ = rings
@@ -160,16 +162,17 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
         below = gl.convert_layout(gl.where(warp < 2, B0, B2).to(DTYPE).reshape([4, 16, 16]), RIGHT)
         diagonal.store(own.reshape([4, 16, 16]).permute((1, 0, 2)).reshape([C, 16]))
         L_ring.index(stage).store(gl.convert_layout(left.to(DTYPE), PAIR))
-        P = warpgroup_mma(q, written.permute((1, 0)), zero, use_acc=False, is_async=True)
-        P = warpgroup_mma_wait(0, deps=[P])
-        if DECAY == "scalar":
-            P = P * (E * scale)
-        else:
-            i_row, i_column = order.load(gl.SliceLayout(1, SQUARE)), order.load(gl.SliceLayout(0, SQUARE))
-            P = gl.where(i_row[:, None] >= i_column[None, :], P, 0.0)
-        P_ring.index(stage).store(P.to(DTYPE))
-        if KEEP:
-            P_buffer.permute((1, 0)).store((P if DECAY == "scalar" else P * scale).to(DTYPE))
+        if QUERIES:
+            P = warpgroup_mma(q, written.permute((1, 0)), zero, use_acc=False, is_async=True)
+            P = warpgroup_mma_wait(0, deps=[P])
+            if DECAY == "scalar":
+                P = P * (E * scale)
+            else:
+                i_row, i_column = order.load(gl.SliceLayout(1, SQUARE)), order.load(gl.SliceLayout(0, SQUARE))
+                P = gl.where(i_row[:, None] >= i_column[None, :], P, 0.0)
+            P_ring.index(stage).store(P.to(DTYPE))
+            if KEEP:
+                P_buffer.permute((1, 0)).store((P if DECAY == "scalar" else P * scale).to(DTYPE))
         # Rows of (1 / beta - L)^-1 from the first to the last: b_r (e_r + sum_n -L_rn x_n); A has no b_r.
         steps = _split16(factors.index(vectors + STEP).reshape([4, 16]).load(STEPS))
         gain = gl.full([4], 0.0, gl.float32, gl.SliceLayout(1, COLUMN))
@@ -244,7 +247,8 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
         if KEEP:
             row = (slot + c * HV) * (2 * C)
             tma.async_copy_shared_to_global(AP_tiles, [row, 0], A_buffer)
-            tma.async_copy_shared_to_global(AP_tiles, [row + C, 0], P_buffer)
+            if QUERIES:
+                tma.async_copy_shared_to_global(AP_tiles, [row + C, 0], P_buffer)
         c += 1
     if KEEP:
         tma.store_wait(0)
