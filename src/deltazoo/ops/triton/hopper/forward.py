@@ -81,7 +81,7 @@ def copy_chunks(
     i_b, i_h, first, slot, NC = place
     q_tiles, k_tiles, v_tiles, log_decay = tiles
     q_ring, k_ring, v_ring = rings
-    _, _, _, gates, gates_full, gates_empty, _, _, _, _, _, _ = channel
+    _, _, _, gates, gates_full, gates_empty, _ = channel
     full, empty = bars
     TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, C, TOKENS)
@@ -171,7 +171,7 @@ def carry_state(
     o_tiles, U_tiles, states_tiles = tiles
     output, U_buffers, states_buffers = buffers
     q_ring, k_ring, v_ring = rings
-    written_ring, entries, totals, _, _, _, _, _, _, _, _, _ = channel
+    written_ring, entries, totals, _, _, _, _ = channel
     full, empty = bars
     T_ring, L_ring, P_ring, ready = prepared
     DTYPE: gl.constexpr = output.dtype
@@ -392,15 +392,12 @@ def hopper_forward_kernel(
         initial += state
     tiles = (q_tiles, k_tiles, v_tiles, log_decay)
     rings = (q_ring, k_ring, v_ring)
-    channel = (
-        written_ring, entries, totals, gates, gates_full, gates_empty, fewest, k_in, k_out, k_in_tiles, k_out_tiles,
-        chunk_G,
-    )  # fmt: skip
+    channel = (written_ring, entries, totals, gates, gates_full, gates_empty, fewest)
     bars = (full, empty)
     prepared = (T_ring, L_ring, P_ring, ready)
     scratch = (diagonal, inverses, gains, order)
     place = (i_b, i_h, first, slot, NC)
-    kept = (AP_tiles, A_buffer, P_buffer, corner, place, HV)
+    kept = (AP_tiles, A_buffer, P_buffer, corner, (k_in, k_out, k_in_tiles, k_out_tiles, chunk_G), place, HV)
     out_tiles, buffers, B = (
         (o_tiles, U_tiles, states_tiles),
         (output, U_buffers, states_buffers),

@@ -77,13 +77,12 @@ def prepare_chunks(
     """Compute P, T11, T22 and -L21 of every chunk, and whether its largest gain is too large, by four warps."""
     rings, channel, bars, prepared, factors, large, scratch, kept, scale, NC = chunks
     q_ring, k_ring, _ = rings
-    written_ring, entries, totals, gates, gates_full, gates_empty, fewest, k_in, k_out, k_in_tiles, k_out_tiles, G = (
-        channel
-    )
+    written_ring, entries, totals, gates, gates_full, gates_empty, fewest = channel
     full, _ = bars
     T_ring, L_ring, P_ring, ready = prepared
     diagonal, inverses, gains, order = scratch
-    AP_tiles, A_buffer, P_buffer, corner, place, HV = kept
+    AP_tiles, A_buffer, P_buffer, corner, keys, place, HV = kept
+    k_in, k_out, k_in_tiles, k_out_tiles, chunk_G = keys
     i_b, i_h, first_token, slot, _ = place
     DTYPE: gl.constexpr = T_ring.dtype
     K: gl.constexpr = k_ring.shape[2]
@@ -137,9 +136,9 @@ def prepare_chunks(
         if DECAY == "channel":
             mbarrier.wait(gates_full.index(0), c & 1)
             entry, total = entries.index(stage), totals.index(c % (2 * STAGES))
-            G_last = G
+            G_last = chunk_G
             if not QUERIES:
-                G_last = G + (slot + c * HV).to(gl.int64) * K
+                G_last = chunk_G + (slot + c * HV).to(gl.int64) * K
                 tma.store_wait(0)  # waits for the stores of the chunk before
                 barrier()
             decay_keys(q, k, written, gates, entry, total, fewest, k_in, k_out, G_last, QUERIES)
