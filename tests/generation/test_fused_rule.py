@@ -42,8 +42,8 @@ def in_pages(shapes: list[torch.Size], device: str) -> LayerState:
 def step(rule: FusedRule, parts: Tensor, state: LayerState, indices: Tensor | None) -> tuple[Tensor, Tensor]:
     from deltazoo.ops.decoding.convolution import convolve_parts
 
-    mixed, gates = convolve_parts(parts, rule.convolution(state), state_indices=indices, maps=rule.maps)
-    z, norm = rule(mixed, state, state_indices=indices, gates=gates)
+    mixed = convolve_parts(parts, rule.convolution(state), state_indices=indices)
+    z, norm = rule(mixed, state, state_indices=indices)
     return z, norm.squares
 
 

@@ -5,8 +5,8 @@
     more rows:  norm | q/k/v and gates | short convolutions | rule | output norm | o | residual, norm | gate/up |
                 SwiGLU | down | residual, norm of the next block
 
-Maps of low rank, such as KDA's gates, take one launch more before the rule for one row, and none for more. Keys scaled
-by a moment (PGDN, PKDA) take one more.
+Maps of low rank, such as KDA's gates, take one launch more before the rule, and so do keys scaled by a moment (PGDN,
+PKDA).
 
 The blocks are our own, and those of transformers whose attention has been swapped, which turn queries and keys first.
 
@@ -246,9 +246,8 @@ class FusedBlock:
         if normed is None or source is not x:
             _, normed = add_parts(None, total, _row_norm(self._parts.norm))
         product = row_product(normed, self._into_layer.weight)
-        rule = self._rule
-        mixed, gates = convolve_parts(product, rule.convolution(state), self._into_layer.bias, maps=rule.maps)
-        z = norm_heads(*rule(mixed, state, rotary, gates=gates), x.dtype)
+        mixed = convolve_parts(product, self._rule.convolution(state), self._into_layer.bias)
+        z = norm_heads(*self._rule(mixed, state, rotary), x.dtype)
         total, normed = add_parts(row_product(z, self._layer.o_proj.weight), total, _row_norm(self._parts.mlp_norm))
         h = swiglu_parts(row_product(normed, self._into_mlp.weight), x.dtype)
         next_norm = None if following is None else _row_norm(following._parts.norm)

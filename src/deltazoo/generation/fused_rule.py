@@ -113,23 +113,8 @@ class FusedRule:
         taps = (q_conv.weight[:, 0], k_conv.weight[:, 0], v_conv.weight[:, 0])
         return Convolution(taps, state.conv, layer.activation == "silu")
 
-    @property
-    def maps(self) -> list[Any]:
-        """The second maps of the layer's gates of low rank, in the form that the kernels take."""
-        from deltazoo.ops.decoding.low_rank_maps import LowRankGate
-
-        seconds: list[Any] = [self._second_map(name) for name in self._low_rank]
-        return [
-            LowRankGate(self._columns[name], x.weight, x.bias) for name, x in zip(self._low_rank, seconds, strict=True)
-        ]
-
     def __call__(
-        self,
-        mixed: Tensor,
-        state: LayerState,
-        rotary: Rotary | None = None,
-        state_indices: Tensor | None = None,
-        gates: Tensor | None = None,
+        self, mixed: Tensor, state: LayerState, rotary: Rotary | None = None, state_indices: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         """The rule's output before its norm, `[R, HV * V]` float32, and that norm; the state advances in place.
 
@@ -138,18 +123,20 @@ class FusedRule:
             state: states of the rows; or pages of states, with the same indices for all its tensors.
             rotary: cosines and sines `[R or 1, 1, d]`, contiguous.
             state_indices: `[R]` integers, the page of each row.
-            gates: the outputs of `maps`, if they are computed already.
         """
         from deltazoo.ops.decoding.between_products import HeadNorm
-        from deltazoo.ops.decoding.low_rank_maps import low_rank_gates
+        from deltazoo.ops.decoding.low_rank_maps import LowRankGate, low_rank_gates
         from deltazoo.ops.decoding.rule import token_rule
         from deltazoo.ops.decoding.scaled_keys import scaled_keys
 
         layer, form = self._layer, self._layer.step_form
         shape = self._shape if rotary is None else self._shape._replace(turned=rotary[0].shape[-1])
         angles = None if rotary is None else (rotary[0].flatten(0, 1), rotary[1].flatten(0, 1))
-        if gates is None and self._low_rank:
-            gates = low_rank_gates(mixed, self.maps)
+        seconds: list[Any] = [self._second_map(name) for name in self._low_rank]
+        low_rank = [
+            LowRankGate(self._columns[name], x.weight, x.bias) for name, x in zip(self._low_rank, seconds, strict=True)
+        ]
+        gates = low_rank_gates(mixed, low_rank) if low_rank else None
         softplus = form.decay in ("softplus", "saturating")
         A_log, dt_bias = (layer.A_log, layer.dt_bias) if softplus else (self._fixed_decay, None)
         key_parameters, write_keys = [getattr(layer, name) for name in form.key_parameters], None

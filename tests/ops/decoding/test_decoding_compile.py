@@ -114,12 +114,6 @@ def apply_erase_first_rule(rows: int) -> None:
     rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(128), shape)
 
 
-def convolve_with_maps() -> None:
-    """The launch before KDA's rule."""
-    maps = [low_rank_maps.LowRankGate(first, empty(1024, 128), empty(1024)) for first in (3072, 3200)]
-    convolution.convolve_parts(empty(4, 64, 3336, dtype=torch.float32), convolution_of(64), maps=maps)
-
-
 def scale_keys(rows: int) -> None:
     parameters = [empty(8, dtype=torch.float32)] * 3
     mixed, moment = empty(rows, 8192, dtype=torch.float32), empty(rows, 8, 1, 128, dtype=torch.float32)
@@ -184,7 +178,6 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
         4,
         lambda: convolution.convolve_parts(empty(2, 64, 3080), convolution_of(64)._replace(silu=False), empty(3080)),
     ),
-    "step_convolution_maps": (4, convolve_with_maps),
     "step_add": (8, lambda: add(4)),
     "step_swiglu": (8, lambda: between_products.swiglu_parts(empty(2, 64, 5632), torch.bfloat16)),
     "step_greedy": (4, choose),

@@ -131,8 +131,7 @@ class Product:
             y = swiglu_parts(parts, self.dtype)
         elif self.after == "convolution":
             convolution = Convolution(x["taps"].chunk(3), x["window"], self.silu)
-            y, none = convolve_parts(parts, convolution, x["bias"] if self.bias else None)
-            assert none is None
+            y = convolve_parts(parts, convolution, x["bias"] if self.bias else None)
         return {"y": y, "window": x["window"]}
 
     def plain(self, device: str, dtype: torch.dtype) -> Results:
@@ -327,7 +326,6 @@ class Gates:
     rank_a: int = 12
     decay_bias: bool = False
     again: bool = False  # the first map once more, as the third
-    parts: bool = False  # in the launch that adds up the parts of the product, to which it adds a bias
     dtype: torch.dtype = torch.float32
 
     def inputs(self, device: str) -> Results:
@@ -347,15 +345,7 @@ class Gates:
         gate = LowRankGate(7, x["gate"], x["bias"])
         decay = LowRankGate(7 + self.rank_g, x["decay"], x["decay_bias"] if self.decay_bias else None)
         maps = [gate] * (self.N_G > 0) + [decay] * (self.N_A > 0)
-        maps += maps[:1] * self.again
-        if not self.parts:
-            return {"gates": low_rank_gates(x["mixed"], maps)}
-        ones = torch.ones_like(x["mixed"])
-        taps, window = ones.new_zeros(2, 3), ones.new_zeros(self.R, 6, 2)
-        parts, convolution = torch.stack([x["mixed"], -ones]), Convolution((taps, taps, taps), window)
-        mixed, gates = convolve_parts(parts, convolution, ones[0], maps=maps)
-        assert gates is not None and torch.allclose(mixed[:, 6:], x["mixed"][:, 6:], atol=1e-5)
-        return {"gates": gates}
+        return {"gates": low_rank_gates(x["mixed"], maps + maps[:1] * self.again)}
 
     def plain(self, device: str, dtype: torch.dtype) -> Results:
         x = {name: tensor.to(dtype) for name, tensor in self.inputs(device).items()}
@@ -496,8 +486,6 @@ CASES: list[Product | Rule | Gates] = [
     ),
     Gates("gates-output-alone", 1, N_A=0, rank_a=0),
     *(Gates(f"gates-three-{R}", R, again=True) for R in (1, 3)),
-    *(Gates(f"gates-parts-{R}-{str(dtype)[6:]}", R, again=again, parts=True, dtype=dtype)
-      for R, again, dtype in ((1, False, torch.float32), (3, True, HALF), (40, True, torch.float32))),
     Gates("gates-wide", 2, N_G=130, N_A=100, rank_g=512, rank_a=1),
 ]  # fmt: skip
 

@@ -3,11 +3,9 @@
     z = sum_i w_i x_{t-i}      y = z * sigmoid(z)  or z
 
 This is `short_conv_step` without the L2 norm of heads. The outputs of a product may continue after those that are
-convolved: gates, which stay unchanged. Of gates of low rank further programs compute the second maps from the product,
-which spares a launch.
+convolved: gates, which stay unchanged.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from deltazoo.ops.decoding.launch_ahead import launch_step, page_size, wait_for_inputs
-from deltazoo.ops.decoding.low_rank_maps import LowRankGate, map_sizes, map_tensors, second_maps
 from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.triton.launch import Constants
 
@@ -24,9 +21,6 @@ __all__ = ["Convolution", "convolve", "convolve_parts", "load_windows"]
 
 _CHANNELS = 256
 """Outputs of one program."""
-
-_ROWS, _GATES = 16, 32
-"""Rows and outputs of a program of second maps: few, so that it takes no more registers than the convolutions."""
 
 
 class Convolution(NamedTuple):
@@ -99,36 +93,14 @@ def convolve_parts_kernel(
     window,  # [R, C, W - 1], or pages of these
     y,  # [R, N] float32
     state_indices,  # [R], the page of each row's window; or None
-    weight_0,  # second maps of gates of low rank (`low_rank_maps.second_maps`), or None
-    bias_0,
-    weight_1,
-    bias_1,
-    weight_2,
-    bias_2,
-    gates,  # their results, or None
     R,
     PAGE: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, CQ: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr, W: tl.constexpr,
-    BW: tl.constexpr, SILU: tl.constexpr, BN: tl.constexpr, FIRST_0: tl.constexpr, N_0: tl.constexpr,
-    RANK_0: tl.constexpr, FIRST_1: tl.constexpr, N_1: tl.constexpr, RANK_1: tl.constexpr, FIRST_2: tl.constexpr,
-    N_2: tl.constexpr, RANK_2: tl.constexpr, GATE_BLOCKS: tl.constexpr, BM: tl.constexpr, BG: tl.constexpr,
-    BK_0: tl.constexpr, BK_1: tl.constexpr, BK_2: tl.constexpr, AHEAD: tl.constexpr,
+    BW: tl.constexpr, SILU: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The convolutions, and before them `GATE_BLOCKS` programs of second maps for every BM rows."""
     BLOCKS: tl.constexpr = (N + BN - 1) // BN
-    program = tl.program_id(0)
-    if gates is not None:
-        programs_of_gates = GATE_BLOCKS * ((R + BM - 1) // BM)
-        if program < programs_of_gates:
-            second_maps(
-                parts, bias, weight_0, bias_0, weight_1, bias_1, weight_2, bias_2, gates, program % GATE_BLOCKS,
-                program // GATE_BLOCKS, R, S, N, FIRST_0, N_0, RANK_0, FIRST_1, N_1, RANK_1, FIRST_2, N_2, RANK_2, BM,
-                BG, BK_0, BK_1, BK_2, AHEAD,
-            )  # fmt: skip
-            return
-        program -= programs_of_gates
-    row = (program // BLOCKS).to(tl.int64)
-    columns = (program % BLOCKS) * BN + tl.arange(0, BN)
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    columns = (tl.program_id(0) % BLOCKS) * BN + tl.arange(0, BN)
     mask = columns < N
     window_row = row
     if state_indices is not None:
@@ -147,47 +119,31 @@ def convolve_parts_kernel(
 
 
 def convolve_parts(
-    parts: Tensor, convolution: Convolution, bias: Tensor | None = None, state_indices: Tensor | None = None,
-    maps: Sequence[LowRankGate] = (),
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The outputs of a product, the first of them convolved, and second maps of others. It has no gradients.
+    parts: Tensor, convolution: Convolution, bias: Tensor | None = None, state_indices: Tensor | None = None
+) -> Tensor:
+    """The outputs of a product, the first of them convolved. It has no gradients.
 
     Args:
         parts: `[S, R, N]`, whose sum over S is the product; contiguous.
         convolution: the convolutions, whose windows advance.
         bias: `[N]`, added to the product.
         state_indices: `[R]` integers, the page that holds each row's window.
-        maps: up to three second maps of gates of low rank, whose inputs are among the outputs that are not convolved.
 
     Returns:
-        `[R, N]` float32: queries, keys and values after SiLU, then the other outputs; and the outputs of the maps side
-        by side, `[R, sum of their sizes]` float32, or None.
-
-    Raises:
-        ValueError: more than three maps.
+        `[R, N]` float32: queries, keys and values after SiLU, then the other outputs.
     """
     S, R, N = parts.shape
     (q_taps, k_taps, v_taps), window, silu = convolution
     y = parts.new_empty(R, N, dtype=torch.float32)
     channels = len(q_taps), len(k_taps), len(v_taps)
-    map_shapes = tuple(x.sizes for x in maps)
-    gates = y.new_empty(R, sum(columns for _, columns, _ in map_shapes)) if maps else None
-    sizes = S, R, N, channels, window.shape[-1] + 1, silu, page_size(window, state_indices), map_shapes
-    launch_step(
-        convolve_parts_kernel, _constants, sizes, parts, bias, q_taps, k_taps, v_taps, window, y, state_indices,
-        *(map_tensors(maps) if maps else [None] * 6), gates,
-    )  # fmt: skip
-    return y, gates
+    sizes = S, R, N, channels, window.shape[-1] + 1, silu, page_size(window, state_indices)
+    launch_step(convolve_parts_kernel, _constants, sizes, parts, bias, q_taps, k_taps, v_taps, window, y, state_indices)
+    return y
 
 
-def _constants(
-    S: int, R: int, N: int, channels: tuple[int, int, int], W: int, silu: bool, page: int,
-    maps: tuple[tuple[int, int, int], ...],
-) -> Constants:  # fmt: skip
+def _constants(S: int, R: int, N: int, channels: tuple[int, int, int], W: int, silu: bool, page: int) -> Constants:
     CQ, CK, CV = channels
-    blocks, row_blocks = sum(-(-columns // _GATES) for _, columns, _ in maps), -(-R // _ROWS)
     return Constants(
-        R * -(-N // _CHANNELS) + blocks * row_blocks, R=R, PAGE=page, S=S, N=N, CQ=CQ, CK=CK, CV=CV, W=W,
-        BW=triton.next_power_of_2(W - 1), SILU=silu, BN=_CHANNELS, GATE_BLOCKS=blocks, BM=_ROWS, BG=_GATES,
-        num_warps=4, **map_sizes(maps),
+        R * -(-N // _CHANNELS), R=R, PAGE=page, S=S, N=N, CQ=CQ, CK=CK, CV=CV, W=W, BW=triton.next_power_of_2(W - 1),
+        SILU=silu, BN=_CHANNELS, num_warps=4,
     )  # fmt: skip

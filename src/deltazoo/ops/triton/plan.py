@@ -95,6 +95,7 @@ OBSTACLES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("forward recorded backward", lambda p: p.strict, "precision is strict"),
     ("forward recorded backward", lambda p: p.reads_otherwise, "the erase reads with other keys or before the decay"),
     ("recorded", lambda p: p.segments > 1, "long rows are cut into segments"),
+    ("forward", lambda p: p.segments > 1 and p.per_channel, "long rows are cut into segments"),
     ("forward recorded", lambda p: p.leaves_idle, "{p.row_heads} heads in all leave multiprocessors idle"),
     ("recorded backward", lambda p: p.heads * p.segments < MIN_HEADS, "there are few heads"),
 )

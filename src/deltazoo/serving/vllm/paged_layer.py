@@ -258,10 +258,8 @@ class PagedLayer(JoinedMaps, MambaBase):
         assert self.rule is not None
         turned = None if rotary is None else (rotary[0][: len(rows), None], rotary[1][: len(rows), None])
         state = LayerState(*self.kv_cache)
-        mixed, gates = convolve_parts(
-            joint[None], self.rule.convolution(state), state_indices=rows, maps=self.rule.maps
-        )
-        return norm_heads(*self.rule(mixed, state, turned, rows, gates), joint.dtype)
+        mixed = convolve_parts(joint[None], self.rule.convolution(state), state_indices=rows)
+        return norm_heads(*self.rule(mixed, state, turned, rows), joint.dtype)
 
     def _run(
         self,
