@@ -1,8 +1,6 @@
 """Load a checkpoint with plain transformers and continue a prompt: ``python scripts/sample.py PATH``."""
 
 import argparse
-import json
-import time
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,7 +19,6 @@ def main() -> None:
     parser.add_argument("path")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--tokens", type=int, default=160)
-    parser.add_argument("--json", action="store_true", help="print text and speed as JSON")
     arguments = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,12 +26,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.path)
     inputs = tokenizer(arguments.prompt, return_tensors="pt", return_token_type_ids=False).to(device)
     torch.manual_seed(0)
-    began = time.perf_counter()
     output = model.generate(**inputs, max_new_tokens=arguments.tokens, do_sample=True, temperature=0.7, top_p=0.95)
-    seconds = time.perf_counter() - began
-    text = tokenizer.decode(output[0], skip_special_tokens=True)
-    new_tokens = output.shape[1] - inputs["input_ids"].shape[1]
-    print(json.dumps({"text": text, "tokens_per_second": new_tokens / seconds}) if arguments.json else text)
+    print(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
 if __name__ == "__main__":

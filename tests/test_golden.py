@@ -12,6 +12,7 @@ import torch
 from golden.freeze import (
     CHECKPOINTS,
     EARLIER,
+    NEWER,
     ROUNDING,
     RULES,
     RUNTIME_KEYS,
@@ -41,8 +42,8 @@ def assert_no_larger(errors: dict[str, float], allowed: float) -> None:
 
 
 def test_every_frozen_rule_has_a_checkpoint():
-    assert set(RULES) <= set(deltazoo.list_rules())
-    assert {f"delta_rule_{rule}" for rule in RULES} <= set(NAMES)
+    assert {*RULES, *NEWER} <= set(deltazoo.list_rules())
+    assert {f"delta_rule_{rule}" for rule in (*RULES, *NEWER)} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

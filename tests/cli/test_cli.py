@@ -178,6 +178,7 @@ def test_eval_scores_another_text(run: Path, tmp_path: Path, capsys: pytest.Capt
         == 0
     )
     assert json.loads(score.read_text())["score"]["bytes"] == 9, "cut inside a file"
+    assert "9 bytes are too few for a comparison" in " ".join(capsys.readouterr().err.split())
 
 
 def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,6 +235,11 @@ def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[
         (["generate", "./nowhere", "--prompt", "x", "--device", "gpu"], "there is no device 'gpu'"),
         (["swap", "./nowhere", "--rule", "kda", "--dry-run"], "there is no folder './nowhere'"),
         (["generate", "/", "--prompt", "x"], "holds no model"),
+        (
+            ["serve", "/"],
+            "give the folder of a model or of a run; to train on the texts in it: deltazoo train --text /",
+        ),
+        (["serve", __file__], "test_cli.py is a file: give the folder of a model or of a run"),
         (["generate", "/", "--prompt", "x", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
     ],
 )
@@ -244,6 +250,12 @@ def test_bad_input_is_one_message_and_status_1(
     captured = capsys.readouterr()
     assert message in " ".join(captured.err.replace("│", " ").split())
     assert "Traceback" not in captured.err
+
+
+def test_an_adapter_alone_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert call("generate", str(tmp_path), "--prompt", "x") == 1
+    assert "holds an adapter of PEFT without its model: merge them first" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("option", [["--top-k", "3"], ["--top-p", "0.2"]])

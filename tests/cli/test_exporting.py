@@ -10,8 +10,9 @@ import torch
 from command_line import invoke
 from safetensors.torch import load_file
 from tiny_models import tiny_named
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import deltazoo
 from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.tokens import build_tokenizer
 
@@ -45,6 +46,12 @@ def test_refusals_are_one_sentence(run: Path, tmp_path: Path) -> None:
     assert outcome.exit_code == 1 and "unknown target 'olmo_hybird'; did you mean 'olmo_hybrid'?" in outcome.output
     outcome = invoke("export", str(run), "--to", "fla", "--out", str(run))
     assert outcome.exit_code == 1 and "exists and is no empty folder: name a new one" in outcome.output
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=259)
+    swapped = LlamaForCausalLM(LlamaConfig(**sizes))
+    deltazoo.swap_attention(swapped, "gated_deltanet")
+    swapped.save_pretrained(tmp_path / "swapped")
+    outcome = invoke("export", str(tmp_path / "swapped"), "--to", "fla", "--out", str(tmp_path / "out"))
+    assert outcome.exit_code == 1 and "swapped ones have none elsewhere" in outcome.output
     assert not (tmp_path / "out").exists()
 
 

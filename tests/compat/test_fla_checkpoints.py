@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import HYBRID, SIZES, tiny_named, tokens
+from tiny_families import tiny_original
+from tiny_models import HYBRID, SIZES, tiny_model, tiny_named, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from deltazoo import swap_attention
 from deltazoo.compat import load_fla_checkpoint
+from deltazoo.compat.fla.checkpoints import missing_weights
 
 # What fla's configuration classes write into config.json, at the sizes of the tiny models.
 COMMON = {
@@ -251,3 +254,29 @@ def test_norm_and_gate_of_gla_in_two_modules(tmp_path):
     assert same_logits(loaded, AutoModelForCausalLM.from_pretrained(path), expected["tokens"])
     loaded.save_pretrained(tmp_path / "again")
     assert load_file(tmp_path / "again" / "model.safetensors").keys() == weights.keys()
+
+
+class TestMissingWeights:
+    """What vLLM's plugin asks; no kind of parameter may be left as it was drawn."""
+
+    @pytest.mark.parametrize("kind", ["hybrid_kda", "comba", "pgdn", "without_conv", "swapped"])
+    def test_each_parameter_is_missed(self, kind):
+        if kind == "swapped":
+            model = tiny_original("llama")
+            swap_attention(model, "kda", [1])
+        else:
+            model = tiny_model(kind, beta_bias=True, tie_word_embeddings=kind == "comba")
+        names = {name for name, _ in model.named_parameters()}
+        assert not missing_weights(model.config, names) and not missing_weights(model.config, model.state_dict())
+        for name in names:
+            assert missing_weights(model.config, names - {name}) == {name}
+
+    def test_packed_weights_are_not_missed(self):
+        model = tiny_model("gated_deltanet")
+        config, names = model.config, set(model.state_dict())
+        config.quantization_config = {"quant_method": "gptq", "bits": 4}
+        packed = {f"{name.removesuffix('weight')}qweight" if "_proj." in name else name for name in names}
+        assert packed != names and not missing_weights(config, packed)
+        assert missing_weights(config, packed - {"model.layers.0.attn.q_proj.qweight"}) == {
+            "model.layers.0.attn.q_proj.weight"
+        }

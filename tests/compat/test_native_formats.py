@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import deltazoo
 from deltazoo.compat import load_native_checkpoint
-from deltazoo.compat.native import exporting
+from deltazoo.compat.native import checkpoints
 from deltazoo.compat.native.formats import FORMATS, TARGETS, targets_of
 from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.training.config import TokenizerConfig
@@ -198,7 +198,7 @@ def test_other_models_are_refused(tmp_path):
 
 
 def test_a_target_that_transformers_lacks_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, "CONFIG_MAPPING", {})
+    monkeypatch.setattr(checkpoints, "CONFIG_MAPPING", {})
     with pytest.raises(ValueError, match=f"transformers {transformers.__version__}.* has no model type qwen3_next"):
         deltazoo.export(tiny(), "qwen3_next", tmp_path / "out")
 
@@ -242,7 +242,7 @@ def test_tokenizer_and_generation_config_go_along(tmp_path, monkeypatch):
 
     other = build_tokenizer(TokenizerConfig(kind="byte"), [])
     other.add_tokens(["def"])
-    monkeypatch.setattr(exporting.AutoTokenizer, "from_pretrained", lambda folder: other)
+    monkeypatch.setattr(checkpoints.AutoTokenizer, "from_pretrained", lambda folder: other)
     with pytest.raises(ValueError, match=r"loads a \w+ with every checkpoint of qwen3_next, which splits text"):
         deltazoo.export(model, "qwen3_next", tmp_path / "second", tokenizer=tokenizer, check=False)
     assert not (tmp_path / "second").exists()

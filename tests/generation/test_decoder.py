@@ -1,10 +1,10 @@
-"""`deltazoo.generate` gives the tokens of the forward pass, for prompts in pieces and for every kind of model."""
+"""`deltazoo.generate` and `model.generate` give the tokens of the forward pass, for every kind of model."""
 
 from functools import partial
 
 import pytest
 import torch
-from decoding_loops import ACCELERATED, PADDED, SWAPPED, assert_decodes_like_forward, model_of, own
+from decoding_loops import ACCELERATED, PADDED, SWAPPED, assert_decodes_like_forward, model_of, ordinary, own
 from foreign_models import foreign_model
 from tiny_families import tiny_original
 from tiny_models import STATES, tiny_model, tokens
@@ -38,16 +38,23 @@ def streamed(decoder, model, ids, mask, count):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [*STATES, *SWAPPED, *ACCELERATED])
 def test_tokens_are_the_likeliest(kind, device, request):
-    """Of every kind of model, for prompts whole and in pieces, with padding and without."""
-    captures = request.getfixturevalue("captures") if device == "cpu" else [own] * 2
+    """Of every kind of model, for prompts whole and in pieces, with padding and without, in both loops.
+
+    One captured step serves the calls of `model.generate`.
+    """
+    captures = request.getfixturevalue("captures") if device == "cpu" else [own] * 3
     model = model_of(kind).to(device)
     assert_decodes_like_forward(model, own)
     assert_decodes_like_forward(model, partial(own, prefill_chunk=3), mask=PADDED)
-    assert len(captures) == 2
+    for mask in (None, PADDED, None):
+        assert_decodes_like_forward(model, ordinary, mask=mask)
+    assert len(captures) == 3
+    decoding = deltazoo.report(model).decoding
+    assert "captures its step in a CUDA graph" in decoding and "(the last call: captured)" in decoding
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("prefill_chunk", [None, 1, 50])
+@pytest.mark.parametrize("prefill_chunk", [1, 50])
 @pytest.mark.parametrize("kind", ["hybrid", "kda_without_conv", "gemma3_text 1:1"])
 def test_pieces_and_padding_of_all_lengths(kind, prefill_chunk, device):
     mask = torch.tensor([[1] * 7, [0] * 4 + [1] * 3, [0] * 6 + [1]])
@@ -58,6 +65,7 @@ def test_pieces_and_padding_of_all_lengths(kind, prefill_chunk, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_end_one_by_one(device):
+    """And all at the end of the last one."""
     model, ids = tiny_model("hybrid").to(device), tokens(4, 5).to(device)
     ends = plain(model, ids)[:2, 7].tolist()  # the third new tokens of two rows
     options = {"eos_token_id": ends, "pad_token_id": 60}
@@ -65,6 +73,8 @@ def test_rows_end_one_by_one(device):
     # Without a mask transformers would take the prompt's own tokens 60 for padding.
     assert torch.equal(made, plain(model, ids, attention_mask=torch.ones_like(ids), **options))
     assert (made[:, 5:] == 60).any()
+    alone = deltazoo.generate(model, ids[:1], max_new_tokens=9, eos_token_id=ends[0])
+    assert torch.equal(alone, plain(model, ids[:1])[:, :8])
 
 
 def test_rows_that_ended_go_on_in_the_next_stream(captures):
@@ -76,14 +86,6 @@ def test_rows_that_ended_go_on_in_the_next_stream(captures):
     for _ in range(2):
         assert torch.equal(streamed(decoder, model, ids, None, 9), expected)
     assert len(captures) == 1 and (expected[0, 7:] == 60).all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_it_stops_when_all_rows_have_ended(device):
-    model, ids = tiny_model("gated_deltanet").to(device), tokens(1, 5).to(device)
-    end = plain(model, ids)[0, 6].item()
-    made = deltazoo.generate(model, ids, max_new_tokens=9, eos_token_id=end)
-    assert made.shape[1] <= 7 and made[0, -1] == end
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -155,32 +157,19 @@ def test_masks_of_any_dtype(dtype):
     assert torch.equal(made, deltazoo.generate(model, ids, mask, max_new_tokens=9))
 
 
-class TestTwoStreamsOfOneDecoder:
-    @pytest.fixture
-    def decoder(self):
-        return Decoder(tiny_model("gated_deltanet"))
-
-    @pytest.mark.parametrize("device", DEVICES)
-    def test_the_first_cannot_go_on(self, device):
-        model = tiny_model("gated_deltanet").to(device)
-        decoder, ids = Decoder(model), tokens(1, 5).to(device)
-        first = decoder.stream(ids, max_new_tokens=9)
-        next(first)
-        second = decoder.stream(tokens(1, 5, seed=1).to(device), max_new_tokens=9)
-        next(second)
-        with pytest.raises(RuntimeError, match="another stream of this decoder has begun"):
-            list(first)
-        assert len(list(second)) == 8
-
-    def test_an_abandoned_one_changes_nothing(self, decoder):
-        next(decoder.stream(tokens(1, 5, seed=1)))
-        made = torch.stack(list(decoder.stream(tokens(1, 5), max_new_tokens=9)), dim=1)
-        assert torch.equal(made, plain(decoder.model, tokens(1, 5))[:, 5:])
-
-    def test_one_that_was_not_read_changes_nothing(self, decoder):
-        first = decoder.stream(tokens(1, 5), max_new_tokens=9)
-        decoder.stream(tokens(1, 5, seed=1))
-        assert torch.equal(torch.stack(list(first), dim=1), plain(decoder.model, tokens(1, 5))[:, 5:])
+@pytest.mark.parametrize("device", DEVICES)
+def test_of_two_streams_of_a_decoder_the_first_cannot_go_on(device):
+    """One that nobody reads changes nothing, and the second is as if alone."""
+    model = tiny_model("gated_deltanet").to(device)
+    decoder, ids = Decoder(model), tokens(1, 5).to(device)
+    first = decoder.stream(tokens(1, 5, seed=1).to(device), max_new_tokens=9)
+    next(first)
+    second = decoder.stream(ids, max_new_tokens=9)
+    decoder.stream(tokens(1, 5, seed=2).to(device))
+    made = [next(second)]
+    with pytest.raises(RuntimeError, match="another stream of this decoder has begun"):
+        list(first)
+    assert torch.equal(torch.stack([*made, *second], dim=1), plain(model, ids)[:, 5:].cpu())
 
 
 class TestErrors:
@@ -195,30 +184,23 @@ class TestErrors:
             (tokens(1, 4), {"attention_mask": torch.full((1, 4), 2)}, "1 for real tokens and 0 for padding, got 2"),
             (tokens(1, 4), {"attention_mask": torch.tensor([[-1, 1, 1, 1]])}, "0 for padding, got -1"),
             (tokens(1, 4), {"attention_mask": torch.full((1, 4), 0.5)}, "0 for padding, got 0.5"),
+            (tokens(1, 4), {"max_new_tokens": 197}, "4 prompt tokens and 197 new ones exceed max_length=200"),
         ],
     )
     def test_prompts(self, ids, options, message):
         with pytest.raises(ValueError, match=message):
-            Decoder(tiny_model("gated_deltanet")).stream(ids, **options)
+            Decoder(tiny_model("gated_deltanet"), max_length=200).stream(ids, **options)
 
-    @pytest.mark.parametrize(
-        ("ids", "error", "message"),
-        [
+    def test_prompts_that_are_no_batch_of_tokens(self):
+        model = tiny_model("kda")
+        for ids, error, message in (
             (tokens(1, 3)[0], ValueError, r"must have shape \[B, T\] with B and T >= 1, got \(3,\)"),
             ("a prompt", TypeError, r"a tensor of token ids \[B, T\], from a tokenizer: .*; got str"),
             ([[1, 2, 3]], TypeError, "got list"),
-        ],
-    )
-    def test_prompts_that_are_no_batch_of_tokens(self, ids, error, message):
-        with pytest.raises(error, match=message):
-            deltazoo.generate(tiny_model("kda"), ids)
-        with pytest.raises(error, match=message):
-            Decoder(tiny_model("kda")).stream(ids)
-
-    @pytest.mark.parametrize("case", ["hybrid", "kda"])
-    def test_a_prompt_too_long_for_the_decoder(self, case):
-        with pytest.raises(ValueError, match="4 prompt tokens and 7 new ones exceed max_length=10"):
-            Decoder(tiny_model(case), max_length=10).stream(tokens(1, 4), max_new_tokens=7)
+        ):
+            for call in (partial(deltazoo.generate, model), Decoder(model).stream):
+                with pytest.raises(error, match=message):
+                    call(ids)
 
     @pytest.mark.parametrize(
         ("case", "options", "message"),
@@ -226,11 +208,7 @@ class TestErrors:
             ("hybrid", {}, "max_length is needed"),
             ("llama all", {}, "max_length is needed"),
             ("kda", {"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
-            (
-                "kda",
-                {"eos_token_id": [3, 61]},
-                r"of the 61 tokens of the vocabulary, got \[3, 61\]",
-            ),
+            ("kda", {"eos_token_id": [3, 61]}, r"of the 61 tokens of the vocabulary, got \[3, 61\]"),
             ("kda", {"pad_token_id": -1}, "pad_token_id must be of the 61 tokens of the vocabulary, got -1"),
         ],
     )

@@ -1,6 +1,7 @@
-"""`model.generate` with a captured step gives the tokens of the forward pass and of plain `generate`, in every model.
+"""`model.generate` with a captured step gives the tokens of plain `generate`, whatever the arguments and the model.
 
-On a CPU the steps run over the fixed tensors that a CUDA graph would use, without the graph.
+On a CPU the steps run over the fixed tensors that a CUDA graph would use, without the graph. In test_decoder.py the
+tokens of every kind of model are compared with its forward pass.
 """
 
 import copy
@@ -14,27 +15,16 @@ import accelerate
 import foreign_models
 import pytest
 import torch
-from decoding_loops import (
-    ACCELERATED,
-    IDS,
-    PADDED,
-    SWAPPED,
-    assert_decodes_like_forward,
-    captured,
-    model_of,
-    ordinary,
-    own,
-)
+from decoding_loops import ACCELERATED, IDS, PADDED, assert_decodes_like_forward, captured, model_of, own
 from foreign_models import SPARSE_SOFTMAX
 from peft import LoraConfig, get_peft_model
-from tiny_models import FEW, STATES, tiny_model, tokens
+from tiny_models import FEW, tiny_model, tokens
 from torch import nn
 from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, LogitsProcessorList, StaticCache
 from transformers.generation import GenerationMixin
-from transformers.generation.streamers import BaseStreamer
 
 import deltazoo
-from deltazoo.generation import Decoder, generate_call, step
+from deltazoo.generation import Decoder, hf_generate, step
 from deltazoo.generation.capture import capture
 from deltazoo.generation.states import move_cache
 from deltazoo.generation.static_cache import FixedTensors, fixed_cache
@@ -69,27 +59,16 @@ def how(model):
 
 
 def kept_by(model):
-    return vars(model)["_captured_steps"].kept
-
-
-@pytest.mark.parametrize("kind", [*STATES, *SWAPPED, *ACCELERATED])
-def test_tokens_are_those_of_the_forward_pass(kind, captures):
-    """One step serves calls of equal sizes, with padding or without."""
-    model = model_of(kind)
-    for mask in (None, PADDED, None):
-        assert_decodes_like_forward(model, ordinary, mask=mask)
-    assert len(captures) == 1
-    assert "(the last call: captured)" in how(model) and "captures its step in a CUDA graph" in how(model)
+    return step.steps_of(model).kept
 
 
 @pytest.mark.parametrize(("kind", "device"), [*((kind, "cpu") for kind in KINDS), *ON_A_GPU])
 def test_on_demand(kind, device):
-    """A static cache of the user's holds the states afterwards."""
+    """A static cache of the user's holds the states afterwards, and no other call gets it."""
     model = model_of(kind).to(device)
     for mask in (None, PADDED):
         made = assert_decodes_like_forward(model, captured, mask=mask)
-        if device == "cuda":
-            assert_decodes_like_forward(model, ordinary, mask=mask)
+    step.steps_of(model).kept = None
     cache = StaticCache(config=model.config, max_cache_len=40)
     given = {"capture_step": True, "do_sample": False, "past_key_values": cache}
     for ids in (made[:, :1], made[:, :9]):  # a prompt of one token is no step yet
@@ -99,6 +78,7 @@ def test_on_demand(kind, device):
         assert int(cache.get_seq_length()) == ids.shape[1] + 7
     again = generate(model, torch.cat([first, made[:, :2]], 1), **given)
     assert torch.equal(again, generate(model, again[:, :19], do_sample=False, capture_step=False))
+    assert kept_by(model) is None
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -147,44 +127,7 @@ def test_a_prompt_of_embeddings(kind, captures):
     assert torch.equal(made, generate(model, do_sample=False)[:, 7:]) and len(captures) == 1
 
 
-def test_streaming(captures):
-    model, received = tiny_model("hybrid"), []
-
-    class Streamer(BaseStreamer):
-        def put(self, value):
-            received.append(value.flatten())
-
-        def end(self):
-            received.append(None)
-
-    made = generate(model, IDS[:1], streamer=Streamer())
-    assert torch.equal(torch.cat(received[:-1]), made[0]) and received[-1] is None and len(captures) == 1
-
-
-def test_one_step_is_captured_and_the_rest_is_replayed(monkeypatch):
-    steps = []
-    monkeypatch.setattr(step, "capture", lambda step, changed: lambda: (steps.append(step), step()))
-    generate(tiny_model("hybrid"), capture_step=True)
-    assert len({*steps}) == 1 and len(steps) == 7  # the first of eight tokens comes from the prompt
-
-
 class TestCaches:
-    def test_moved_rows_return_to_their_addresses(self):
-        model, ids = tiny_model("hybrid"), tokens(3, 5)
-        cache = StaticCache(config=model.config, max_cache_len=8)
-        with torch.no_grad():
-            model(ids, past_key_values=cache, use_cache=True)
-        fixed, keys = FixedTensors(cache), cache.layers[1].keys
-        addresses = [x.data_ptr() for x in fixed.changed]
-        before = [x.clone() for x in (cache.layers[0].recurrent_states[0], keys)]
-        cache.reorder_cache(torch.tensor([2, 0, 0]))
-        assert cache.layers[1].keys is not keys
-        fixed.put_back()
-        assert cache.layers[1].keys is keys
-        assert [x.data_ptr() for x in fixed.changed] == addresses
-        for now, then in zip((cache.layers[0].recurrent_states[0], keys), before, strict=True):
-            assert torch.equal(now, then[[2, 0, 0]])
-
     @pytest.mark.parametrize("family", ACCELERATED)
     def test_states_of_accelerated_layers_stay_at_their_addresses(self, family):
         """Through steps, and when the next call's prompt moves in."""
@@ -201,11 +144,6 @@ class TestCaches:
             assert [x.data_ptr() for x in FixedTensors(cache).changed] == addresses
             alone = model(torch.cat([IDS[:, 4:], IDS[:, :1]], dim=1)).logits
         torch.testing.assert_close(logits[:, -1], alone[:, -1])
-
-    def test_a_static_one_of_the_user_is_not_kept(self, captures):
-        model = tiny_model("hybrid")
-        generate(model, capture_step=True, past_key_values=StaticCache(config=model.config, max_cache_len=40))
-        assert len(captures) == 1 and kept_by(model) is None
 
     @pytest.mark.parametrize("family", ACCELERATED[:2])
     def test_a_growing_one_of_the_user_keeps_the_ordinary_loop(self, family, captures):
@@ -241,9 +179,9 @@ def test_prompts_with_pictures(family, captures):
 class TestTheOrdinaryLoop:
     def test_on_a_cpu(self):
         model = tiny_model("gated_deltanet")
-        assert how(model) == "generate runs the ordinary loop: the model is on cpu, where there are no CUDA graphs"
         generate(model)
-        assert vars(model)["_captured_steps"].last.startswith("the ordinary loop: the model is on cpu")
+        reason = "the ordinary loop: the model is on cpu, where there are no CUDA graphs"
+        assert how(model) == f"generate runs {reason} (the last call: {reason})"
 
     @pytest.mark.parametrize(
         ("options", "reason", "is_refused"),
@@ -289,13 +227,15 @@ class TestTheOrdinaryLoop:
             (lambda m: setattr(m, "hf_quantizer", object()), "quantised"),
             (lambda m: m.lm_head.to("meta"), "lm_head.weight is on meta and the model on cpu"),
             (lambda m: setattr(m, "_tp_size", 2), "divided among processes"),
+            (lambda m: torch.set_autocast_enabled("cpu", True), "autocast is on"),
             (lambda m: m.config.__setattr__("_attn_implementation", "flex_attention"), "runs 'flex_attention'"),
         ],
     )
     def test_models_that_need_it(self, change, reason, captures):
         model = tiny_model("hybrid")
-        change(model)
-        assert reason in how(model)
+        with torch.autocast("cpu", enabled=False):
+            change(model)
+            assert reason in how(model)
 
     @pytest.mark.parametrize("family", [family for family in SPARSE_SOFTMAX if family in foreign_models.FUSED])
     def test_sparse_softmax_layers(self, family, captures):
@@ -309,14 +249,8 @@ class TestTheOrdinaryLoop:
             generate(model, ids, capture_step=True)
         assert not captures
 
-    def test_autocast(self, captures):
-        model = tiny_model("hybrid")
-        with torch.autocast("cpu", torch.bfloat16):
-            generate(model)
-        assert not captures and "autocast is on" in vars(model)["_captured_steps"].last
-
     def test_too_little_memory_for_all_keys_at_once(self, captures, monkeypatch):
-        monkeypatch.setattr(generate_call, "free_bytes", lambda device: 10_000)
+        monkeypatch.setattr(hf_generate, "free_bytes", lambda device: 10_000)
         model = tiny_model("hybrid")
         assert_as_uncaptured(model)
         generate(model)
@@ -374,7 +308,7 @@ class TestForwardPasses:
         model = tiny_model("gated_deltanet")
         with pytest.raises(KeyError):
             generate(model, capture_step=True, logits_processor=LogitsProcessorList([Failing()]))
-        assert not vars(model)["_captured_steps"].running
+        assert hf_generate.running_call(model) is None
         assert_as_uncaptured(model, capture_step=True)
 
     def test_calls_inside_a_call(self, captures):
@@ -485,18 +419,16 @@ class TestBetweenCalls:
             first = generate(model, do_sample=False)
         assert torch.equal(generate(model, do_sample=False), first) and len(captures) == 2
 
-    def test_much_memory_is_freed(self, captures, monkeypatch):
+    def test_memory_is_freed(self, captures, monkeypatch):
+        """When the model does something else, and at once if it is much."""
         model = tiny_model("gated_deltanet")
-        monkeypatch.setattr(generate_call, "_total_bytes", lambda device: 64_000)
+        for change in (lambda: model.train().eval(), lambda: model.to(torch.float64)):
+            generate(model)
+            assert kept_by(model) is not None
+            change()
+            assert kept_by(model) is None
+        monkeypatch.setattr(hf_generate, "_total_bytes", lambda device: 64_000)
         generate(model)
-        assert kept_by(model) is None
-
-    @pytest.mark.parametrize("change", [lambda m: m.train(), lambda m: m.to(torch.bfloat16)], ids=["train", "cast"])
-    def test_memory_is_freed_when_the_model_does_something_else(self, change, captures):
-        model = tiny_model("gated_deltanet")
-        generate(model)
-        assert kept_by(model) is not None
-        change(model)
         assert kept_by(model) is None
 
     def test_copies_start_afresh(self, captures, tmp_path):

@@ -2,13 +2,14 @@
 
     PYTHONPATH=tests python -m golden.freeze
 
-writes the files beside this one anew; tests/test_golden.py compares the package with them. They were written by the
-package as of commit 9437e5e. Write them again only for a change of results that is wanted, and say so in the commit:
+writes those files beside this one that are missing; tests/test_golden.py compares the package with them. They were
+written by the package as of commit 9437e5e, those of `NEWER` as of commit ab28ea2b. Delete one and write it again only
+for a change of results that is wanted, and say so in the commit:
 
 * `checkpoints/<name>/`: a folder of `save_pretrained`; and in `expected.safetensors` tokens, the loss, logits and the
   gradient of every parameter, computed in float64.
-  Those named `earlier_...` are of rules that were corrected since, as of commit 08a5b07. This module leaves them alone:
-  only the package of that commit could write them.
+  Those named `earlier_...` are of rules that were corrected since, as of commit 08a5b07: only that commit's package
+  could write them.
 * `operator.safetensors`: arguments of `delta_rule` and `linear_attention` (float32), and output, final state and all
   gradients that the reference gives in float64.
 * `rounding.json`: the largest relative error that float32 made in any result of a case when these were written, and
@@ -58,6 +59,7 @@ RULES = [
     "longhorn",
     "kda",
 ]
+NEWER = ["falcon", "isotropic_kdn", "diagonal_kdn", "momentum"]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 13,
@@ -85,6 +87,7 @@ MODELS: dict[str, DeltaRuleConfig] = {
     "micro_steps": DeltaRuleConfig(**SIZES, mixer="neg_gated_deltanet", num_micro_steps=2),
     "erase_only": DeltaRuleConfig(**SIZES, mixer="neg_delta_net", neg_eigval="erase", tie_word_embeddings=True),
     "bounded_decay": DeltaRuleConfig(**SIZES, mixer="kda", decay_lower_bound=-5.0, use_gate=False),
+    **{f"delta_rule_{mixer}": DeltaRuleConfig(mixer=mixer, **SIZES) for mixer in NEWER},
 }
 EARLIER = "earlier_"
 RUNTIME_KEYS: dict[str, dict[str, Any]] = {
@@ -167,9 +170,6 @@ def model_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict
 
 
 def _write_checkpoints() -> dict[str, dict[str, float]]:
-    for folder in CHECKPOINTS.iterdir():
-        if not folder.name.startswith(EARLIER):
-            shutil.rmtree(folder)
     models: dict[str, PreTrainedModel] = {}
     for name, config in MODELS.items():
         torch.manual_seed(len(models))
@@ -182,12 +182,16 @@ def _write_checkpoints() -> dict[str, dict[str, float]]:
     deltazoo.swap_attention(models["swapped_llama"], "gated_deltanet", [1])
     rounding = {}
     for name, model in models.items():
+        if (CHECKPOINTS / name).exists():
+            continue
         with torch.no_grad():
             for parameter in model.parameters():  # norms of ones, biases of zeros would hide what is mixed up
                 if parameter.ndim == 1:
                     parameter.add_(0.2 * torch.randn_like(parameter))
         rounding[f"checkpoints/{name}"] = _write_checkpoint(name, model)
     for name, keys in RUNTIME_KEYS.items():
+        if (CHECKPOINTS / name).exists():
+            continue
         shutil.copytree(CHECKPOINTS / "delta_rule_gated_deltanet", CHECKPOINTS / name)
         written = CHECKPOINTS / name / "config.json"
         values = json.loads(written.read_text(encoding="utf-8")) | keys
@@ -259,11 +263,9 @@ def read_operator_results() -> dict[str, tuple[DeltaRuleInputs, dict[str, Tensor
 
 def main() -> None:
     torch.set_num_threads(1)
-    rounding = _write_checkpoints() | _write_operator_results()
+    rounding = _write_checkpoints() | ({} if OPERATOR.exists() else _write_operator_results())
     rounded = {case: {key: float(f"{x:.1e}") for key, x in errors.items()} for case, errors in rounding.items()}
-    before = json.loads(ROUNDING.read_text())
-    rounded |= {case: errors for case, errors in before.items() if case.startswith(f"checkpoints/{EARLIER}")}
-    ROUNDING.write_text(json.dumps(rounded, indent=1) + "\n")
+    ROUNDING.write_text(json.dumps(json.loads(ROUNDING.read_text()) | rounded, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from deltazoo.layers import (
     make_layer,
 )
 from deltazoo.layers import rule as rule_functions
+from deltazoo.layers.rule import EffectiveStep
 from deltazoo.ops import delta_rule
 from deltazoo.rules.comba_layer import Comba
 from deltazoo.spec import get_rule, list_rules, register_rule
@@ -128,7 +129,7 @@ def test_a_key_repeated_at_the_bound_of_a_decaying_state_does_not_let_it_grow(lo
     T, K = 4096, 64
     spec = replace(get_rule("neg_gated_deltanet"), decay=decay)
     k = torch.nn.functional.normalize(torch.randn(16, K), dim=-1).bfloat16().expand(1, T, 16, K)
-    beta = rule_functions.effective_step(spec, torch.ones(1, T, 16), k, allow_neg_eigval=True)
+    beta = EffectiveStep(spec, allow_neg_eigval=True)(torch.ones(1, T, 16), k)
     decays = torch.full((1, T, 16) if decay == "scalar" else (1, T, 16, K), log_decay)
     start = k[:, 0, :, :, None].float()
     end = delta_rule(k, k, k[..., :1] * 0, beta, decays, initial_state=start, backend="chunkwise").final_state
@@ -144,7 +145,7 @@ def test_no_transition_expands(name: str, doubled: bool) -> None:
         k = l2_normalize(k)
     b = torch.rand(1, 512, 1)
     b[:, ::2] = 1
-    beta = rule_functions.effective_step(spec, b, k, allow_neg_eigval=doubled)
+    beta = EffectiveStep(spec, allow_neg_eigval=doubled)(b, k)
     eigenvalue = 1 - beta.double() * k.double().square().sum(-1)
     rounding = 4 * torch.finfo(torch.float32).eps
     assert eigenvalue.max() <= 1
@@ -156,9 +157,7 @@ def test_no_transition_expands(name: str, doubled: bool) -> None:
 def test_eulers_step_on_raw_keys_is_guarded_too() -> None:
     raw = replace(get_rule("delta_net"), name="raw_delta_net", normalize_k=False)
     k = torch.full((1, 1, 1, 4), 3.0)
-    assert rule_functions.effective_step(raw, torch.ones(1, 1, 1), k, allow_neg_eigval=False).item() == pytest.approx(
-        2 / 36
-    )
+    assert EffectiveStep(raw, allow_neg_eigval=False)(torch.ones(1, 1, 1), k).item() == pytest.approx(2 / 36)
 
 
 def test_padding_tokens_neither_write_nor_erase_nor_decay() -> None:
@@ -314,7 +313,7 @@ def test_a_misspelt_choice_raises_when_the_layer_is_made(choice: dict, message: 
 def test_an_unknown_step_size_is_guarded_against_expansion() -> None:
     doubled = replace(get_rule("delta_net"), name="doubled", step_size=lambda b, k: 4 * b)
     k = l2_normalize(torch.randn(1, 6, 1, 8))
-    beta = rule_functions.effective_step(doubled, torch.ones(1, 6, 1), k, allow_neg_eigval=False)
+    beta = EffectiveStep(doubled, allow_neg_eigval=False)(torch.ones(1, 6, 1), k)
     torch.testing.assert_close(beta * k.square().sum(-1), torch.full((1, 6, 1), 2.0))
 
 
@@ -327,7 +326,7 @@ def test_the_bounded_gate_takes_the_place_of_the_softplus_gate_alone() -> None:
 def test_a_step_size_of_another_shape_is_refused() -> None:
     spec = replace(get_rule("delta_net"), name="per_channel", step_size=lambda b, k: k)
     with pytest.raises(ValueError, match=r"the step size of 'per_channel' must be .* \(1, 5, 2\), got \(1, 5, 2, 4\)"):
-        rule_functions.effective_step(spec, torch.rand(1, 5, 2), torch.randn(1, 5, 2, 4), allow_neg_eigval=False)
+        EffectiveStep(spec, allow_neg_eigval=False)(torch.rand(1, 5, 2), torch.randn(1, 5, 2, 4))
 
 
 def test_a_decay_gate_of_another_shape_is_refused() -> None:
@@ -339,4 +338,4 @@ def test_a_decay_gate_of_another_shape_is_refused() -> None:
 def test_a_step_size_that_is_no_tensor_is_refused() -> None:
     spec = replace(get_rule("delta_net"), name="constant", step_size=lambda b, k: 0.5)
     with pytest.raises(ValueError, match=r"the step size of 'constant' must be .* \(1, 5, 2\), got 0.5"):
-        rule_functions.effective_step(spec, torch.rand(1, 5, 2), torch.randn(1, 5, 2, 4), allow_neg_eigval=False)
+        EffectiveStep(spec, allow_neg_eigval=False)(torch.rand(1, 5, 2), torch.randn(1, 5, 2, 4))

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor
+from tiny_families import tiny_original
+from tiny_models import tiny_model
+from torch import Tensor, nn
 
-from deltazoo.layers import describe_sequences, run_scan
+import deltazoo
+from deltazoo import swap_attention
+from deltazoo.layers import describe_sequences, make_layer, run_scan
 from deltazoo.layers.sequences import SharedSequences
 from deltazoo.ops import ContextParallel
 
@@ -41,7 +45,7 @@ def test_pieces_padding_and_packing_change_nothing() -> None:
     mask = torch.ones(2, 6, dtype=torch.int64)
     mask[0, :2] = 0
     padded = describe_sequences(2, 6, attention_mask=mask)
-    arranged = [padded.arrange(x.flatten(2)).view_as(x) for x in given]
+    arranged = [padded.arrange(x.flatten(2)).view_as(x).masked_fill(padded.padding[..., None, None], 1) for x in given]
     found, after = run_scan(*arranged, None, padded, start=start)
     alone, alone_after = run_scan(*(x[:1, 2:] for x in given), start=start)
     torch.testing.assert_close((found[:1, :4], after[:1]), (alone, alone_after), **EXACT)
@@ -70,6 +74,25 @@ def test_a_decay_per_token_has_the_gradient_of_all_its_channels() -> None:
     torch.testing.assert_close(decay.grad, wide.grad.sum((2, 3)), **EXACT)
 
 
-def test_rows_that_ranks_share_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"hand on no state of `run_scan`"):
+def refused(model: nn.Module, rule: str) -> None:
+    message = rf"ranks cannot share rows \(context parallelism\) under the rule '{rule}', .*: give whole rows to each"
+    with pytest.raises(NotImplementedError, match=message):
+        deltazoo.context_parallel(model, ContextParallel())
+    for part in model.modules():
+        assert getattr(part, "context", None) is None and getattr(part, "deltazoo_context", None) is None
+    deltazoo.context_parallel(model, None)
+
+
+def test_ranks_share_no_rows_of_a_layer_or_model_with_a_scan() -> None:
+    """Refused before anything has run: layers, models, hybrids, swapped models."""
+    refused(make_layer("diagonal_kdn", 16, 2), "diagonal_kdn")
+    refused(tiny_model("gated_deltanet", mixer="falcon"), "falcon")
+    refused(tiny_model("hybrid", mixer="isotropic_kdn"), "isotropic_kdn")
+    swapped = tiny_original("llama")
+    swap_attention(swapped, "falcon", [1])
+    refused(swapped, "falcon")
+
+
+def test_a_scan_refuses_rows_that_ranks_share() -> None:
+    with pytest.raises(NotImplementedError, match=r"do not hand on the state of `run_scan`: .* `shares_rows = False`"):
         run_scan(*inputs(1, 4), sequences=SharedSequences(ContextParallel()))

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from deltazoo.models import late_logits
-from deltazoo.models.late_logits import LateLogits, OutputWithLateLogits
+from deltazoo.models import loss as losses
+from deltazoo.models.loss import LateLogits, OutputWithLateLogits
 
 IDS = tokens(2, 9)
 
@@ -45,7 +46,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.append(1)
         return linear(x, weight)
 
-    monkeypatch.setattr(late_logits, "F", type("F", (), {"linear": staticmethod(counted)}))
+    monkeypatch.setattr(losses, "F", SimpleNamespace(linear=counted, pad=F.pad))
     return made
 
 

@@ -9,7 +9,7 @@ import torch
 from tiny_models import tiny_model, tokens
 from torch import nn
 
-from deltazoo.models.late_logits import OutputWithLateLogits
+from deltazoo.models.loss import OutputWithLateLogits
 from deltazoo.ops.fused import loss as pieces
 from deltazoo.runtime import RECOMPUTE_LEVELS as LEVELS
 

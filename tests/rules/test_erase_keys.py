@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention, LayerInput, LayerStates, RuleInputs, make_layer
 from deltazoo.layers.rule import run_rule
+from deltazoo.layers.state import meta_state
 from deltazoo.ops import fused
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import moment
@@ -220,9 +221,10 @@ def test_the_doubled_step_of_a_preconditioned_rule_is_bounded(rule: str) -> None
     torch.testing.assert_close(beta * gain, torch.full_like(gain, 2 * (1 - 2**-13)))
 
 
-@pytest.mark.parametrize("rule", ["kda", "gated_deltanet2", "pgdn", "pkda"])
+@pytest.mark.parametrize("rule", ["kda", "gated_deltanet2", "pgdn", "pkda", "falcon", "isotropic_kdn", "momentum"])
 def test_the_size_of_a_state_is_what_a_cache_holds(rule: str) -> None:
     layer, states = make(rule, num_v_heads=4).bfloat16(), LayerStates()
     layer(tokens(5).bfloat16(), past_key_values=states)
-    held = sum(x[0].numel() * x.element_size() for x in states.states[0] if x is not None)
-    assert layer.state_bytes(torch.bfloat16) == held
+    for found, held in zip(meta_state(layer.to("meta")), states.states[0], strict=True):
+        assert (found is None) == (held is None)
+        assert found is None or (found[0].shape, found.dtype) == (held[0].shape, held.dtype)

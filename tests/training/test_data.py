@@ -211,12 +211,20 @@ def test_a_name_that_is_nowhere_is_asked_for_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_wrong_column_is_refused_with_the_nearest(jsonl: Path) -> None:
-    with pytest.raises(ValueError, match=r"unknown column 'txt'; did you mean 'text'\?"):
+    with pytest.raises(ValueError, match=r"unknown column 'txt'; did you mean 'text'\?.*--text-field"):
         list(open_text(DataConfig(text=str(jsonl), text_field="txt")).documents())
 
 
+@pytest.mark.parametrize("record", ['{"id": 3}', '{"text": null, "id": 3}'])
+def test_a_record_without_text_is_named_by_its_number(record: str, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text(f'{{"text": "fine", "id": 2}}\n{record}\n')
+    wanted = r"record 2 holds nothing, and every record needs a text; data.text_field .* one of text, id"
+    with pytest.raises(ValueError, match=wanted):
+        list(open_text(DataConfig(text=str(tmp_path / "texts.jsonl"))).documents())
+
+
 def test_a_column_without_text_is_refused(jsonl: Path) -> None:
-    with pytest.raises(ValueError, match="record 0 holds int instead of text"):
+    with pytest.raises(ValueError, match="record 1 holds int 0, and every record needs a text"):
         list(open_text(DataConfig(text=str(jsonl), text_field="id")).documents())
 
 

@@ -16,7 +16,7 @@ import deltazoo
 from deltazoo.cli.options import load_rule_file
 from deltazoo.training import RunConfig, TokenizerConfig, load_config
 from deltazoo.training.config import STAGES, Recipe, load_as
-from deltazoo.training.loading import is_for_gpus, presets, rule_overrides
+from deltazoo.training.loading import is_for_gpus, presets, resolve_checkpoint, rule_overrides
 from deltazoo.training.run import build_model
 from deltazoo.training.tokens import build_tokenizer
 
@@ -155,3 +155,9 @@ def test_a_width_may_be_set_beside_a_presets_ratio() -> None:
     with torch.device("meta"):
         model = build_model({**section, "intermediate_size": 48}, build_tokenizer(TokenizerConfig("byte"), []))
     assert model.config.intermediate_size == 48
+
+
+def test_a_run_without_a_model_yet_says_how_to_finish_it(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ValueError, match=f"not finished: deltazoo train {tmp_path} --resume"):
+        resolve_checkpoint(str(tmp_path))

@@ -69,9 +69,10 @@ def test_a_recipe_without_a_stage_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_written_recipe_is_the_recipe(tmp_path: Path) -> None:
-    recipe = load_recipe(written(tmp_path, align=STAGE, distill={**STAGE, "trains": "swapped"}))
+    recipe = load_recipe(written(tmp_path, align=STAGE, distill={**STAGE, "trains": "swapped"}, data={"text": "Größe"}))
     save_config(recipe, tmp_path / "again.yaml")
     assert load_recipe(tmp_path / "again.yaml") == recipe
+    assert "text: Größe" in (tmp_path / "again.yaml").read_text(encoding="utf-8")
 
 
 def test_a_stage_is_a_run_that_training_reads(tmp_path: Path) -> None:

@@ -25,8 +25,7 @@ def export(
 ) -> None:
     """Write a model as a checkpoint that transformers, vLLM, MLX and others read without deltazoo.
 
-    Tokenizer and generation config go with it. A checkpoint of such a type is taken too, if our layers compute all of
-    it; --to fla makes it one of ours.
+    Tokenizer and generation config go with it. --to fla makes such a checkpoint one of ours.
     """
     if to not in TARGETS:
         raise ValueError(unknown("target", to, TARGETS))
@@ -47,7 +46,10 @@ def export(
             tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError):
             tokenizer = None
-        found = write(model, to, out, tokenizer=tokenizer, check=check)
+        try:
+            found = write(model, to, out, tokenizer=tokenizer, check=check)
+        except TypeError as error:  # a swapped model, or one without a head for tokens
+            raise ValueError(str(error)) from error
     if tokenizer is None:
         say(f"{path} holds no tokenizer that transformers can load, so none was written")
     alone = "our reader of its format" if to == "fla" else f"transformers {transformers.__version__} alone"

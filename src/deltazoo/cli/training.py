@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # imports torch, which waits until the arguments are checked
     from deltazoo.training.run import TrainingResult
 
 _FEW_PASSES = 3.0  # passes over a text after which a model begins to memorise it
+_SHORT = 10_000  # bytes of text below which the compressors' own formats count
 _RISE = 0.01  # nats per token by which a held-out loss must rise to be mentioned
 
 
@@ -226,6 +227,11 @@ def evaluate(
         "speed": f"{score.tokens_per_second:,.0f} tokens/s",
     }
     print_facts(facts)
+    if score.bytes < _SHORT:
+        say(
+            f"{score.bytes:,} bytes are too few for a comparison: gzip's format takes some 20 bytes of a file, xz's "
+            f"60, and the score of one short text is chance. Give {_SHORT:,} bytes or more"
+        )
     if json_file:
         figures = {
             "model": path,

@@ -6,7 +6,6 @@ graph. `snapshot`, `restore`, `fork` and `detach` treat the states in a cache as
 
 from deltazoo.generation.decoder import Decoder, generate
 from deltazoo.generation.sampling import Sampling
-from deltazoo.generation.snapshots import Snapshot
-from deltazoo.generation.states import detach, fork, restore, snapshot
+from deltazoo.generation.states import Snapshot, detach, fork, restore, snapshot
 
 __all__ = ["Decoder", "Sampling", "Snapshot", "detach", "fork", "generate", "restore", "snapshot"]

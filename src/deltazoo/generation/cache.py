@@ -35,6 +35,7 @@ __all__ = [
     "CACHE",
     "CacheStates",
     "DeltaRuleCacheLayer",
+    "RowKeyValues",
     "cache_in",
     "check_cache",
     "is_used",
@@ -162,26 +163,20 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes the former row `beam_idx[i]`."""
-        self._take_rows(beam_idx)
+        if self.state is None:
+            return
+        taken = self.state.rows(beam_idx.to(self.device))
+        if self.static and len(beam_idx) == self.batch_size:
+            self._overwrite(taken)
+        else:
+            self._keep(taken)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the given rows."""
-        self._take_rows(indices)
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, copies side by side."""
         if self.has_previous_state[0]:
-            self._take_rows(torch.arange(self.batch_size, device=self.device).repeat_interleave(repeats))
-
-    def _take_rows(self, rows: Tensor) -> None:
-        if self.state is None:
-            return
-        rows = rows.to(self.device)
-        taken = self.state.rows(rows)
-        if self.static and len(rows) == self.batch_size:
-            self._overwrite(taken)
-        else:
-            self._keep(taken)
+            self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forget all tokens; a static layer keeps its tensors."""
@@ -197,13 +192,11 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.is_initialized = False
         self.num_tokens = 0
 
-    def activate_past_recording(self) -> None:
-        """Refuse to record tokens, see `crop`."""
+    def crop(self, *tokens_to_remove: int) -> None:
+        """Refuse to remove tokens, or to record them: a recurrence with decay cannot be run backwards."""
         refuse_to_go_back()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to remove tokens: a recurrence with decay cannot be run backwards."""
-        refuse_to_go_back()
+    activate_past_recording = crop
 
     # The rest of transformers' interface, which code calls that writes linear-attention states itself.
 
@@ -219,6 +212,41 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         raise NotImplementedError("a delta-rule cache layer takes its states through store()")
 
     update_conv_state = update_recurrent_state
+
+
+class RowKeyValues(StaticLayer):
+    """A static layer that writes each row's new keys at that row's own position.
+
+    The key of position p is in column p in every row. Columns at and after a row's end hold arbitrary numbers:
+    the caller's mask must hide them. transformers makes masks for queries behind the last column, so that causality
+    hides nothing more.
+
+    Args:
+        max_cache_len: number of columns.
+        position: `[N, 1]` int64, position of the next token of each row; it stays at its address. All new tokens must
+            be below `max_cache_len`.
+    """
+
+    def __init__(self, max_cache_len: int, position: Tensor) -> None:
+        super().__init__(max_cache_len)
+        self.position = position
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """All columns, after writing the new tokens, as many in every row."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        columns, num_tokens = self.position, key_states.shape[2]
+        if num_tokens != 1:
+            columns = columns + torch.arange(num_tokens, device=columns.device)
+        columns = columns[:, None, :, None]
+        self.keys.scatter_(2, columns.expand_as(key_states), key_states)
+        self.values.scatter_(2, columns.expand_as(value_states), value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Number of all columns."""
+        return self.max_cache_len
 
 
 class CacheStates:

@@ -12,37 +12,40 @@ The blocks are our own, and those of transformers whose attention has been swapp
 
 A block's own forward pass remains the definition. It runs wherever `why_not_fused` objects to the block, or
 `FusedBlock` to a call. Results of the fused step differ by rounding, of which there is less: gates, queries, keys and
-values stay in float32 between the launches.
+values stay in float32 between the launches. `FusedRule` is the layer's part, also inside other engines.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, StaticCache
+from transformers.cache_utils import StaticCache
 
 from deltazoo._report import replaced_methods
 from deltazoo.generation.cache import DeltaRuleCacheLayer, cache_in
-from deltazoo.generation.fused_rule import FusedRule, first_maps, further_maps, is_plain_linear, why_not_this_rule
 from deltazoo.generation.step_modules import (
     JointProduct,
     Replacement,
     block_parts,
     is_row_norm,
     is_swiglu,
+    is_unhooked,
     replacement,
 )
-from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm
 from deltazoo.layers.rotary import Rotary
+from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import LayerState, is_decoding_step
-from deltazoo.ops.fused import MOST_COLUMNS, takes_kernel
-from deltazoo.ops.linear_maps import is_hooked
+from deltazoo.names import first_reason
+from deltazoo.ops.decoding.step_form import STEP_KEYS, STEP_SIZES, RuleShape
+from deltazoo.ops.fused import FUSED_ACTIVATIONS, MOST_COLUMNS, takes_kernel
+from deltazoo.ops.linear_maps import is_hooked, is_plain_sequence
 
-__all__ = ["FusedBlock", "fused_blocks", "why_not_fused"]
+__all__ = ["FusedBlock", "FusedRule", "first_maps", "fused_blocks", "why_not_fused", "why_not_this_rule"]
 
 
 def fused_blocks(model: nn.Module, products: Sequence[JointProduct]) -> "list[FusedBlock]":
@@ -115,8 +118,7 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
         return f"its layers are {type(layer).__name__} and {type(mlp).__name__}"
     if methods := replaced_methods(layer):
         return f"{methods[0]} of its layer was replaced"
-    reason = why_not_this_rule(layer)
-    if reason is not None:
+    if reason := why_not_this_rule(layer):
         return reason
     if parts.turns and layer.step_form.keys == "scaled":
         return "its keys are turned, and scaled by a moment"
@@ -175,28 +177,17 @@ class FusedBlock:
     @property
     def replacement(self) -> Replacement:
         """The replacement of the block's forward pass within a step, for calls that the fused step can compute."""
-        return replacement(self.block, self._output_of_own if self._parts.swapped is None else self._output_of_library)
+        return replacement(self.block, self._output)
 
-    def _output_of_own(self, hidden_states: Tensor, batch: Any, softmax: Any = None, **kwargs: Any) -> Tensor | None:
-        return self._output(hidden_states, batch, cache_in(kwargs), None)
-
-    def _output_of_library(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        position_embeddings: Rotary | None = None,
-        delta_batch: Any = None,
-        **kwargs: Any,
-    ) -> Tensor | None:
-        turns = self._parts.turns
-        if args or delta_batch is None or (turns and position_embeddings is None):
+    def _output(self, x: Tensor, *args: Any, position_embeddings: Rotary | None = None, **kwargs: Any) -> Tensor | None:
+        own, cache = self._parts.swapped is None, cache_in(kwargs)
+        batch: Any = kwargs.get("batch" if own else "delta_batch")
+        rotary = position_embeddings if self._parts.turns else None
+        if args or batch is None or (self._parts.turns and rotary is None):
             return None
-        return self._output(hidden_states, delta_batch, cache_in(kwargs), position_embeddings if turns else None)
-
-    def _output(self, x: Tensor, batch: Any, cache: Cache | None, rotary: Rotary | None) -> Tensor | None:
         if not isinstance(cache, StaticCache) or not batch.sequences.whole_rows:
             return None
-        layer = cache.layers[(self.block if self._parts.swapped is None else self._parts.swapped).layer_idx]
+        layer = cache.layers[(self.block if own else self._parts.swapped).layer_idx]
         state = layer.state if isinstance(layer, DeltaRuleCacheLayer) else None
         if state is None or not self._fits(x, state, rotary):
             return None
@@ -206,15 +197,16 @@ class FusedBlock:
 
     def _fits(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> bool:
         """Whether a call has one token per row, no gradients, and tensors that the kernels take."""
-        if not is_decoding_step(x) or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-            return False
-        if not takes_kernel(None, x) or x.dtype != self._into_layer.weight.dtype:
-            return False
-        if state.conv is None or state.conv.dtype != x.dtype:
-            return False
-        if rotary is not None and not all(_is_of_rows(angles, len(x), self._layer.head_k_dim) for angles in rotary):
-            return False
-        return all(tensor is None or tensor.is_contiguous() for tensor in (x, *state))
+        return (
+            is_decoding_step(x)
+            and not (torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type))
+            and takes_kernel(None, x)
+            and x.dtype == self._into_layer.weight.dtype
+            and state.conv is not None
+            and state.conv.dtype == x.dtype
+            and all(_is_of_rows(angles, len(x), self._layer.head_k_dim) for angles in rotary or ())
+            and all(tensor is None or tensor.is_contiguous() for tensor in (x, *state))
+        )
 
     def _step(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> Tensor:
         """The block's output for x `[R, 1, hidden_size]`; the state advances in place."""
@@ -262,3 +254,170 @@ def _is_of_rows(angles: Tensor, rows: int, head_dim: int) -> bool:
     """Whether cosines or sines have the shape of one token per row, or of one for all rows, and fit a head."""
     B, T, d = angles.shape
     return B in (1, rows) and T == 1 and d % 2 == 0 and d <= head_dim and angles.is_contiguous()
+
+
+def why_not_this_rule(layer: DeltaRuleAttention) -> str | None:
+    """The reason why the kernels do not compute a layer's rule; None if they do."""
+    spec, form = layer.spec, layer.step_form
+    if form is None or form.keys not in STEP_KEYS or (spec.decay == "none") != (form.decay is None):
+        return f"the rule {spec.name!r} has a decay or keys of its own"
+    convolutions = [getattr(layer, f"{name}_conv1d", None) for name in "qkv"]
+    gates: list[Any] = [getattr(layer, name, None) for name in _low_rank(layer)]
+    plain = [x for x in gates if is_plain_sequence(x) and len(x) == 2 and all(map(is_plain_linear, x))]
+    other_keys = spec.erase_key != "tied" if form.keys == "tied" else not spec.normalize_k
+    other_gate = spec.output_gate != "none" and spec.gate_activation not in FUSED_ACTIVATIONS
+    without_conv = layer.conv_size < 2 or any(type(x) is not ShortConvolution for x in convolutions)
+    return first_reason(
+        (spec.step_size not in STEP_SIZES, "its step size is a function of its own"),
+        (layer.allow_neg_eigval and layer.neg_eigval != "both", f"its neg_eigval is {layer.neg_eigval!r}"),
+        (other_gate, "its output gate has an activation of its own"),
+        (other_keys, f"its keys are {form.keys!r}, and its spec has others"),
+        (
+            form.keys == "erase_first" and spec.erase_reads != "decayed",
+            "its first step reads the state before the decay",
+        ),
+        (form.decay == "fixed" and spec.decay != "scalar", "its decay is per head, and its spec has another"),
+        (without_conv, "queries, keys and values do not pass a short convolution"),
+        (len(plain) < len(gates), "a gate of low rank is not two plain linear maps"),
+        (any(x[1].in_features > 512 for x in plain), "a gate has a higher rank than the kernels hold"),
+        (layer.head_k_dim > 256 or layer.head_v_dim > 512, "it is wider than the kernels"),
+    )
+
+
+def is_plain_linear(x: Any) -> bool:
+    """Whether a module is a linear map whose weight a step may read itself."""
+    return type(x) is nn.Linear and is_unhooked(x)
+
+
+def _low_rank(layer: Any) -> list[str]:
+    """Names of the maps of low rank to output gate, decay and a further key, those that the layer has."""
+    spec, form = layer.spec, layer.step_form
+    names = [
+        "g_proj" if spec.output_gate == "low_rank" else None,
+        form.decay_gate if spec.decay == "channel" else None,
+        form.first_key,
+    ]
+    return [name for name in names if name is not None]
+
+
+def first_maps(layer: DeltaRuleAttention) -> dict[str, nn.Module]:
+    """The linear maps that read a layer's input, by name; for maps of low rank the first halves."""
+    maps = {name: getattr(layer, name) for name in layer.input_projections if hasattr(layer, name)}
+    return {name: x[0] if isinstance(x, nn.Sequential) else x for name, x in maps.items()}
+
+
+def further_maps(layer: Any) -> list[nn.Module]:
+    """The linear maps that read the layer's input, besides those to q, k and v."""
+    spec, form = layer.spec, layer.step_form
+    names = [
+        "g_proj" if spec.output_gate == "full" else None,
+        form.decay_gate if spec.decay == "scalar" else None,
+        "b_proj" if spec.corrects else None,
+        *form.key_maps,
+    ]
+    return [*(getattr(layer, x) for x in names if x is not None), *(getattr(layer, x)[0] for x in _low_rank(layer))]
+
+
+class FusedRule:
+    """The convolutions and the rule of a layer for one token per row, from the product of the layer's maps.
+
+    Args:
+        layer: a layer to which `why_not_this_rule` has no objection.
+        columns: first column of each map's result in the product, by the map's name.
+        second_map: function that gives the second half of a map of low rank, by its name; called at every step.
+    """
+
+    def __init__(self, layer: Any, columns: Mapping[str, int], second_map: Callable[[str], nn.Module]) -> None:
+        self._layer, self._columns, self._second_map = layer, columns, second_map
+        self._shape = self._rule_shape()
+        self._low_rank = _low_rank(layer)
+        self._fixed_decay: Tensor | None = None
+        if layer.step_form.decay == "fixed":  # computed once, not for every token
+            x = layer.o_norm.weight.new_empty(1, 1, layer.hidden_size)
+            self._fixed_decay = layer.log_decay(LayerInput(x, layer)).flatten()
+
+    def convolution(self, state: LayerState) -> Any:
+        """The layer's short convolutions with their windows in `state`, in the form that the product kernel takes."""
+        from deltazoo.ops.decoding.convolution import Convolution
+
+        layer = self._layer
+        q_conv, k_conv, v_conv = layer.q_conv1d, layer.k_conv1d, layer.v_conv1d
+        assert state.conv is not None
+        taps = (q_conv.weight[:, 0], k_conv.weight[:, 0], v_conv.weight[:, 0])
+        return Convolution(taps, state.conv, layer.activation == "silu")
+
+    def __call__(
+        self, mixed: Tensor, state: LayerState, rotary: Rotary | None = None, state_indices: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """The rule's output before its norm, `[R, HV * V]` float32, and that norm; the state advances in place.
+
+        Args:
+            mixed: `[R, M]` float32, the product after its convolutions.
+            state: states of the rows; or pages of states, with the same indices for all its tensors.
+            rotary: cosines and sines `[R or 1, 1, d]`, contiguous.
+            state_indices: `[R]` integers, the page of each row.
+        """
+        from deltazoo.ops.decoding.between_products import HeadNorm
+        from deltazoo.ops.decoding.low_rank_maps import LowRankGate, low_rank_gates
+        from deltazoo.ops.decoding.rule import token_rule
+        from deltazoo.ops.decoding.scaled_keys import scaled_keys
+
+        layer, form = self._layer, self._layer.step_form
+        shape = self._shape if rotary is None else self._shape._replace(turned=rotary[0].shape[-1])
+        angles = None if rotary is None else (rotary[0].flatten(0, 1), rotary[1].flatten(0, 1))
+        seconds: list[Any] = [self._second_map(name) for name in self._low_rank]
+        low_rank = [
+            LowRankGate(self._columns[name], x.weight, x.bias) for name, x in zip(self._low_rank, seconds, strict=True)
+        ]
+        gates = low_rank_gates(mixed, low_rank) if low_rank else None
+        softplus = form.decay in ("softplus", "saturating")
+        A_log, dt_bias = (layer.A_log, layer.dt_bias) if softplus else (self._fixed_decay, None)
+        key_parameters, write_keys = [getattr(layer, name) for name in form.key_parameters], None
+        if form.keys == "scaled":
+            assert state.auxiliary is not None
+            gates_at = self._column(form.key_maps[0]), self._column(form.key_maps[1])
+            write_keys = scaled_keys(mixed, state.auxiliary, key_parameters, *gates_at, state_indices)
+            key_parameters = []
+        z, squares = token_rule(
+            mixed,
+            gates,
+            state.recurrent,
+            A_log,
+            dt_bias,
+            layer.o_norm.weight,
+            shape,
+            key_parameters,
+            write_keys,
+            angles,
+            state_indices,
+        )
+        return z, HeadNorm(squares, layer.head_v_dim, layer.o_norm.eps)
+
+    def _column(self, name: str | None) -> int:
+        """First column of a map's result in the product; 0 for a name that is none of its maps."""
+        return 0 if name is None else self._columns.get(name, 0)
+
+    def _rule_shape(self) -> RuleShape:
+        layer, spec, form = self._layer, self._layer.spec, self._layer.step_form
+        return RuleShape(
+            layer.num_heads,
+            layer.num_v_heads,
+            layer.head_k_dim,
+            layer.head_v_dim,
+            normalize_q=spec.normalize_q,
+            doubled_step=layer.allow_neg_eigval,
+            decay=spec.decay,
+            gate="none" if spec.output_gate == "none" else spec.gate_activation,
+            low_rank_gate=spec.output_gate == "low_rank",
+            normalize_k=spec.normalize_k,
+            step=spec.step_size,
+            decay_form=form.decay or "softplus",
+            keys=form.keys,
+            micro_steps=layer.projected_steps,
+            undecayed=spec.erase_reads == "undecayed",
+            scale_queries=spec.scale_queries,
+            gate_at=self._column("g_proj"),
+            decay_at=self._column(form.decay_gate),
+            step_at=self._column("b_proj"),
+            keys_at=self._column(form.key_maps[0] if form.key_maps else None),
+        )

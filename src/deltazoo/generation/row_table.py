@@ -16,20 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import StaticCache, StaticLayer
+from transformers.cache_utils import Cache, StaticCache, StaticLayer
 
 from deltazoo.generation.batch import BatchDescription
-from deltazoo.generation.cache import CACHE
+from deltazoo.generation.cache import CACHE, RowKeyValues
 from deltazoo.generation.capture import capture, read_later, wait_for
 from deltazoo.generation.conditions import check_model
 from deltazoo.generation.sampling import Sampler, Sampling, Way
-from deltazoo.generation.snapshots import Snapshot
-from deltazoo.generation.states import RowStates, restore
-from deltazoo.generation.static_cache import RowKeyValues, fixed_cache, some_rows
+from deltazoo.generation.states import PER_TOKEN, Snapshot, kind_of, restore, tensors_of
+from deltazoo.generation.static_cache import fixed_cache, some_rows
 from deltazoo.generation.step import CapturedStep, next_logits, prepared_inputs
 from deltazoo.layers import RightPaddedSequences, describe_sequences
 
-__all__ = ["PromptRows", "RowTable", "has_softmax_layers"]
+__all__ = ["PromptRows", "RowStates", "RowTable", "has_softmax_layers"]
 
 _log = logging.getLogger(__name__)
 
@@ -169,6 +168,67 @@ class RowTable:
 
     def _draw(self, width: int, way: Way) -> None:
         self.sampler.choose(self._steps[width].output, self.position[:width], way, self.token[:width])
+
+
+class RowStates:
+    """Single rows of a static cache as snapshots, with one launch per dtype for the states of all layers.
+
+    Args:
+        cache: a filled cache, whose tensors stay at their addresses. Its softmax layers, if any, are `RowKeyValues`:
+            the keys of a row begin at column 0.
+
+    Attributes:
+        recurrent: whether all layers are delta-rule layers, so that a row takes the same memory at any length.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._kinds = tuple(map(kind_of, cache.layers))
+        self.recurrent = {*self._kinds} == {"delta_rule"}
+        held = [tensors_of(layer) for layer in cache.layers]
+        groups: dict[object, list[tuple[int, str]]] = {}
+        for number, tensors in enumerate(held):
+            for name, x in tensors.items():
+                groups.setdefault((x.dtype, x.device, name in PER_TOKEN), []).append((number, name))
+        self._groups = [*groups.values()]
+        rows = min(len(x) for tensors in held for x in tensors.values())
+        # Views are made once, since a view takes as long as a launch, and each layer has two.
+        self._views = [
+            [[held[number][name][row : row + 1] for number, name in group] for row in range(rows)]
+            for group in self._groups
+        ]
+
+    def take(self, row: int, num_tokens: int) -> Snapshot:
+        """A copy of a row, which has had `num_tokens` tokens."""
+        layers: tuple[dict[str, Tensor], ...] = tuple({} for _ in self._kinds)
+        for group, rows in zip(self._groups, self._views, strict=True):
+            views = _first_tokens(group, rows[row], num_tokens)
+            copies = [torch.empty_like(x) for x in views]
+            torch._foreach_copy_(copies, views)
+            for (number, name), x in zip(group, copies, strict=True):
+                layers[number][name] = x
+        return Snapshot(self._kinds, layers, num_tokens)
+
+    def put(self, row: int, state: Snapshot | None) -> None:
+        """Replace a row by one that `take` returned, from this cache or another of the model; None: by an empty one."""
+        for group, rows in zip(self._groups, self._views, strict=True):
+            if state is None or group[0][1] in PER_TOKEN:  # keys after the row's end are hidden, and must not be NaN
+                torch._foreach_zero_(rows[row])
+            if state is not None:
+                new = [state.layers[number][name] for number, name in group]
+                torch._foreach_copy_(_first_tokens(group, rows[row], state.num_tokens), new)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Replace rows by others; no row is both a source and a target."""
+        if sources:
+            for rows in self._views:
+                torch._foreach_copy_(
+                    [x for row in targets for x in rows[row]], [x for row in sources for x in rows[row]]
+                )
+
+
+def _first_tokens(group: Sequence[tuple[int, str]], views: list[Tensor], count: int) -> list[Tensor]:
+    """Views of tensors of one kind; keys and values end after `count` tokens."""
+    return [x[:, :, :count] for x in views] if group[0][1] in PER_TOKEN else views
 
 
 class PromptRows:

@@ -20,28 +20,41 @@ many tokens as the batch, and leaves zeros before them, which the caller's atten
 `Snapshot.padded` makes room in a batch for a longer row. The caller keeps positions, masks and tokens.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    StaticLayer,
-)
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, StaticLayer
 
-from deltazoo.generation.cache import DeltaRuleCacheLayer, prepare_cache_layer
-from deltazoo.generation.snapshots import PER_TOKEN, Snapshot, Tensors, row_numbers
-from deltazoo.generation.static_cache import RowKeyValues
+from deltazoo.generation.cache import DeltaRuleCacheLayer, RowKeyValues, prepare_cache_layer
+from deltazoo.generation.static_cache import held_tensors
+from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.state import LayerState
+from deltazoo.spec import choice_name
 
-__all__ = ["KINDS", "RowStates", "Snapshot", "detach", "fork", "move_cache", "restore", "snapshot"]
+__all__ = ["PER_TOKEN", "Snapshot", "detach", "fork", "kind_of", "move_cache", "restore", "snapshot", "tensors_of"]
 
-KINDS: Mapping[type[Any], str] = {
+Tensors = Mapping[str, Tensor]
+"""Tensors of one layer by name, rows of the batch first; empty before its first token. "conv", "recurrent" and
+"auxiliary" are those of `LayerState`; "keys" and "values" `[N, H, L, D]` are those of the last L tokens."""
+PER_TOKEN = ("keys", "values")
+_FORMAT = "deltazoo states"
+_VERSION = "2"
+_NOT_OF_THE_MODEL = {"architectures", "dtype", "name_or_path", "torch_dtype", "transformers_version", "use_cache"}
+"""Keys of a configuration that differ between copies of one model."""
+_PIECE = 2**22
+"""Numbers of a weight that are rounded and hashed at once."""
+_KINDS: Mapping[type[Any], str] = {
     DeltaRuleCacheLayer: "delta_rule",
     LinearAttentionLayer: "linear",
     DynamicLayer: "softmax",
@@ -51,6 +64,115 @@ KINDS: Mapping[type[Any], str] = {
 }
 """Kinds of cache layers by their exact class, since a subclass may hold more: ours; transformers' layer with a
 convolution window and a recurrent state, which accelerated models keep; keys and values, growing or static."""
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The states of all layers of a cache after some tokens. Nothing changes them: methods make new snapshots."""
+
+    kinds: tuple[str, ...]
+    """Kind of each layer: "delta_rule", "linear" (a layer of transformers with window and state) or "softmax"."""
+    layers: tuple[Tensors, ...]
+    """Tensors of each layer by name, rows first; empty for a layer that holds nothing."""
+    num_tokens: int
+    """Number of tokens that the states have seen, padding included."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the batch; 0 before the first token."""
+        return next((len(x) for tensors in self.layers for x in tensors.values()), 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(x.nbytes for tensors in self.layers for x in tensors.values())
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the first tensor; None before the first token."""
+        return next((x.device for tensors in self.layers for x in tensors.values()), None)
+
+    def select(self, rows: Sequence[int] | Tensor) -> "Snapshot":
+        """A snapshot of the given rows, in that order, which may repeat; ValueError if there is no such row."""
+        index = row_numbers(rows, self.num_rows)
+        return self.with_tensors(lambda x: x.index_select(0, index.to(x.device)))
+
+    def fork(self, n: int) -> "Snapshot":
+        """A snapshot of every row n times, copies side by side, for beams and parallel samples."""
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
+        return self.select(torch.arange(self.num_rows).repeat_interleave(n))
+
+    def padded(self, num_tokens: int) -> "Snapshot":
+        """A snapshot with zeros before the keys and values of softmax layers, so that they hold `num_tokens` tokens.
+
+        Masks must hide the new tokens, as they hide padding on the left. Linear layers stay as they are.
+
+        Raises:
+            ValueError: there are more tokens already, or a softmax layer holds a window of them.
+        """
+        missing = num_tokens - self.num_tokens
+        lengths = {tensors["keys"].shape[2] for tensors in self.layers if "keys" in tensors}
+        if missing < 0 or lengths - {self.num_tokens}:
+            raise ValueError(f"{self.num_tokens} tokens, of which layers hold {lengths}, cannot become {num_tokens}")
+        layers = tuple(
+            {name: F.pad(x, (0, 0, missing, 0)) if name in PER_TOKEN else x for name, x in tensors.items()}
+            for tensors in self.layers
+        )
+        return replace(self, layers=layers, num_tokens=num_tokens)
+
+    def to(self, device: torch.device | str) -> "Snapshot":
+        """The snapshot on another device, for instance "cpu" for states that are not needed now."""
+        return self.with_tensors(lambda x: x.to(device))
+
+    def with_tensors(self, function: Callable[[Tensor], Tensor]) -> "Snapshot":
+        """A snapshot with the results of a function of each tensor."""
+        layers = tuple({name: function(x) for name, x in tensors.items()} for tensors in self.layers)
+        return replace(self, layers=layers)
+
+    def save(self, path: str | PathLike[str], model: PreTrainedModel) -> None:
+        """Write a safetensors file that `load` accepts for this model alone. All weights are read, to identify it.
+
+        Args:
+            path: path of the file.
+            model: the model of the states.
+
+        Raises:
+            ValueError: the model's weights are not in memory.
+        """
+        tensors = {
+            f"{index}.{name}": x.contiguous() for index, layer in enumerate(self.layers) for name, x in layer.items()
+        }
+        header = {"format": _FORMAT, "version": _VERSION, "num_tokens": str(self.num_tokens)}
+        draft = Path(f"{path}.part")  # a process that is killed leaves no half file
+        save_file(tensors, draft, header | {"kinds": json.dumps(self.kinds)} | _identity(model))
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], model: PreTrainedModel, device: torch.device | str = "cpu") -> "Snapshot":
+        """The snapshot of a file that `save` has written. All weights of the model are read, to compare it.
+
+        Args:
+            path: path of the file.
+            model: the model that will continue from the states.
+            device: device of the tensors.
+
+        Raises:
+            ValueError: another kind of file, a part of one, another version of the format, or states of a model with
+                another configuration, other rules or other weights.
+        """
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                header = file.metadata() or {}
+                _check_header(header, model, path)
+                kinds = tuple(json.loads(header["kinds"]))
+                layers: tuple[dict[str, Tensor], ...] = tuple({} for _ in kinds)
+                for key in file.keys():  # noqa: SIM118 (no dict)
+                    index, name = key.split(".")
+                    layers[int(index)][name] = file.get_tensor(key)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no whole safetensors file: {error}") from error
+        return cls(kinds, layers, int(header["num_tokens"]))
 
 
 def snapshot(cache: Cache, rows: Sequence[int] | Tensor | None = None, *, num_tokens: int | None = None) -> Snapshot:
@@ -71,7 +193,7 @@ def snapshot(cache: Cache, rows: Sequence[int] | Tensor | None = None, *, num_to
 
 def _contents(cache: Cache, num_tokens: int | None = None) -> Snapshot:
     """A snapshot with the tensors of a cache themselves, without copies; see `snapshot`."""
-    counts = [_tokens_of(layer) for layer in cache.layers if _kind_of(layer) != "linear"]
+    counts = [_tokens_of(layer) for layer in cache.layers if kind_of(layer) != "linear"]
     seen = max(counts, default=0)
     if num_tokens is None:
         num_tokens = seen
@@ -79,11 +201,11 @@ def _contents(cache: Cache, num_tokens: int | None = None) -> Snapshot:
         raise ValueError(
             f"num_tokens must be a whole number between 0 and the {seen} tokens of the cache, got {num_tokens}"
         )
-    layers: list[Tensors] = [_tensors_of(layer) for layer in cache.layers]
+    layers: list[Tensors] = [tensors_of(layer) for layer in cache.layers]
     for index, tensors in enumerate(layers):
         if "keys" in tensors and tensors["keys"].shape[2] > num_tokens:
             layers[index] = {name: x[:, :, x.shape[2] - num_tokens :] for name, x in tensors.items()}
-    return Snapshot(tuple(map(_kind_of, cache.layers)), tuple(layers), num_tokens)
+    return Snapshot(tuple(map(kind_of, cache.layers)), tuple(layers), num_tokens)
 
 
 def restore(cache: Cache, saved: Snapshot, rows: Sequence[int] | Tensor | None = None) -> None:
@@ -144,9 +266,9 @@ def _make_ready(cache: Cache, saved: Snapshot) -> None:
 
 def _why_not_fill(layer: Any, kind: str, tensors: Tensors, num_tokens: int, *, rows_only: bool) -> str | None:
     """The reason why tensors cannot be the contents of a layer, or with `rows_only` some rows; None if they can."""
-    if _kind_of(layer) != kind:
+    if kind_of(layer) != kind:
         return f"a {kind} layer's contents do not fit a {type(layer).__name__}"
-    held = _tensors_of(layer)
+    held = tensors_of(layer)
     if rows_only and held.keys() != tensors.keys():
         given, present = (" and ".join(x) or "nothing" for x in (tensors, held))
         return f"rows of {given} cannot join {present}"
@@ -172,7 +294,7 @@ def _why_not_fill(layer: Any, kind: str, tensors: Tensors, num_tokens: int, *, r
 
 def _fill(layer: Any, tensors: Tensors, num_tokens: int, others: Iterable[Any]) -> None:
     """Copy tensors of `num_tokens` tokens to a layer after its `reset`; a static layer keeps its addresses."""
-    kind = _kind_of(layer)
+    kind = kind_of(layer)
     if kind == "softmax" and not isinstance(layer, StaticLayer):
         layer.keys = layer.values = None  # older versions of transformers leave zeros at a reset
         layer.is_initialized = False
@@ -202,10 +324,9 @@ def _fill(layer: Any, tensors: Tensors, num_tokens: int, others: Iterable[Any]) 
 def move_cache(source: Cache, target: Cache) -> None:
     """Move the contents of a dynamic cache to an empty static one, layer by layer; the dynamic cache is empty then."""
     source.layers, layers = [], source.layers
-    layers.reverse()
     for new in target.layers:
-        old = layers.pop()  # frees its memory before the next layer moves
-        _fill(new, _tensors_of(old), _tokens_of(old), target.layers)
+        old = layers.pop(0)  # frees its memory before the next layer moves
+        _fill(new, tensors_of(old), _tokens_of(old), target.layers)
 
 
 def fork(cache: Cache, n: int) -> None:
@@ -226,26 +347,25 @@ def detach(cache: Cache) -> Cache:
         ValueError: a layer of an unknown kind.
     """
     for layer in cache.layers:
-        _kind_of(layer)  # another kind may keep tensors elsewhere
-        for held in (vars(layer), getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
-            for name, x in held.items():
-                if isinstance(x, Tensor) and x.requires_grad:
-                    held[name] = x.detach()
+        kind_of(layer)  # another kind may keep tensors elsewhere
+        for owner, name, x in held_tensors(layer):
+            if x.requires_grad:
+                owner[name] = x.detach()
     return cache
 
 
-def _kind_of(layer: Any) -> str:
+def kind_of(layer: Any) -> str:
     """The kind of a cache layer; ValueError for one that is not known here."""
-    kind = KINDS.get(type(layer))
+    kind = _KINDS.get(type(layer))
     if kind is None or getattr(layer, "number_of_states", 1) != 1:
-        known = ", ".join(cls.__name__ for cls in KINDS)
+        known = ", ".join(cls.__name__ for cls in _KINDS)
         raise ValueError(f"the contents of a {type(layer).__name__} cannot be taken out of a cache; known: {known}")
     return kind
 
 
-def _tensors_of(layer: Any) -> dict[str, Tensor]:
+def tensors_of(layer: Any) -> dict[str, Tensor]:
     """The tensors of a layer, not copied."""
-    kind = _kind_of(layer)
+    kind = kind_of(layer)
     if kind == "delta_rule":
         state = {} if layer.state is None else layer.state._asdict()
         return {name: x for name, x in state.items() if x is not None}
@@ -260,65 +380,63 @@ def _tensors_of(layer: Any) -> dict[str, Tensor]:
 
 def _tokens_of(layer: Any) -> int:
     """Number of tokens that a layer has seen; 0 for "linear" layers, which do not count. A static layer waits."""
-    return 0 if _kind_of(layer) == "linear" else int(layer.get_seq_length())
+    return 0 if kind_of(layer) == "linear" else int(layer.get_seq_length())
 
 
-class RowStates:
-    """Single rows of a static cache as snapshots, with one launch per dtype for the states of all layers.
+def row_numbers(rows: Sequence[int] | Tensor, count: int) -> Tensor:
+    """Rows as int64 `[M]` on the CPU; ValueError unless all are below `count`."""
+    given = torch.as_tensor(rows, device="cpu")
+    if given.numel() and (given.dtype == torch.bool or given.is_floating_point()):  # an empty list is one of floats
+        raise ValueError(
+            f"rows must be a list of numbers from 0 to {count - 1}, got {given.dtype} values: of a mask "
+            "mask.nonzero().flatten() gives them"
+        )
+    index = given.long()
+    if index.ndim != 1 or not bool(((index >= 0) & (index < count)).all()):
+        raise ValueError(f"rows must be a list of numbers from 0 to {count - 1}, got {index.tolist()}")
+    return index
 
-    Args:
-        cache: a filled cache, whose tensors stay at their addresses. Its softmax layers, if any, are `RowKeyValues`:
-            the keys of a row begin at column 0.
 
-    Attributes:
-        recurrent: whether all layers are delta-rule layers, so that a row takes the same memory at any length.
+def _check_header(header: dict[str, str], model: PreTrainedModel, path: object) -> None:
+    if header.get("format") != _FORMAT:
+        raise ValueError(f"{path} holds no states that Snapshot.save has written")
+    if header["version"] != _VERSION:
+        raise ValueError(f"{path} has version {header['version']} of the format, and this deltazoo reads {_VERSION}")
+    differing = [name for name, digest in _identity(model).items() if header.get(name) != digest]
+    if differing:
+        raise ValueError(f"{path} has states of another model: {' and '.join(differing)} differ")
+
+
+def _identity(model: PreTrainedModel) -> dict[str, str]:
+    """Digests of configuration, rules and weights, on which a state depends, at present.
+
+    All numbers of all weights count, buffers in the state dict included. They are rounded to bfloat16, so that a
+    float32 model and its bfloat16 copy have equal digests.
     """
-
-    def __init__(self, cache: Cache) -> None:
-        self._kinds = tuple(map(_kind_of, cache.layers))
-        self.recurrent = {*self._kinds} == {"delta_rule"}
-        held = [_tensors_of(layer) for layer in cache.layers]
-        groups: dict[object, list[tuple[int, str]]] = {}
-        for number, tensors in enumerate(held):
-            for name, x in tensors.items():
-                groups.setdefault((x.dtype, x.device, name in PER_TOKEN), []).append((number, name))
-        self._groups = [*groups.values()]
-        rows = min(len(x) for tensors in held for x in tensors.values())
-        # Views are made once, since a view takes as long as a launch, and each layer has two.
-        self._views = [
-            [[held[number][name][row : row + 1] for number, name in group] for row in range(rows)]
-            for group in self._groups
-        ]
-
-    def take(self, row: int, num_tokens: int) -> Snapshot:
-        """A copy of a row, which has had `num_tokens` tokens."""
-        layers: tuple[dict[str, Tensor], ...] = tuple({} for _ in self._kinds)
-        for group, rows in zip(self._groups, self._views, strict=True):
-            views = _first_tokens(group, rows[row], num_tokens)
-            copies = [torch.empty_like(x) for x in views]
-            torch._foreach_copy_(copies, views)
-            for (number, name), x in zip(group, copies, strict=True):
-                layers[number][name] = x
-        return Snapshot(self._kinds, layers, num_tokens)
-
-    def put(self, row: int, state: Snapshot | None) -> None:
-        """Replace a row by one that `take` returned, from this cache or another of the model; None: by an empty one."""
-        for group, rows in zip(self._groups, self._views, strict=True):
-            if state is None or group[0][1] in PER_TOKEN:  # keys after the row's end are hidden, and must not be NaN
-                torch._foreach_zero_(rows[row])
-            if state is not None:
-                new = [state.layers[number][name] for number, name in group]
-                torch._foreach_copy_(_first_tokens(group, rows[row], state.num_tokens), new)
-
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Replace rows by others; no row is both a source and a target."""
-        if sources:
-            for rows in self._views:
-                torch._foreach_copy_(
-                    [x for row in targets for x in rows[row]], [x for row in sources for x in rows[row]]
-                )
+    config: Any = model.config
+    keys = {key: value for key, value in config.to_diff_dict().items() if key.lstrip("_") not in _NOT_OF_THE_MODEL}
+    rules = [
+        [name, layer.extra_repr(), {key: choice_name(value) for key, value in vars(layer.spec).items()}]
+        for name, layer in model.named_modules()
+        if isinstance(layer, DeltaRuleAttention)
+    ]
+    weights = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+    away = next((name for name, x in weights.items() if x.is_meta), None)
+    if away is not None:
+        raise ValueError(f"{away} is not in memory, so the model cannot be told from others: load all weights")
+    different = {id(x): x for x in weights.values()}  # one entry per tensor, since tied weights have several names
+    digests = {key: _weight_digest(x) for key, x in different.items()}
+    described = {name: [list(x.shape), digests[id(x)]] for name, x in weights.items()}
+    return {"configuration": _digest(keys), "rules": _digest(rules), "weights": _digest(described)}
 
 
-def _first_tokens(group: Sequence[tuple[int, str]], views: list[Tensor], count: int) -> list[Tensor]:
-    """Views of tensors of one kind; keys and values end after `count` tokens."""
-    return [x[:, :, :count] for x in views] if group[0][1] in PER_TOKEN else views
+def _weight_digest(weight: Tensor) -> str:
+    digest = sha256()
+    for piece in weight.detach().flatten().split(_PIECE):
+        rounded = piece.to(torch.bfloat16) if piece.is_floating_point() else piece
+        digest.update(rounded.cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _digest(x: object) -> str:
+    return sha256(json.dumps(x, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -17,15 +17,15 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from deltazoo.generation.cache import DeltaRuleCacheLayer
+from deltazoo.generation.cache import DeltaRuleCacheLayer, RowKeyValues
 
 __all__ = [
     "IMPLEMENTATIONS",
     "FixedTensors",
-    "RowKeyValues",
     "bytes_when_fixed",
     "describe_layer",
     "fixed_cache",
+    "held_tensors",
     "some_rows",
     "why_not_fixed",
 ]
@@ -52,7 +52,7 @@ def fixed_cache(model: Any, max_length: int | None, position: Tensor | None = No
         # window.
         if type(layer) is StaticSlidingWindowLayer:
             if position is not None:
-                raise ValueError("rows of their own lengths need softmax layers without sliding windows")
+                raise ValueError("rows of different lengths share no cache of softmax layers with sliding windows")
             cache.layers[index] = StaticLayer(max_cache_len=max_length or 1)
     prepare = getattr(model, "prepare_cache", None)
     if prepare is not None:
@@ -60,13 +60,8 @@ def fixed_cache(model: Any, max_length: int | None, position: Tensor | None = No
     reason = why_not_fixed(cache)
     if reason is not None:
         raise ValueError(reason)
-    if position is not None:
-        _let_rows_apart(cache, model, max_length, position)
-    return cache
-
-
-def _let_rows_apart(cache: StaticCache, model: Any, max_length: int | None, position: Tensor) -> None:
-    """Put `RowKeyValues` into a cache; ValueError if its softmax layers cannot be replaced."""
+    if position is None:
+        return cache
     for index, layer in enumerate(cache.layers):
         if type(layer) is StaticLayer:
             if max_length is None:
@@ -80,6 +75,7 @@ def _let_rows_apart(cache: StaticCache, model: Any, max_length: int | None, posi
         elif isinstance(layer, DeltaRuleCacheLayer) and max_length is not None:
             # Older versions of transformers ask the first layer for a count.
             layer.fix_count(torch.tensor(max_length, device=position.device))
+    return cache
 
 
 def why_not_fixed(cache: Cache) -> str | None:
@@ -106,41 +102,6 @@ def bytes_when_fixed(cache: Cache, max_length: int) -> int:
     return sum(x.nbytes // x.shape[2] * max_length for x in tensors)
 
 
-class RowKeyValues(StaticLayer):
-    """A static layer that writes each row's new keys at that row's own position.
-
-    The key of position p is in column p in every row. Columns at and after a row's end hold arbitrary numbers:
-    the caller's mask must hide them. transformers makes masks for queries behind the last column, so that causality
-    hides nothing more.
-
-    Args:
-        max_cache_len: number of columns.
-        position: `[N, 1]` int64, position of the next token of each row; it stays at its address. All new tokens must
-            be below `max_cache_len`.
-    """
-
-    def __init__(self, max_cache_len: int, position: Tensor) -> None:
-        super().__init__(max_cache_len)
-        self.position = position
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """All columns, after writing the new tokens, as many in every row."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
-        columns, num_tokens = self.position, key_states.shape[2]
-        if num_tokens != 1:
-            columns = columns + torch.arange(num_tokens, device=columns.device)
-        columns = columns[:, None, :, None]
-        self.keys.scatter_(2, columns.expand_as(key_states), key_states)
-        self.values.scatter_(2, columns.expand_as(value_states), value_states)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        """Number of all columns."""
-        return self.max_cache_len
-
-
 def some_rows(cache: StaticCache, rows: slice) -> StaticCache:
     """A cache whose tensors are some rows of a filled one's: a step over it changes those rows alone."""
     narrow = copy(cache)
@@ -150,7 +111,7 @@ def some_rows(cache: StaticCache, rows: slice) -> StaticCache:
         for name, value in vars(part).items():
             if isinstance(value, dict):
                 setattr(part, name, dict(value))
-        for owner, name, x in _tensors_of(part):
+        for owner, name, x in held_tensors(part):
             if x.ndim:  # counts have no dimension
                 owner[name] = x[rows]
         narrow.layers.append(part)
@@ -165,7 +126,7 @@ class FixedTensors:
     """
 
     def __init__(self, cache: Cache) -> None:
-        self._owned = [owned for layer in cache.layers for owned in _tensors_of(layer)]
+        self._owned = [owned for layer in cache.layers for owned in held_tensors(layer)]
 
     @property
     def changed(self) -> list[Tensor]:
@@ -185,7 +146,7 @@ class FixedTensors:
                 owner[name] = tensor
 
 
-def _tensors_of(layer: Any) -> Iterator[tuple[dict[Any, Any], Any, Tensor]]:
+def held_tensors(layer: Any) -> Iterator[tuple[dict[Any, Any], Any, Tensor]]:
     """The tensors of a cache layer (attributes, and dicts of states), each with the dict and the name that hold it."""
     for owner in (vars(layer), *(x for x in vars(layer).values() if isinstance(x, dict))):
         yield from [(owner, name, x) for name, x in owner.items() if isinstance(x, Tensor)]

@@ -5,14 +5,13 @@ norms and MLPs of transformers (`step_modules`). The step works on a static cach
 at fixed addresses. A `Fingerprint` tells whether a step that was captured earlier (`capture`) still computes what the
 model would.
 
-Threads share a model's modules. So one thread at a time makes or runs a step of a model, and calls from others
-meanwhile run the modules' own forward passes.
+Threads share a model's modules. So one thread at a time makes or runs a step of a model (`ModelSteps`), and calls from
+others meanwhile run the modules' own forward passes.
 """
 
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -27,13 +26,39 @@ from deltazoo.generation.fused_blocks import fused_blocks
 from deltazoo.generation.static_cache import FixedTensors
 from deltazoo.generation.step_modules import library_modules, merged_products, replaced
 
-__all__ = ["CapturedStep", "Fingerprint", "next_logits", "prepared_inputs"]
+__all__ = ["CapturedStep", "Fingerprint", "ModelSteps", "next_logits", "prepared_inputs", "steps_of"]
 
-_UNCOMPARED = {*vars(nn.Module()), "forward", "_captured_steps"} - {"training"}
+_UNCOMPARED = {*vars(nn.Module()), "forward"} - {"training"}
 """Attributes that every module may have. Those that matter to a captured step are compared separately, or keep steps
 from being captured (`deltazoo.generation.conditions`)."""
-_locks: weakref.WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = weakref.WeakKeyDictionary()
-_making_locks = threading.Lock()
+
+
+class ModelSteps:
+    """The locks of a model's steps, and the captured step that its `generate` keeps for the next call.
+
+    Attributes:
+        alone: lock that is held while forward passes of its modules are replaced, or read to make a step.
+        in_use: lock that a call of `generate` holds while it captures and replays.
+        last: the way in which the last call of `generate` ran its steps, in words.
+        kept: `deltazoo.generation.hf_generate.StaticDecoding` for the next call, without a reference to the model.
+        failed: the reason why a step could not be captured, and the model's fingerprint at that time.
+    """
+
+    def __init__(self) -> None:
+        self.alone, self.in_use = threading.RLock(), threading.Lock()
+        self.last: str | None = None
+        self.kept: Any = None
+        self.failed: tuple[Fingerprint, str] | None = None
+
+
+_steps: weakref.WeakKeyDictionary[nn.Module, ModelSteps] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def steps_of(model: Any) -> ModelSteps:
+    """What is held for the steps of a model; a copy of the model starts with nothing."""
+    with _making:
+        return _steps.setdefault(model, ModelSteps())
 
 
 def prepared_inputs(
@@ -110,7 +135,7 @@ class CapturedStep:
         self.cache_tensors = FixedTensors(cache)
         changed = [*self.cache_tensors.changed, *changed]
         self._device_index = changed[0].get_device()  # -1 for the CPU, which `torch.cuda.device` ignores
-        alone = _alone_with(model)
+        alone = steps_of(model).alone
         with alone:
             self._products = products = merged_products(model)  # kept alive, since a graph reads the merged weights
             replacements = [x for product in products for x in product.replacements]
@@ -134,12 +159,6 @@ class CapturedStep:
             self._replay()
 
 
-def _alone_with(model: nn.Module) -> AbstractContextManager[Any]:
-    """A lock of the model, held while forward passes of its modules are replaced, or read to make a step."""
-    with _making_locks:
-        return _locks.setdefault(model, threading.RLock())
-
-
 class Fingerprint:
     """The properties on which a captured step relies: modules of a model, their settings and hooks, weight addresses.
 
@@ -151,7 +170,7 @@ class Fingerprint:
         modules = list(model.modules())
         self._modules = [weakref.ref(module) for module in modules]
         # On a GPU steps compute experts by another implementation than prompts.
-        with _alone_with(model), model._optimize_model_for_decode():
+        with steps_of(model).alone, model._optimize_model_for_decode():
             self._rest = (
                 [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (*model.parameters(), *model.buffers())],
                 [_settings(vars(module)) for module in modules],

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal
+from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_
 from deltazoo.layers.layer_input import LayerInput
 from deltazoo.layers.layer_options import (
     LayerOptions,
@@ -20,7 +20,7 @@ from deltazoo.layers.layer_options import (
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize, l2_normalize_both
 from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
-from deltazoo.layers.rule import RuleInputs, check_shape_of, effective_step, precision_for, run_rule
+from deltazoo.layers.rule import EffectiveStep, RuleInputs, check_shape_of, run_rule
 from deltazoo.layers.sequences import Sequences, describe_sequences, describe_shared
 from deltazoo.layers.short_convolution import Convolutions, ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
@@ -102,6 +102,8 @@ class DeltaRuleAttention(Float32Parameters):
     projects_micro_steps: ClassVar[bool] = True
     """Whether `k_proj`, `v_proj` and `b_proj` project to every micro-step. It is False for a subclass that makes the
     steps of its spec itself, or takes no more than one: its `num_micro_steps` cannot be changed."""
+    shares_rows: ClassVar[bool] = True
+    """Whether ranks can share rows (context parallelism): False for a subclass that carries a state by `run_scan`."""
     stands_for: ClassVar[type["DeltaRuleAttention"]]
     """The class of which this one is another name, or which it extends for swapped models; else the class itself."""
     context: ContextParallel | None = None
@@ -139,7 +141,6 @@ class DeltaRuleAttention(Float32Parameters):
         activation_function(given.activation)  # refuses others
         self.allow_neg_eigval: bool = given.of(self.spec, "allow_neg_eigval")
         self.neg_eigval = given.neg_eigval
-        self._gain_at_most_one = self.promises.gain_at_most_one  # compiled code cannot look into the registry
         self.decay_lower_bound: float | None = given.of(self.spec, "decay_lower_bound")
         self.num_micro_steps: int = given.of(self.spec, "num_micro_steps")
         self.projected_steps = self.num_micro_steps if self.projects_micro_steps else 1
@@ -152,6 +153,11 @@ class DeltaRuleAttention(Float32Parameters):
         self.fused_kernels = given.fused_kernels
         check_sizes(self)
         check_steps(self, given.beta_bias)
+        self.effective_step: EffectiveStep | None = None
+        self.precision: str | None = None
+        if self.spec.corrects:
+            self.effective_step = EffectiveStep(self.spec, allow_neg_eigval=self.allow_neg_eigval)
+            self.precision = self.effective_step.precision if self.promises.gain_at_most_one else None
         check_decay(self, of_its_own=type(self).make_decay_gate is not DeltaRuleAttention.make_decay_gate)
 
         query_dim, value_dim = self.num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
@@ -278,8 +284,7 @@ class DeltaRuleAttention(Float32Parameters):
         return (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.conv_size else None
 
     def _split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        K, V = self.head_k_dim, self.head_v_dim
-        return _per_head(q, K), _per_head(k, K), _per_head(v, V)
+        return _per_head(q, self.head_k_dim), _per_head(k, self.head_k_dim), _per_head(v, self.head_v_dim)
 
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         # Convolutions with `unit_heads` have normalised their output already.
@@ -302,9 +307,8 @@ class DeltaRuleAttention(Float32Parameters):
                 heads of k and v are those of the first step, then those of the second, and so on.
         """
         beta = None
-        if self.spec.corrects:
-            doubled = self.allow_neg_eigval
-            beta = effective_step(self.spec, self.step_gate(x), k, allow_neg_eigval=doubled, fused=self.fused_kernels)
+        if self.effective_step is not None:
+            beta = self.effective_step(self.step_gate(x), k, fused=self.fused_kernels)
             if self.neg_eigval == "erase":
                 # The write is beta * v: halved values undo the doubling there, exactly.
                 v = recomputable(torch.mul, v, 0.5)
@@ -370,11 +374,8 @@ class DeltaRuleAttention(Float32Parameters):
             in_place=past.in_place,
             scale=None if self.spec.scale_queries else 1.0,
             backend=self.backend,
-            precision=self._precision(),
+            precision=self.precision,
         )
-
-    def _precision(self) -> str | None:
-        return precision_for(self.spec, allow_neg_eigval=self.allow_neg_eigval) if self._gain_at_most_one else None
 
     def _norm_and_gate(self, output: Tensor, x: LayerInput) -> Tensor:
         if self.spec.output_gate == "none":
@@ -463,7 +464,8 @@ class DeltaRuleAttention(Float32Parameters):
         Args:
             initializer_range: standard deviation of the linear weights; the layer's own unless given.
         """
-        linear = normal(self.initializer_range if initializer_range is None else initializer_range)
+        std = self.initializer_range if initializer_range is None else initializer_range
+        linear = partial(nn.init.normal_, std=std)
         known: dict[str, Initializer] = {
             "A_log": partial(decay_rate_, rate_range=self.spec.decay_rate_range),
             "dt_bias": partial(log_uniform_step_, dt_range=self.spec.dt_range),
@@ -471,14 +473,11 @@ class DeltaRuleAttention(Float32Parameters):
         }
         if self.decay_lower_bound is not None:
             known["A_log"] = nn.init.zeros_  # the bounded gate starts from a plain sigmoid
-        for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
-            if self.conv_size:
-                known[f"{name}.weight"] = getattr(self, name).initialize_
-
-        def initializer(name: str) -> Initializer:
-            return known.get(name) or (nn.init.zeros_ if name.endswith(".bias") else linear)
-
-        return {name: initializer(name) for name, _ in self.named_parameters()}
+        known |= {
+            f"{name}.weight": x.initialize_ for name, x in self.named_children() if isinstance(x, ShortConvolution)
+        }
+        names = [name for name, _ in self.named_parameters()]
+        return {x: known.get(x) or (nn.init.zeros_ if x.endswith(".bias") else linear) for x in names}
 
     def neutral_initializers(self) -> dict[str, Initializer]:
         """Functions that fill added parameters of a layer that replaces softmax attention, by parameter name.
@@ -493,17 +492,6 @@ class DeltaRuleAttention(Float32Parameters):
             parameter = self.get_parameter(name)
             if not getattr(parameter, "_is_hf_initialized", False):
                 initialize(parameter)
-
-    @property
-    def num_state_elements(self) -> int:
-        """Numbers that the states of one sequence hold, float32; a subclass with a further state adds its own."""
-        return self.num_v_heads * self.key_expansion * self.head_k_dim * self.head_v_dim
-
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one sequence's states; the inputs of the short convolutions are kept in `dtype`."""
-        channels = sum(linear.out_features for linear in (self.q_proj, self.k_proj, self.v_proj))
-        kept = channels * (self.conv_size - 1) if self.conv_size else 0
-        return self.num_state_elements * torch.float32.itemsize + kept * dtype.itemsize
 
     @property
     def is_registered_class(self) -> bool:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,6 @@ __all__ = [
     "decay_rate_",
     "log_uniform_step_",
     "nearly_zero_rows_",
-    "normal",
-    "short_conv_",
     "spaced_decay_rates",
 ]
 
@@ -23,23 +20,6 @@ Initializer = Callable[[Tensor], object]
 DECAY_TIMES = (8.0, 4096.0)
 """Tokens after which the fastest and the slowest decay of a layer that replaces softmax attention have lost all but 1/e
 of what they held."""
-
-
-def normal(std: float) -> Initializer:
-    """An initializer of linear weights: normal with standard deviation `std`."""
-    return partial(nn.init.normal_, std=std)
-
-
-def short_conv_(weight: Tensor, std: float | None = None) -> None:
-    """Fill taps `[channels, 1, taps]`: normal with standard deviation `std`; None: uniform within 1 / sqrt(taps).
-
-    The uniform start is that of nn.Conv1d and of every rule: docs/layers.md#how-the-short-convolutions-start.
-    """
-    bound = weight.shape[-1] ** -0.5
-    if std is None:
-        nn.init.uniform_(weight, -bound, bound)
-    else:
-        nn.init.normal_(weight, std=std)
 
 
 def decay_rate_(A_log: Tensor, rate_range: tuple[float, float]) -> None:

@@ -164,10 +164,9 @@ def check_steps(layer: Any, beta_bias: bool) -> None:
         raise ValueError(f"neg_eigval must be 'both' or 'erase', got {layer.neg_eigval!r}")
     if layer.neg_eigval == "erase" and not layer.allow_neg_eigval:
         raise ValueError("neg_eigval='erase' acts only with allow_neg_eigval=True")
-    if layer.allow_neg_eigval and not spec.corrects:
-        raise ValueError(f"rule {name!r} has no correction term, so allow_neg_eigval=True cannot act")
-    if layer.num_micro_steps > 1 and not spec.corrects:
-        raise ValueError(f"rule {name!r} has no correction term, so num_micro_steps={layer.num_micro_steps} cannot act")
+    for option, usual in (("allow_neg_eigval", False), ("num_micro_steps", 1)):
+        if not spec.corrects and (value := getattr(layer, option)) != usual:
+            raise ValueError(f"rule {name!r} has no correction term, so {option}={value} cannot act")
     if not layer.projects_micro_steps and layer.num_micro_steps != spec.num_micro_steps:
         raise ValueError(
             f"rule {name!r} has num_micro_steps={spec.num_micro_steps}, which cannot be changed, got "

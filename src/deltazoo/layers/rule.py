@@ -1,5 +1,6 @@
 """The operator's inputs, the step size among them, and the call of the operator."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +24,10 @@ from deltazoo.spec import RuleSpec
 from deltazoo.spec import StepForm as StepForm  # rule files of earlier versions import it from here
 
 __all__ = [
+    "EffectiveStep",
     "RuleInputs",
     "bounded_step",
     "check_shape_of",
-    "effective_step",
-    "precision_for",
     "run_rule",
     "run_scan",
 ]
@@ -52,12 +52,10 @@ class RuleInputs(NamedTuple):
     def interleave(self, steps: int) -> "RuleInputs":
         """Put the micro-steps of each token side by side along time, `[B, T * steps, ...]`, as the operator wants."""
 
-        def spread(x: Tensor | None) -> Any:
-            return None if x is None else rearrange(x, "b t (n h) ... -> b (t n) h ...", n=steps)
-
-        return self._replace(
-            k=spread(self.k), v=spread(self.v), beta=spread(self.beta), erase_key=spread(self.erase_key)
-        )
+        spread: dict[str, Any] = {name: getattr(self, name) for name in ("k", "v", "beta", "erase_key")}
+        for name, x in spread.items():
+            spread[name] = None if x is None else rearrange(x, "b t (n h) ... -> b (t n) h ...", n=steps)
+        return self._replace(**spread)
 
     def bounded(
         self, largest_gain: float | None = None, *, by_rounding: bool = False, fused: bool | None = False
@@ -77,16 +75,12 @@ class RuleInputs(NamedTuple):
         """Inputs whose padding tokens neither write to, erase from, nor decay the state."""
         if not isinstance(sequences, RightPaddedSequences):
             return self
-
-        def masked(x: Tensor) -> Tensor:
-            return _fill_padding(x, sequences, 0)
-
-        beta = None if self.beta is None else masked(self.beta)
-        log_decay = None if self.log_decay is None else masked(self.log_decay)
+        masked = partial(_fill_padding, sequences)
+        beta, log_decay = (None if x is None else masked(x) for x in (self.beta, self.log_decay))
         return self._replace(v=recomputable(masked, self.v), beta=beta, log_decay=log_decay)
 
 
-def _fill_padding(x: Tensor, sequences: RightPaddedSequences, value: float) -> Tensor:
+def _fill_padding(sequences: RightPaddedSequences, x: Tensor, value: float = 0) -> Tensor:
     """x `[B, T, ...]` with the value at padding."""
     return x.masked_fill(sequences.padding.reshape(*sequences.padding.shape, *[1] * (x.ndim - 2)), value)
 
@@ -119,23 +113,19 @@ def run_rule(
     Raises:
         ValueError, TypeError, NotImplementedError: see `deltazoo.delta_rule`.
     """
-    several = isinstance(sequences, (PackedSequences, SharedSequences))
-    one_token = state is not None and is_decoding_step(inputs.v) and not several
     if num_micro_steps > 1:
         inputs = inputs.interleave(num_micro_steps)
     q, k, v, beta, log_decay, erase_key = inputs
-    correction: dict[str, Any] = {
-        "erase_key": erase_key,
-        "erase_reads": erase_reads,
-        "num_micro_steps": num_micro_steps,
-    }
-    if one_token:
-        step: dict[str, Any] = {"state": state, "inplace": in_place, "scale": scale, "backend": backend}
+    correction: dict[str, Any] = dict(erase_key=erase_key, erase_reads=erase_reads, num_micro_steps=num_micro_steps)
+    cu_seqlens = None
+    if isinstance(sequences, (PackedSequences, SharedSequences)):
+        cu_seqlens = sequences.cu_seqlens
+    elif state is not None and is_decoding_step(q):
+        step: dict[str, Any] = dict(state=state, inplace=in_place, scale=scale, backend=backend)
         if beta is None:
             return linear_attention_step(q, k, v, log_decay, **step)
         return delta_rule_step(q, k, v, beta, log_decay, **correction, **step)
-    cu_seqlens = sequences.cu_seqlens if isinstance(sequences, (PackedSequences, SharedSequences)) else None
-    rows: dict[str, Any] = {"initial_state": state, "cu_seqlens": cu_seqlens, "scale": scale, "backend": backend}
+    rows: dict[str, Any] = dict(initial_state=state, cu_seqlens=cu_seqlens, scale=scale, backend=backend)
     if isinstance(sequences, SharedSequences):
         rows["context"] = sequences.context
     if beta is None:
@@ -176,11 +166,14 @@ def run_scan(
         NotImplementedError: ranks share rows (context parallelism).
     """
     if isinstance(sequences, SharedSequences):
-        raise NotImplementedError("ranks that share rows (context parallelism) hand on no state of `run_scan`")
+        raise NotImplementedError(
+            "ranks that share rows (context parallelism) do not hand on the state of `run_scan`: a layer that calls it "
+            "sets `shares_rows = False`"
+        )
     channels = added.shape[2:]
     if isinstance(sequences, RightPaddedSequences):
-        decay, added = _fill_padding(decay, sequences, 1), _fill_padding(added, sequences, 0)
-        damping = None if damping is None else _fill_padding(damping, sequences, 0)
+        decay, added = _fill_padding(sequences, decay, 1), _fill_padding(sequences, added)
+        damping = None if damping is None else _fill_padding(sequences, damping)
     cu_seqlens = sequences.cu_seqlens if isinstance(sequences, PackedSequences) else None
     num_sequences = len(added) if cu_seqlens is None else len(cu_seqlens) - 1
     before = None if state is None else state.flatten(1)
@@ -204,47 +197,44 @@ def check_shape_of(name: str, spec: RuleSpec, found: object, gate: Tensor) -> No
         )
 
 
-def effective_step(
-    spec: RuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigval: bool, fused: bool | None = False
-) -> Tensor:
-    """Step size of a rule from its gate b in (0, 1).
+class EffectiveStep:
+    """The step size of a rule from its gate, such that no transition expands the state.
 
     Args:
-        spec: the rule.
-        b: `[B, T, HV]` float32.
-        k: `[B, T, H, K]` as the operator will see it, rounding included.
+        spec: a rule with a correction term.
         allow_neg_eigval: double the step, so that the eigenvalue along k reaches down to -1 (arXiv:2411.12537).
-        fused: whether kernels compute functions of the keys, see `deltazoo.ops.fused.takes_kernel`.
 
-    Returns:
-        `[B, T, HV]` float32, such that no transition expands the state.
-
-    Raises:
-        ValueError: a step size of another shape.
+    Attributes:
+        precision: precision of the operator for these step sizes, in a layer whose keys are those of the spec. It is
+            "fast" if only the rounding of unit keys can bring the erase gain above 1. The operator's threshold allows
+            for that rounding: its default gives the same bits in more launches. Otherwise it is None, the default.
     """
-    function = function_of("step_size", spec.step_size, step_size.STEP_SIZES)
-    beta = step_size.effective(function, b, k, fused=fused)
-    check_shape_of("step size", spec, beta, b)
-    if allow_neg_eigval:
-        beta = 2 * beta
-    expands = step_size.may_expand(function, unit_keys=spec.normalize_k)
-    if allow_neg_eigval or expands:
+
+    def __init__(self, spec: RuleSpec, *, allow_neg_eigval: bool) -> None:
+        self.spec, self.doubles = spec, allow_neg_eigval
+        self.function = function_of("step_size", spec.step_size, step_size.STEP_SIZES)
+        expands = step_size.may_expand(self.function, unit_keys=spec.normalize_k)
+        self.precision = None if expands or allow_neg_eigval else "fast"
         # Layers with erase keys of their own bound the gain under those.
         largest_gain = step_size.largest_gain(decays=spec.decay != "none" and spec.erase_key == "tied")
-        beta = bounded_step(beta, k, largest_gain=largest_gain, by_rounding=not expands, fused=fused)
-    return beta
+        self._bound: dict[str, Any] = dict(largest_gain=largest_gain, by_rounding=not expands)
 
+    def __call__(self, b: Tensor, k: Tensor, *, fused: bool | None = False) -> Tensor:
+        """The step size `[B, T, HV]` float32.
 
-def precision_for(spec: RuleSpec, *, allow_neg_eigval: bool) -> str | None:
-    """Precision of the operator for the step sizes of `effective_step`, in a layer whose keys are those of the spec.
+        Args:
+            b: `[B, T, HV]` float32, the gate in (0, 1).
+            k: `[B, T, H, K]` as the operator will see it, rounding included.
+            fused: whether kernels compute functions of the keys, see `deltazoo.ops.fused.takes_kernel`.
 
-    It is "fast" if only the rounding of unit keys can bring the erase gain above 1. The operator's threshold allows for
-    that rounding: its default gives the same bits in more launches. Otherwise it is None, the default.
-    """
-    if allow_neg_eigval or not spec.corrects:
-        return None
-    function = function_of("step_size", spec.step_size, step_size.STEP_SIZES)
-    return None if step_size.may_expand(function, unit_keys=spec.normalize_k) else "fast"
+        Raises:
+            ValueError: a step size of another shape.
+        """
+        beta = step_size.effective(self.function, b, k, fused=fused)
+        check_shape_of("step size", self.spec, beta, b)
+        if self.doubles:
+            beta = 2 * beta
+        return beta if self.precision == "fast" else bounded_step(beta, k, fused=fused, **self._bound)
 
 
 def bounded_step(

@@ -7,7 +7,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -84,14 +84,6 @@ class RightPaddedSequences(Sequences):
     """`[B, 1]` int64: number of real tokens per row."""
     padding: Tensor
     """`[B, T]` bool: True at positions that hold no real token, after `arrange`."""
-    if TYPE_CHECKING:  # no field, since FSDP2 rebuilds arguments from the values of all fields
-
-        @property
-        def _found(self) -> dict[int, tuple[Tensor, Tensor]]: ...
-
-    def __post_init__(self) -> None:
-        """Begin to keep results of `last_inputs`, by width: all layers of a model ask for the same."""
-        object.__setattr__(self, "_found", {})
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, num_tokens: int) -> "RightPaddedSequences":
@@ -105,12 +97,14 @@ class RightPaddedSequences(Sequences):
             `[N, width]` int64 each, oldest first: the number of each among these inputs, below `width` if it comes
             before the sequence; and its number among the tokens of all rows, that of any token for those before.
         """
-        if width not in self._found:
+        # All layers of a model ask for the same. It is no field, since FSDP2 rebuilds arguments from all fields.
+        found: dict[int, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_found", {})
+        if width not in found:
             rows, num_tokens = self.padding.shape
             number = self.lengths + torch.arange(width, device=self.lengths.device)
             begins = num_tokens * torch.arange(rows, device=self.lengths.device)[:, None]
-            self._found[width] = number, (begins + number - width).clamp(min=0)
-        return self._found[width]
+            found[width] = number, (begins + number - width).clamp(min=0)
+        return found[width]
 
 
 @dataclass(frozen=True)
@@ -318,22 +312,18 @@ def describe_sequences(
     if attention_mask is not None and cu_seqlens is not None:
         raise ValueError("attention_mask and cu_seqlens both say where sequences begin: pass one of them, not both")
     if attention_mask is not None:
-        _check_mask(attention_mask, batch_size, num_tokens)
+        if attention_mask.shape != (batch_size, num_tokens):
+            raise ValueError(
+                f"attention_mask must have shape ({batch_size}, {num_tokens}), one entry per current token, "
+                f"got {tuple(attention_mask.shape)}"
+            )
+        if attention_mask.is_floating_point() or attention_mask.is_complex():
+            raise ValueError(f"attention_mask must be bool or integer with 1 = real token, got {attention_mask.dtype}")
         return PaddedSequences.from_mask(zeros_and_ones(attention_mask))
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, batch_size, num_tokens)
         return PackedSequences.from_cu_seqlens(cu_seqlens, num_tokens)
     return WHOLE_ROWS
-
-
-def _check_mask(mask: Tensor, batch_size: int, num_tokens: int) -> None:
-    if mask.shape != (batch_size, num_tokens):
-        raise ValueError(
-            f"attention_mask must have shape ({batch_size}, {num_tokens}), one entry per current token, "
-            f"got {tuple(mask.shape)}"
-        )
-    if mask.is_floating_point() or mask.is_complex():
-        raise ValueError(f"attention_mask must be bool or integer with 1 = real token, got {mask.dtype}")
 
 
 def zeros_and_ones(mask: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.layers.initialization import short_conv_
 from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, RightPaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.state import StateAccess, is_decoding_step
 from deltazoo.ops import fused as fused_ops
@@ -107,8 +106,12 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
 
     def initialize_(self, weight: Tensor) -> None:
-        """Fill the taps with their initial values."""
-        short_conv_(weight, self.initializer_range)
+        """Fill the taps; docs/layers.md#how-the-short-convolutions-start."""
+        if self.initializer_range is None:
+            bound = self.kernel_size**-0.5
+            nn.init.uniform_(weight, -bound, bound)
+        else:
+            nn.init.normal_(weight, std=self.initializer_range)
 
     def set_fused(self, fused: bool | None) -> None:
         """Choose between the Triton kernel and plain torch."""

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["LayerState", "LayerStates", "StateAccess", "StateStore", "is_decoding_step"]
+__all__ = ["LayerState", "LayerStates", "StateAccess", "StateStore", "is_decoding_step", "meta_state"]
 
 
 class LayerState(NamedTuple):
@@ -61,8 +61,7 @@ class LayerStates:
 
     def select(self, rows: Tensor) -> "LayerStates":
         """A copy that holds the given rows `[M]` of the batch, for beam search or for dropping finished rows."""
-        chosen = LayerStates()
-        chosen.num_tokens = dict(self.num_tokens)
+        chosen = self.snapshot()
         chosen.states = {layer_idx: state.rows(rows) for layer_idx, state in self.states.items()}
         return chosen
 
@@ -121,6 +120,14 @@ class StateAccess:
         """Store the states after `num_new_tokens` further tokens, if they are wanted."""
         if self.wanted:
             self._store.set_state(self._layer_idx, LayerState(conv, recurrent, auxiliary), num_new_tokens)
+
+
+def meta_state(layer: Any) -> LayerState:
+    """The state of one sequence, without values: what a layer on the meta device makes of one token."""
+    states = LayerStates()
+    with torch.no_grad():
+        layer(layer.q_proj.weight.new_zeros(1, 1, layer.hidden_size), past_key_values=states)
+    return states.states[layer.layer_idx]
 
 
 def is_decoding_step(x: Tensor) -> bool:

@@ -280,8 +280,6 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
     def _fill_defaults(self) -> None:
         spec = get_rule(self.mixer, self.mixer_revision)
         self.mixer_revision = spec.revision
-        if self.num_v_heads is None:
-            self.num_v_heads = self.num_heads
         if self.head_dim is None:
             if self.hidden_size % self.num_heads:
                 raise ValueError(
@@ -289,20 +287,21 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
                     f"got {self.num_heads}"
                 )
             self.head_dim = self.hidden_size // self.num_heads
-        if self.use_gate is None:
-            self.use_gate = spec.output_gate != "none"
-        for name in ("expand_v", "allow_neg_eigval", "num_micro_steps"):
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(spec, name))
         if self.intermediate_size is None:
             ratio = 4 if self.hidden_ratio is None else self.hidden_ratio
             if not 0 < ratio < math.inf:
                 raise ValueError(f"hidden_ratio must be finite and positive, got {ratio}")
             self.intermediate_size = default_intermediate_size(self.hidden_size, ratio)
-        if self.layer_types is None:
-            self.layer_types = ["linear_attention"] * self.num_hidden_layers
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
+        defaults = {
+            "num_v_heads": self.num_heads,
+            "use_gate": spec.output_gate != "none",
+            **{name: getattr(spec, name) for name in ("expand_v", "allow_neg_eigval", "num_micro_steps")},
+            "layer_types": ["linear_attention"] * self.num_hidden_layers,
+            "num_key_value_heads": self.num_attention_heads,
+        }
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, default)
 
     def _take_fla_keys(self, extra: dict[str, Any]) -> dict[str, Any]:
         """Set our keys from those of fla-hub, and return the further keys."""

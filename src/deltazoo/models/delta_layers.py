@@ -75,7 +75,7 @@ class SafetensorsOnly(PreTrainedModel):
             OSError: there is no safetensors file.
         """
         if kwargs.get("use_safetensors") is False:
-            raise ValueError("use_safetensors=False asks for pickled weights, which are never read; pass nothing")
+            raise ValueError("use_safetensors=False asks for pickled weights, which are never read: leave it out")
         path = pretrained_model_name_or_path
         if path is not None and os.path.isfile(path) and not os.fspath(path).endswith(".safetensors"):
             raise ValueError(f"{path} is no safetensors file; pickled weights are never read")

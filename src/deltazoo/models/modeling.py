@@ -39,8 +39,7 @@ from deltazoo.models.forward_arguments import (
     take_row_head,
     unwrapped,
 )
-from deltazoo.models.late_logits import LateLogits, OutputWithLateLogits
-from deltazoo.models.loss import describe_loss, fuses_loss, loss_without_logits
+from deltazoo.models.loss import LateLogits, OutputWithLateLogits, describe_loss, fuses_loss, loss_without_logits
 from deltazoo.models.saving import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
 from deltazoo.ops.fused import IGNORED

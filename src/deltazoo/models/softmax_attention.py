@@ -83,7 +83,7 @@ def _frequencies(config: Any) -> tuple[Tensor, float]:
     return _default_frequencies(config) if rope_type == "default" else ROPE_INIT_FUNCTIONS[rope_type](config)
 
 
-def _default_frequencies(config: Any) -> tuple[Tensor, float]:
+def _default_frequencies(config: Any, **kwargs: Any) -> tuple[Tensor, float]:
     """Frequencies `theta^(-2i/d)`, and the scale 1."""
     channels = int(config.head_dim * (config.rope_parameters.get("partial_rotary_factor") or 1.0))
     exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
@@ -98,6 +98,7 @@ class RotaryEmbedding(Float32Parameters):
 
     float32_buffers = ("inv_freq", "original_inv_freq")
     inv_freq: Tensor
+    compute_default_rope_parameters = staticmethod(_default_frequencies)
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -107,11 +108,6 @@ class RotaryEmbedding(Float32Parameters):
         inv_freq, self.attention_scaling = _frequencies(self.config)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
-
-    @staticmethod
-    def compute_default_rope_parameters(config: Any, **kwargs: Any) -> tuple[Tensor, float]:
-        """The plain frequencies, under the name by which transformers' weight initialisation asks for them."""
-        return _default_frequencies(config)
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -140,9 +136,10 @@ class SoftmaxAttention(nn.Module):
         self.fused_kernels: bool | None = None
         self.head_dim = config.hidden_size // heads
         self.num_key_value_groups = heads // groups
-        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=config.qkv_bias)
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(config.hidden_size, count * self.head_dim, bias=config.qkv_bias)
+            for count in (heads, groups, groups)
+        )
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=False)
         self.normalizes = config.softmax_qk_norm
         if self.normalizes:
@@ -208,8 +205,7 @@ def _eager_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Output `[B, T, heads, d]` and weights `[B, heads, T, S]` of softmax attention, with an additive mask."""
-    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
-    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    key, value = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask

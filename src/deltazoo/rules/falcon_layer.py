@@ -14,11 +14,7 @@ class Falcon(DeltaRuleAttention):
     """Gated DeltaNet that keeps the key of the last token as a further state `[N, H, K]`."""
 
     projects_micro_steps = False
-
-    @property
-    def num_state_elements(self) -> int:
-        """Numbers that the states of one sequence hold: those of other rules, and a key per head."""
-        return super().num_state_elements + self.num_heads * self.head_k_dim
+    shares_rows = False
 
     def with_auxiliary_state(
         self, x: LayerInput, inputs: RuleInputs, past: StateAccess, sequences: Sequences

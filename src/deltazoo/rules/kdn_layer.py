@@ -23,6 +23,7 @@ class IsotropicKDN(DeltaRuleAttention):
     input_projections = (*DeltaRuleAttention.input_projections, "omega_proj")
     tensor_parallel: ClassVar = {"start_precision": "heads", "omega_proj": "heads"}
     projects_micro_steps = False
+    shares_rows = False
 
     def make_parameters(self) -> None:
         """Make the projection to the process noise, and the start of p."""
@@ -42,11 +43,6 @@ class IsotropicKDN(DeltaRuleAttention):
             **super().initializers(initializer_range),
             "start_precision": lambda parameter: nn.init.constant_(parameter, at_one),
         }
-
-    @property
-    def num_state_elements(self) -> int:
-        """Numbers that the states of one sequence hold: those of other rules, and a variance per value head."""
-        return super().num_state_elements + self.num_v_heads
 
     def step_gate(self, x: LayerInput) -> Tensor:
         """The precision `1 / r` of the observation: zero for padding, like a step size."""
@@ -80,11 +76,6 @@ class DiagonalKDN(IsotropicKDN):
     def make_noise(self) -> nn.Module:
         """The projection to the process noise, of low rank."""
         return self.low_rank(self.num_v_heads * self.head_k_dim, bias=True)
-
-    @property
-    def num_state_elements(self) -> int:
-        """Numbers that the states of one sequence hold, with a variance per key channel of each value head."""
-        return super().num_state_elements + self.num_v_heads * (self.head_k_dim - 1)
 
     def with_auxiliary_state(
         self, x: LayerInput, inputs: RuleInputs, past: StateAccess, sequences: Sequences

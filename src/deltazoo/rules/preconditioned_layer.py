@@ -75,11 +75,6 @@ class Preconditioned(DeltaRuleAttention):
             log_decay = softplus_decay(log_scale.new_zeros(1, 1, self.num_heads), self.A_log_atk, self.dt_bias_atk)
             log_scale.copy_(torch.log(0.5 / self.head_k_dim / -torch.expm1(log_decay.flatten())))
 
-    @property
-    def num_state_elements(self) -> int:
-        """Numbers that the states of one sequence hold: those of other rules, and one per key channel."""
-        return super().num_state_elements + self.num_heads * self.head_k_dim
-
     def with_auxiliary_state(
         self, x: LayerInput, inputs: RuleInputs, past: StateAccess, sequences: Sequences
     ) -> tuple[RuleInputs, Tensor | None]:

@@ -129,7 +129,7 @@ class _Endpoints:
             raise ApiError(
                 400,
                 f"{self._model} has no chat template, so it does not say how messages become a prompt: "
-                "use /v1/completions, or save a tokenizer with a chat template beside the model",
+                "use /v1/completions, or put its template beside the model, as chat_template.jinja",
                 code="no_chat_template",
             )
         messages = [message.for_template() for message in body.messages]
@@ -322,7 +322,8 @@ class _Gate:
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
         if scope["path"] != "/health" and not self._has_key(headers.get("authorization", "")):
-            error = ApiError(401, "give the server's API key as Authorization: Bearer KEY", code="invalid_api_key")
+            wanted = "the API key is missing or wrong: send the server's as Authorization: Bearer KEY"
+            error = ApiError(401, wanted, code="invalid_api_key")
             return await error.response()(scope, receive, send)
         length = int(headers.get("content-length", 0))
         body, more = bytearray(), length <= self._max_body

@@ -45,7 +45,7 @@ def check_tokenizer(tokenizer: Any) -> None:
     """Raise ValueError for a tokenizer of another library than tokenizers, which cannot decode streams."""
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         name = type(tokenizer).__name__
-        raise ValueError(f"text is made by the tokenizers library (tokenizer.json), and {name} is not of it")
+        raise ValueError(f"a server needs a tokenizer of the tokenizers library (tokenizer.json), got a {name}")
 
 
 class PromptTokens:

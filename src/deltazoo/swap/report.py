@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from deltazoo.layers.state import meta_state
 from deltazoo.swap.families import ModelFamily, decoder_layers_of
-from deltazoo.swap.layer import SwappedAttention
+from deltazoo.swap.layer import SwappedAttention, build_swapped_attention
 from deltazoo.swap.plan import LayerPlan
 from deltazoo.swap.transfer import copied_parameters
 
@@ -103,13 +105,17 @@ def report_swap(
     for plan, replacement in zip(plans, replacements, strict=True):
         names = [name for name, _ in replacement.delta.named_parameters()]
         copied = copied_parameters(replacement.delta) if init == "transfer" else []
+        with torch.device("meta"):
+            state = meta_state(
+                build_swapped_attention(family, model.config, plan.index, plan.options).delta.to(model.dtype)
+            )
         layers.append(
             LayerSwap(
                 index=plan.index,
                 copied=tuple(copied),
                 created=tuple(name for name in names if name not in copied),
                 dropped=tuple(_dropped(model, family, plan, init)),
-                state_bytes=replacement.delta.state_bytes(model.dtype),
+                state_bytes=sum(x.nbytes for x in state if x is not None),
             )
         )
     states = {layer.index: layer.state_bytes for layer in layers}

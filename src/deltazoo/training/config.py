@@ -389,7 +389,7 @@ def as_mapping(config: Any) -> dict[str, Any]:
 
 def save_config(config: Any, path: str | Path) -> None:
     """Write the configuration with all defaults, whole or not at all, so that the file alone reproduces the run."""
-    write_whole(Path(path), yaml.safe_dump(as_mapping(config), sort_keys=False))
+    write_whole(Path(path), yaml.safe_dump(as_mapping(config), sort_keys=False, allow_unicode=True))
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -439,7 +439,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise ValueError(f"{section!r} in the override {override!r} is not a section")
+            raise ValueError(f"the override {override!r} takes {section!r} for a section, and it holds a value")
     values[key] = value
 
 

@@ -111,7 +111,10 @@ class Records:
             raise ValueError(f"cannot read {self.description}: {type(cause).__name__}: {cause}") from error
         columns = records.column_names
         if columns is not None and self._data.text_field not in columns:
-            raise ValueError(f"data.text_field: {unknown('column', self._data.text_field, sorted(columns))}")
+            raise ValueError(
+                f"{self._data.text}: {unknown('column', self._data.text_field, sorted(columns))}; data.text_field "
+                "(or --text-field) names the column of the text"
+            )
         return records
 
     def documents_of(self, records: Any) -> Iterator[Document]:
@@ -119,7 +122,11 @@ class Records:
         for index, record in enumerate(records):
             text = record.get(self._data.text_field)
             if not isinstance(text, str):
-                raise ValueError(f"{self.description}: record {index} holds {type(text).__name__} instead of text")
+                found = "nothing" if text is None else f"{type(text).__name__} {str(text)[:40]}"
+                raise ValueError(
+                    f"{self.description}: record {index + 1} holds {found}, and every record needs a text; "
+                    f"data.text_field (or --text-field) names their column, one of {', '.join(record)}"
+                )
             if text:
                 yield Document(text, split_key=text)
 

@@ -128,14 +128,26 @@ def resolve_checkpoint(path: str) -> str:
     """The folder that holds the model: ``path`` itself, the ``model`` folder of a training run, or a Hub name.
 
     Raises:
-        ValueError: a local folder without a model, or neither a folder nor a model on the Hub.
+        ValueError: a local folder without a model, a file, or neither a folder nor a model on the Hub.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
         for candidate in (folder, folder / "model"):
             if (candidate / "config.json").is_file():
                 return str(candidate)
-        raise ValueError(f"{path} holds no model: neither it nor its folder 'model' has a config.json")
+        if (folder / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{path} holds an adapter of PEFT without its model: merge them first, "
+                "AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)"
+            )
+        advice = f"the run in it is not finished: deltazoo train {path} --resume"
+        if not (folder / RUN_CONFIG).is_file():
+            advice = (
+                f"give the folder of a model or of a run; to train on the texts in it: deltazoo train --text {path}"
+            )
+        raise ValueError(f"{path} holds no model: neither it nor its folder 'model' has a config.json; {advice}")
+    if folder.is_file():
+        raise ValueError(f"{path} is a file: give the folder of a model or of a run, or a name on the Hub")
     check_on_hub(path, "model")
     return path
 

@@ -8,8 +8,6 @@ is float16 there.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fresh_process import run_interpreted
 from helpers import Missed
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from deltazoo.generation.sampling import uniform_numbers  # noqa: E402
-from deltazoo.layers.rule import bounded_step, effective_step  # noqa: E402
+from deltazoo.layers.rule import EffectiveStep, bounded_step  # noqa: E402
 from deltazoo.ops.decay import DECAY_GATES  # noqa: E402
 from deltazoo.ops.decoding.between_products import HeadNorm, add_parts, norm_heads, swiglu_parts  # noqa: E402
 from deltazoo.ops.decoding.convolution import Convolution, convolve_parts  # noqa: E402
@@ -274,7 +273,7 @@ class Rule:
             else:
                 spec = replace(get_rule("delta_net"), step_size=s.step, normalize_k=s.normalize_k)
                 gate = b_step.sigmoid()[:, None]
-                beta = effective_step(spec, gate, k[:, None], allow_neg_eigval=s.doubled_step)[:, 0]
+                beta = EffectiveStep(spec, allow_neg_eigval=s.doubled_step)(gate, k[:, None])[:, 0]
             if s.largest_gain:
                 beta = bounded_step(beta[:, None], k[:, None], e[:, None], largest_gain=s.largest_gain)[:, 0]
             state = read = erase(state, k, v, beta, e)
@@ -516,10 +515,7 @@ def judge(case: Product | Rule | Gates, results: Results, device: str) -> None:
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
     path = tmp_path_factory.mktemp("interpreted") / "results.pt"
-    here = Path(__file__).resolve()
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[2]), os.environ.get("PYTHONPATH", "")])
-    subprocess.run([sys.executable, str(here), str(path)], env=environment, check=True, timeout=900)
+    run_interpreted(Path(__file__), path)
     return torch.load(path)
 
 

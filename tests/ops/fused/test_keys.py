@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
-from fused_cases import HALF, Case, Results, interpreted_results, judge
+from fused_cases import HALF, Case, Results, judge
 from torch import Tensor
 
 from deltazoo.layers import make_layer
-from deltazoo.layers.rule import bounded_step, effective_step
+from deltazoo.layers.rule import EffectiveStep, bounded_step
 from deltazoo.spec import get_rule
 
 pytest.importorskip("triton")
@@ -78,7 +77,7 @@ class StepSize:
         b, d_beta = (torch.rand(B, T, 2 * H, generator=generator).to(device, dtype or torch.float32) for _ in range(2))
         inputs = [b.requires_grad_(), k.requires_grad_()]
         spec = get_rule(self.rule)
-        beta = effective_step(spec, *inputs, allow_neg_eigval=self.doubled, fused=fused)
+        beta = EffectiveStep(spec, allow_neg_eigval=self.doubled)(*inputs, fused=fused)
         d_b, d_k = torch.autograd.grad(beta, inputs, d_beta, allow_unused=True)
         return {"beta": beta.detach(), "d_b": d_b} | ({} if d_k is None else {"d_k": d_k})
 
@@ -123,11 +122,6 @@ CASES: list[Case] = [
     Bound("bounded_step_of_many_rows", shape=(3, 150, 5, 7), other_key=True),
     Bound("bounded_step_half", other_key=True, dtype=HALF),
 ]
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
-    return interpreted_results(__file__, tmp_path_factory.mktemp("interpreted"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -178,8 +172,3 @@ def check_operators() -> None:
     ):
         leaves = [y.detach().requires_grad_() if isinstance(y, Tensor) else y for y in arguments]
         torch.library.opcheck(operator.overload, leaves)
-
-
-if __name__ == "__main__":
-    check_operators()
-    torch.save({case.name: case.run("cpu", fused=True) for case in CASES}, sys.argv[1])

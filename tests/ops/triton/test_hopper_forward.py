@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from delta_rule_cases import DeltaRuleCase, DeltaRuleInputs
+from fresh_process import run_interpreted
 from helpers import assert_within_reference, relative_errors
 from torch import Tensor
 
@@ -217,11 +216,7 @@ def complete_what_is_left() -> None:
 
 
 def test_completes_what_is_left_interpreted() -> None:
-    here = Path(__file__).resolve()
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[2]), *filter(None, sys.path)])
-    done = subprocess.run([sys.executable, here], env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(Path(__file__))
 
 
 # -- on a GPU --------------------------------------------------------------------------------------

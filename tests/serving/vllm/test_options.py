@@ -123,3 +123,16 @@ def test_heads_that_cannot_be_divided_are_refused():
         meta_layer(lambda ranks: make_layer("kda", 48, 3, 16, layer_idx=0), 2)
     with pytest.raises(ValueError, match="tensor parallelism needs num_micro_steps=1, got 2"):
         meta_layer(lambda ranks: make_layer("gated_deltaproduct", 64, 4, 16, layer_idx=0), 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.3.mlp.up_proj.weight", "layers.3.attn.v_proj.bias", "layers.0.attn.k_conv1d.weight", "norm.weight"]
+)
+def test_a_checkpoint_that_lacks_a_parameter_is_refused(name, tmp_path):
+    """vLLM itself does not miss a part of a product that it has joined."""
+    small_model("kda", hybrid=True, qkv_bias=True).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[f"model.{name}"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"lacks weights of its model: model.{name}"), served(None, tmp_path):
+        pass

@@ -6,12 +6,14 @@ Today's fla-hub checkpoints have our parameter names, so the Auto classes load t
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.hub import config_class_of, model_class_of
@@ -19,6 +21,7 @@ from deltazoo.models.modeling import DeltaRuleForCausalLM
 
 __all__ = [
     "load_fla_checkpoint",
+    "missing_weights",
     "model_of_weights",
     "modernize_state_dict",
     "read_weights",
@@ -110,6 +113,23 @@ def modernize_state_dict(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             modern[name] = x
     return modern
+
+
+_PACKED = re.compile(r"\.(weight_packed|qweight)$")
+
+
+def missing_weights(config: Any, names: Iterable[str]) -> set[str]:
+    """Names of the parameters of a causal language model that are not among those of a checkpoint.
+
+    Args:
+        config: configuration of a model of ours or of a swapped one. A tied head is no parameter of its own.
+        names: names of the checkpoint's tensors; a quantised weight may have the name of its packed form.
+    """
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    with torch.device("meta"):
+        model = model_class(config)
+    found = {_PACKED.sub(".weight", name) for name in names}
+    return {name for name, _ in model.named_parameters()} - found
 
 
 def refuse_missing_weights(missing: Collection[str], path: str | Path) -> None:

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from deltazoo._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from deltazoo.compat.native.exporting import ExportCheck, export
-    from deltazoo.compat.native.importing import load_native_checkpoint
+    from deltazoo.compat.native.checkpoints import ExportCheck, export, load_native_checkpoint
 
 __all__ = ["ExportCheck", "export", "load_native_checkpoint"]
 
-__getattr__ = lazy_names(__name__, {"exporting": ("ExportCheck", "export"), "importing": ("load_native_checkpoint",)})
+__getattr__ = lazy_names(__name__, {"checkpoints": ("ExportCheck", "export", "load_native_checkpoint")})

@@ -35,7 +35,7 @@ from deltazoo.generation.cache import (
     takes_cache,
 )
 from deltazoo.layers.norm import l2_normalize_both
-from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
+from deltazoo.layers.rule import EffectiveStep, RuleInputs, run_rule
 from deltazoo.layers.sequences import WHOLE_ROWS, Sequences, SharedSequences, describe_sequences
 from deltazoo.layers.short_convolution import last_inputs
 from deltazoo.layers.state import LayerState, is_decoding_step
@@ -62,6 +62,8 @@ class AcceleratedLayer:
     arrangement: ClassVar[LayerArrangement]
     input_projections: ClassVar[tuple[str, ...]]
     """The linear maps of the layer's input, which captured steps merge."""
+    steps: ClassVar[Sequence[EffectiveStep]]
+    """The step sizes without and with doubling."""
     deltazoo_backend: str | None = None
     """Backend of the operator: None, "triton", "chunkwise" or "reference"."""
     deltazoo_fused_kernels: bool | None = None
@@ -165,8 +167,7 @@ class AcceleratedLayer:
         """The operator's output `[B, T, HV, V]`, and the state after the last token."""
         described = sequences if isinstance(sequences, SharedSequences) else WHOLE_ROWS
         state = None if before is None else before.recurrent
-        precision = precision_for(get_rule(self.arrangement.rule), allow_neg_eigval=self._doubles_steps())
-        backend = self.deltazoo_backend
+        backend, precision = self.deltazoo_backend, self.effective_step.precision
         return run_rule(inputs, state, described, in_place=in_place, backend=backend, precision=precision)
 
     def _convolve(
@@ -197,16 +198,12 @@ class AcceleratedLayer:
         return [x.unflatten(-1, (-1, dim)) for x, dim in zip(parts, (key_dim, key_dim, value_dim), strict=True)]
 
     def _rule_inputs(self: Any, q: Tensor, k: Tensor, v: Tensor, projections: Projections) -> RuleInputs:
-        beta = effective_step(
-            get_rule(self.arrangement.rule),
-            self.step_gate(projections),
-            k,
-            allow_neg_eigval=self._doubles_steps(),
-        )
-        return RuleInputs(q, k, v, beta, projections.log_decay)
+        return RuleInputs(q, k, v, self.effective_step(self.step_gate(projections), k), projections.log_decay)
 
-    def _doubles_steps(self: Any) -> bool:
-        return getattr(self, "allow_neg_eigval", False)  # not every layer class has it
+    @property
+    def effective_step(self: Any) -> EffectiveStep:
+        """The step size from the gate; not every layer class may double it."""
+        return self.steps[getattr(self, "allow_neg_eigval", False)]
 
     def step_gate(self: Any, projections: Projections) -> Tensor:
         """The gate `[B, T, HV]` float32 from which the rule computes the step size."""
@@ -318,8 +315,14 @@ def accelerated_class(original: type[nn.Module]) -> type[nn.Module]:
     name = _PREFIX + original.__name__
     if name not in globals():
         arrangement: Any = arrangement_of(original)
-        members = {"__module__": __name__, "original": original, "arrangement": arrangement}
-        members["input_projections"] = arrangement.inputs
+        spec = get_rule(arrangement.rule)
+        members = {
+            "__module__": __name__,
+            "original": original,
+            "arrangement": arrangement,
+            "input_projections": arrangement.inputs,
+            "steps": [EffectiveStep(spec, allow_neg_eigval=doubles) for doubles in (False, True)],
+        }
         globals()[name] = type(name, (AcceleratedLayer, original), members)
     return globals()[name]
 

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from deltazoo.compat.native.exporting import replaced_tokenizer
+from deltazoo.compat.native.checkpoints import replaced_tokenizer
 from deltazoo.compat.transformers import accelerate
 from deltazoo.compat.transformers.arrangements import LAYER_ARRANGEMENTS
 from deltazoo.compat.transformers.packing import layers_over_neighbours

@@ -15,6 +15,7 @@ from deltazoo.compat.transformers.arrangements import LAYER_ARRANGEMENTS, LayerA
 from deltazoo.compat.transformers.layer import AcceleratedLayer, accelerated_class, rule_of
 from deltazoo.compat.transformers.packing import describe_documents, layers_over_neighbours
 from deltazoo.generation.hf_generate import CapturedGeneration
+from deltazoo.generation.step import steps_of
 from deltazoo.models.captured_training import capture_library_blocks, release_library_blocks
 from deltazoo.models.forward_arguments import remove_pre_hook, tell_of_row_head, tells_of_row_head
 from deltazoo.ops import resolve_backend
@@ -110,7 +111,7 @@ def restore(model: nn.Module) -> None:
         _become(module, module.original)
     for base in model.modules():
         if isinstance(base, AcceleratedGeneration):
-            vars(base).pop("_captured_steps", None)
+            steps_of(base).kept = None
             base.__class__ = base.original
         if describe_documents in base._forward_pre_hooks.values():
             release_library_blocks(base)

@@ -1,6 +1,6 @@
 """The description of a layer's rule in a decoding step, in plain numbers and words; this module imports no Triton.
 
-A layer's spec and step form (`deltazoo.spec.StepForm`) determine it; `deltazoo.generation.fused_rule` makes it once.
+A layer's spec and step form (`deltazoo.spec.StepForm`) determine it; `deltazoo.generation.fused_blocks` makes it once.
 Its fields are the constants of the kernel in `deltazoo.ops.decoding.rule`.
 """
 

@@ -1,6 +1,6 @@
 """Our own models inside vLLM, pure and hybrid; their modules have the names of the checkpoint."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from vllm.model_executor.models.interfaces import IsAttentionFree, IsHybrid, Sup
 from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
-from deltazoo.compat.fla.checkpoints import modernize_state_dict
+from deltazoo.compat.fla.checkpoints import missing_weights, modernize_state_dict, refuse_missing_weights
 from deltazoo.layers import DeltaRuleAttention, RMSNorm, make_layer
 from deltazoo.ops.fused import takes_kernel
 from deltazoo.ops.fused.glu import swiglu
@@ -34,6 +34,8 @@ class PagedModel:
     """A model whose linear layers keep their states in vLLM's pages, and vLLM's questions about these states."""
 
     has_inner_state: ClassVar[bool] = True
+    is_complete = False
+    """Whether a checkpoint with all parameters has been loaded."""
 
     @staticmethod
     def linear_layers(config: Any) -> dict[int, MakeLayer]:
@@ -73,11 +75,18 @@ class PagedModel:
         """The functions of `get_mamba_state_copy_func` by kind of metadata, which newer versions of vLLM ask for."""
         return dict.fromkeys(mamba_types, self.get_mamba_state_copy_func())
 
-    def refuse_unloaded(self) -> None:
-        """Raise ValueError for parameters of linear layers that the checkpoint lacked."""
-        for layer in self.paged_layers():
-            if layer.unloaded:
-                raise ValueError(f"the checkpoint lacks {', '.join(sorted(layer.unloaded))} of {layer.prefix}")
+    def complete(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights; ValueError after the last of the first call if the model has others, which vLLM leaves random.
+
+        Later calls may replace some weights of a complete model, as trainers do that generate with vLLM.
+        """
+        names = set()
+        for name, x in weights:
+            names.add(name)
+            yield name, x
+        if not self.is_complete:
+            refuse_missing_weights(missing_weights(self.config, names), self.config.name_or_path)  # type: ignore[attr-defined]
+            self.is_complete = True
 
 
 class _SoftmaxAttention(JoinedMaps, Qwen3Attention):
@@ -209,9 +218,7 @@ class _OwnModel(PagedModel, SupportsLoRA):
             found = modernize_state_dict(dict(weights))
             weights = [(_renamed(name, names), x) for name, x in found.items()]
         tied = "lm_head." if self.config.tie_word_embeddings else "no such name"
-        loaded = AutoWeightsLoader(self).load_weights(x for x in weights if not x[0].startswith(tied))
-        self.refuse_unloaded()
-        return loaded
+        return AutoWeightsLoader(self).load_weights(x for x in self.complete(weights) if not x[0].startswith(tied))
 
 
 def _renamed(name: str, ends: Mapping[str, str]) -> str:

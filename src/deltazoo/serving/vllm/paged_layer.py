@@ -6,10 +6,9 @@ products stand in for the maps. vLLM's module of the output map follows the laye
 
 In each step vLLM computes the maps for all tokens. The layer computes what is between the maps: first for the sequences
 that decode, one token each, then for pieces of prompts, as packed sequences. If kernels of a decoding step compute the
-rule (`deltazoo.generation.fused_rule`), they read and write the pages in place.
+rule (`deltazoo.generation.fused_blocks`), they read and write the pages in place.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,13 +23,13 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from deltazoo.generation.fused_rule import FusedRule, first_maps, why_not_this_rule
+from deltazoo.generation.fused_blocks import FusedRule, first_maps, why_not_this_rule
 from deltazoo.layers import DeltaRuleAttention, RMSNorm
 from deltazoo.layers.layer_options import check_shares
 from deltazoo.layers.norm import GatedRMSNorm
 from deltazoo.layers.rotary import Rotary
 from deltazoo.layers.sequences import WHOLE_ROWS, Sequences, describe_sequences
-from deltazoo.layers.state import LayerState, LayerStates
+from deltazoo.layers.state import LayerState, meta_state
 from deltazoo.models.delta_layers import GATE_PROJECTIONS
 from deltazoo.ops.fused import takes_kernel
 from deltazoo.runtime import RuntimeOptions
@@ -54,10 +53,7 @@ def meta_layer(make: MakeLayer, ranks: int) -> tuple[DeltaRuleAttention, DeltaRu
 
 def states_of(make: MakeLayer, ranks: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each state that a rank keeps of a sequence; inputs of convolutions have the model's dtype."""
-    layer, states = meta_layer(make, ranks)[1], LayerStates()
-    with torch.no_grad():
-        layer(layer.q_proj.weight.new_zeros(1, 1, layer.hidden_size), past_key_values=states)
-    (state,) = states.states.values()
+    state = meta_state(meta_layer(make, ranks)[1])
     return [(tuple(x.shape[1:]), dtype if x is state.conv else torch.float32) for x in state if x is not None]
 
 
@@ -148,7 +144,6 @@ class PagedLayer(JoinedMaps, MambaBase):
         self.rule = FusedRule(layer, begins, lambda name: getattr(layer, name)[1]) if fused else None
         self._width = layer.num_v_heads * layer.head_v_dim
         self._share_parameters(whole, rank)
-        self.unloaded = {name for name, _ in whole.named_parameters()}
 
     def _join_maps(self, whole: DeltaRuleAttention, quantised: QuantizationConfig | None) -> None:
         """Replace the layer's linear maps by vLLM's modules.
@@ -218,7 +213,6 @@ class PagedLayer(JoinedMaps, MambaBase):
         ranks, own = get_tensor_model_parallel_world_size(), dict(self.layer.named_parameters())
         halves = tuple(f"{name}.0." for name in self.low_rank)
         given = {name: torch.cat([x] * ranks) if name.startswith(halves) else x for name, x in weights}
-        self.unloaded -= {re.sub(r"\.(weight_packed|qweight)$", ".weight", name) for name in given}
         return super().load_weights((f"layer.{name}" if name in own else name, x) for name, x in given.items())
 
     def forward(self, hidden_states: Tensor, rotary: Rotary | None = None) -> Tensor:

@@ -78,7 +78,7 @@ class _Swapped(PagedModel):
         ours: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in self.slots}
 
         def others() -> Iterator[tuple[str, Tensor]]:
-            for name, x in weights:
+            for name, x in self.complete(weights):
                 slot, is_ours, rest = name.partition(".delta.")
                 if is_ours:
                     ours[slot].append((rest, x))
@@ -88,7 +88,6 @@ class _Swapped(PagedModel):
         loaded: set[str] = super().load_weights(others())  # type: ignore[misc]
         for name, slot in self.slots.items():
             loaded |= {f"{name}.{parameter}" for parameter in slot.load_weights(ours[name])}
-        self.refuse_unloaded()
         return loaded
 
 

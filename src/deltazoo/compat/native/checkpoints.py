@@ -1,11 +1,15 @@
-"""`export`: a model of ours as a checkpoint of another format, written only if it equals the original."""
+"""`export`: a model of ours as a checkpoint of another format, written only if it equals the original.
+
+`load_native_checkpoint` is the way back: a checkpoint of transformers' own delta-rule models as a model of ours.
+"""
 
 import copy
 import inspect
+import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +21,21 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from deltazoo.compat.fla.checkpoints import load_fla_checkpoint
-from deltazoo.compat.native.formats import FORMATS, TARGETS, fla_type, native_values, needs_of
-from deltazoo.compat.native.forms import parameters_of, rows_of
+from deltazoo.compat.fla.checkpoints import (
+    load_fla_checkpoint,
+    model_of_weights,
+    read_weights,
+    refuse_missing_weights,
+)
+from deltazoo.compat.native.formats import FORMATS, TARGETS, Format, fla_type, native_values, needs_of
+from deltazoo.compat.native.forms import BLOCK, parameters_of, rows_of
+from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.hub import config_class_of, model_class_of
 from deltazoo.models.modeling import DeltaRuleForCausalLM
 from deltazoo.names import unknown
+from deltazoo.spec import get_rule
 
-__all__ = ["ExportCheck", "export", "replaced_tokenizer"]
+__all__ = ["ExportCheck", "export", "load_native_checkpoint", "replaced_tokenizer"]
 
 _TOLERANCE = 1e-4
 _TOKENS, _NEW_TOKENS = 90, 16  # more than one chunk of every implementation
@@ -83,17 +94,20 @@ def export(
         )
     _refuse_obstacles(model.config, target)
     model.refuse_undescribed_layers()
-    found = None
     with _appearing(Path(path).absolute()) as folder:
         if target == "fla":
             _write_fla(model, folder)
         else:
             _write_native(model, target, folder)
         if tokenizer is not None:
-            _save_tokenizer(tokenizer, folder, target)
-        if check:
-            found = _compare(model, folder, target)
-    return found
+            tokenizer.save_pretrained(folder)
+            if (replaced := replaced_tokenizer(tokenizer, folder)) is not None:
+                raise ValueError(
+                    f"transformers {transformers.__version__} loads a {replaced} with every checkpoint of {target}, "
+                    "which splits text in another way than this model's tokenizer: export without tokenizer, or to "
+                    "another target"
+                )
+        return _compare(model, folder, target) if check else None
 
 
 @contextmanager
@@ -114,11 +128,10 @@ def _appearing(path: Path) -> Iterator[Path]:
 @contextmanager
 def _torch_alone(model: nn.Module) -> Iterator[None]:
     """A context in which transformers computes by its definitions in torch, since a CPU cannot run its kernels."""
-    module, chosen = type(model).__module__, {}
+    module = type(model).__module__
     names = vars(sys.modules[module])
-    if module.startswith("transformers."):
-        own = {name: x for name, x in names.items() if inspect.isfunction(x) and x.__module__ == module}
-        chosen = {name: x for name, x in own.items() if hasattr(x, "__wrapped__")}
+    own = {name: x for name, x in names.items() if inspect.isfunction(x) and x.__module__ == module}
+    chosen = {name: x for name, x in own.items() if hasattr(x, "__wrapped__") and module.startswith("transformers.")}
     names.update({name: inspect.unwrap(x) for name, x in chosen.items()})
     try:
         yield
@@ -198,15 +211,6 @@ def replaced_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.Path
     return None if same else type(loaded).__name__
 
 
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, target: str) -> None:
-    tokenizer.save_pretrained(folder)
-    if (replaced := replaced_tokenizer(tokenizer, folder)) is not None:
-        raise ValueError(
-            f"transformers {transformers.__version__} loads a {replaced} with every checkpoint of {target}, which "
-            "splits text in another way than this model's tokenizer: export without tokenizer, or to another target"
-        )
-
-
 def _compare(model: DeltaRuleForCausalLM, folder: Path, target: str) -> ExportCheck:
     config: Any = copy.deepcopy(model.config)
     state = {name: x.float() for name, x in _state_of(model).items()}
@@ -230,8 +234,8 @@ def _compare(model: DeltaRuleForCausalLM, folder: Path, target: str) -> ExportCh
         try:
             with torch.no_grad(), _torch_alone(compared):
                 logits.append(compared(tokens).logits)
-                text = compared.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=options)
-            texts.append(text)
+                mask = torch.ones_like(tokens)
+                texts.append(compared.generate(tokens, attention_mask=mask, generation_config=options))
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"transformers {transformers.__version__} cannot run its own {target}, so nothing was compared or "
@@ -249,3 +253,82 @@ def _compare(model: DeltaRuleForCausalLM, folder: Path, target: str) -> ExportCh
             f"the exported model's greedy text differs from the original's, so nothing was written ({target})"
         )
     return ExportCheck(difference, largest, texts[0].shape[1] - _TOKENS)
+
+
+def load_native_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausalLM:
+    """A causal language model of ours from a checkpoint of a model type that `deltazoo.export` writes.
+
+    A checkpoint from any source loads if our layers compute all of it: one that `export` has written, or one without
+    softmax layers. A block of zeros is left out. The model gets the rule's own model type.
+
+    Args:
+        path: a directory with `config.json` and safetensors files.
+        kwargs: arguments of `from_pretrained`, such as `dtype`.
+
+    Raises:
+        ValueError: another model type, parts that our layers do not compute, missing files or weights.
+    """
+    path = Path(path)
+    values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    target = values.get("model_type")
+    if target not in FORMATS:
+        raise ValueError(f"model type {target!r} in {path} is none of {', '.join(FORMATS)}")
+    if target not in CONFIG_MAPPING:
+        raise ValueError(f"transformers {transformers.__version__}, which is installed, has no model type {target}")
+    known, theirs = FORMATS[target], CONFIG_MAPPING[target].from_dict(values)
+    state = {}
+    for name, x in read_weights(path).items():
+        for part, meant in known.also_named.items():
+            name = name.replace(part, meant)
+        state[name] = x
+    blocks = [n for n in range(theirs.num_hidden_layers) if not _adds_nothing(state, n, theirs.layer_types[n])]
+    state = {name: x for name, x in state.items() if _block_of(name) in (None, *blocks)}
+    config = _our_config(known, theirs, [theirs.layer_types[n] for n in blocks])
+    rows, shapes = rows_of(known, config, blocks), parameters_of(config)
+    refuse_missing_weights(rows.keys() - state.keys(), path)
+    if further := sorted(state.keys() - rows.keys() - {"lm_head.weight"}):
+        raise ValueError(f"our layers do not compute all of this {target}: {path} holds {', '.join(further[:5])}")
+    ours: dict[str, Tensor] = {}
+    for name, row in rows.items():
+        ours |= zip(row.ours, row.form.apart(state[name], [shapes[part][0] for part in row.ours], config), strict=True)
+    return model_of_weights(config, ours, path, **kwargs)
+
+
+def _block_of(name: str) -> int | None:
+    found = BLOCK.match(name)
+    return None if found is None else int(found[1])
+
+
+def _adds_nothing(state: Mapping[str, Tensor], block: int, layer_type: str) -> bool:
+    """Whether a block is one of zeros with a softmax layer, such as `export` appends."""
+    return layer_type == "full_attention" and not any(x.any() for name, x in state.items() if _block_of(name) == block)
+
+
+def _our_config(known: Format, theirs: Any, layer_types: list[str]) -> DeltaRuleConfig:
+    """Our configuration of a model, in the model type of the rule.
+
+    Raises:
+        ValueError: the configuration says something that our layers do not compute.
+    """
+    target, hybrid = theirs.model_type, "full_attention" in layer_types
+    if hybrid and known.no_hybrids is not None:
+        raise ValueError(f"our layers do not compute the softmax layers of {target}: {known.no_hybrids}")
+    needs = needs_of(target, hybrid=hybrid)
+    values = {need.key: need.value for need in needs if not isinstance(need.value, str)}
+    values |= {ours: getattr(theirs, name) for name, ours in known.keys.items()}
+    values["expand_v"] = getattr(theirs, "linear_value_head_dim", values["head_dim"]) / values["head_dim"]
+    values |= {"layer_types": layer_types, "num_hidden_layers": len(layer_types), "dtype": theirs.dtype}
+    if hybrid:
+        values |= {key: getattr(theirs, key) for key in ("num_attention_heads", "num_key_value_heads")}
+        rope = {key: value for key, value in theirs.rope_parameters.items() if not key.startswith("mrope")}
+        values["rope_parameters"] = rope
+    config = config_class_of(get_rule(known.rules[0]).hub_model_type, Path())(**values)
+
+    computed = native_values(target, config)
+    for name in (*known.constants, *(("head_dim",) if hybrid else ())):
+        if (found := getattr(theirs, name, computed[name])) != computed[name]:
+            raise ValueError(f"our layers do not compute {target} with {name}={found!r}, only with {computed[name]!r}")
+    for need in needs:
+        if (value := getattr(config, need.key)) != need.wanted(config):
+            raise ValueError(f"our layers do not compute {target} with {need.key}={value!r}: {need.reason}")
+    return config
