@@ -112,7 +112,7 @@ def reverse_scan(
 @per_plan
 def _chain(plan: Plan, reverse: bool) -> Constants:
     tiles = plan.tiles.chain
-    if -(-plan.V // 16) * plan.HV * plan.N <= plan.card.multiprocessors:  # narrow tiles still run all at once
+    if plan.card.multiprocessors >= -(-plan.V // 16) * plan.HV * plan.N:  # narrow tiles still run all at once
         tiles = tiles | dict(BV=16)
     return Constants(
         -(-plan.V // tiles["BV"]) * plan.HV * plan.N, segments=plan.segments, HV=plan.HV, K=plan.K, V=plan.V,
