@@ -268,8 +268,6 @@ MANY = [
         replace(SHORT, name="channel-strong", decay="channel", log_decay=-2.0),  # about half a RANGE beyond one
         SEGMENTS,
         replace(SEGMENTS, name="segments-fresh", decay="none", initial_state=False, H=2, T=300),
-        replace(SEGMENTS, name="segments-channel", decay="channel", T=330),
-        replace(SEGMENTS, name="segments-channel-strong", decay="channel", log_decay=-2.0, initial_state=False),
     ],
     ids=str,
 )
