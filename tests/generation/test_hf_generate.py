@@ -64,11 +64,10 @@ def kept_by(model):
 
 @pytest.mark.parametrize(("kind", "device"), [*((kind, "cpu") for kind in KINDS), *ON_A_GPU])
 def test_on_demand(kind, device):
-    """A static cache of the user's holds the states afterwards, and no other call gets it."""
+    """A static cache of the user's holds the states afterwards."""
     model = model_of(kind).to(device)
     for mask in (None, PADDED):
         made = assert_decodes_like_forward(model, captured, mask=mask)
-    step.steps_of(model).kept = None
     cache = StaticCache(config=model.config, max_cache_len=40)
     given = {"capture_step": True, "do_sample": False, "past_key_values": cache}
     for ids in (made[:, :1], made[:, :9]):  # a prompt of one token is no step yet
@@ -78,7 +77,6 @@ def test_on_demand(kind, device):
         assert int(cache.get_seq_length()) == ids.shape[1] + 7
     again = generate(model, torch.cat([first, made[:, :2]], 1), **given)
     assert torch.equal(again, generate(model, again[:, :19], do_sample=False, capture_step=False))
-    assert kept_by(model) is None
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -420,8 +418,10 @@ class TestBetweenCalls:
         assert torch.equal(generate(model, do_sample=False), first) and len(captures) == 2
 
     def test_memory_is_freed(self, captures, monkeypatch):
-        """When the model does something else, and at once if it is much."""
+        """When the model does something else, and at once if it is much, or the user's."""
         model = tiny_model("gated_deltanet")
+        generate(model, capture_step=True, past_key_values=StaticCache(config=model.config, max_cache_len=40))
+        assert len(captures) == 1 and kept_by(model) is None
         for change in (lambda: model.train().eval(), lambda: model.to(torch.float64)):
             generate(model)
             assert kept_by(model) is not None
