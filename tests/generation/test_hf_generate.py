@@ -26,8 +26,6 @@ from transformers.generation import GenerationMixin
 import deltazoo
 from deltazoo.generation import Decoder, hf_generate, step
 from deltazoo.generation.capture import capture
-from deltazoo.generation.states import move_cache
-from deltazoo.generation.static_cache import FixedTensors, fixed_cache
 
 WAYS = {
     "sample": {"do_sample": True, "top_k": 20},
@@ -126,23 +124,6 @@ def test_a_prompt_of_embeddings(kind, captures):
 
 
 class TestCaches:
-    @pytest.mark.parametrize("family", ACCELERATED)
-    def test_states_of_accelerated_layers_stay_at_their_addresses(self, family):
-        """Through steps, and when the next call's prompt moves in."""
-        model = model_of(family)
-        cache, growing = fixed_cache(model, 20), DynamicCache(config=model.config)
-        with torch.no_grad():
-            model(IDS[:, :3], past_key_values=cache)
-            addresses = [x.data_ptr() for x in FixedTensors(cache).changed]
-            model(IDS[:, 3:4], past_key_values=cache)
-            model(IDS[:, 4:], past_key_values=growing)
-            cache.reset()
-            move_cache(growing, cache)
-            logits = model(IDS[:, :1], past_key_values=cache).logits
-            assert [x.data_ptr() for x in FixedTensors(cache).changed] == addresses
-            alone = model(torch.cat([IDS[:, 4:], IDS[:, :1]], dim=1)).logits
-        torch.testing.assert_close(logits[:, -1], alone[:, -1])
-
     @pytest.mark.parametrize("family", ACCELERATED[:2])
     def test_a_growing_one_of_the_user_keeps_the_ordinary_loop(self, family, captures):
         model, options = model_of(family), {"do_sample": False, "return_dict_in_generate": True}
