@@ -22,8 +22,6 @@ from deltazoo.layers import DeltaRuleAttention
 from deltazoo.models.captured_training.blocks_state import HOOKS
 from deltazoo.ops.autograd_modes import transforming
 
-__all__ = ["MOST_TOKENS", "checkpointing_of", "why_not_blocks", "why_not_now"]
-
 MOST_TOKENS = 32_768
 """Most tokens of a captured call. Larger calls keep a GPU busy anyway, and their graphs take much memory."""
 _KNOWN_PACKAGES = ("deltazoo.", "torch.nn.", "transformers.", "peft.")
