@@ -16,8 +16,6 @@ from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.softmax_attention import SoftmaxAttention
 from deltazoo.runtime import RuntimeOptions
 
-__all__ = ["DeltaRuleBlock", "SoftmaxInputs", "make_block_layer"]
-
 
 class SoftmaxInputs(NamedTuple):
     """The inputs that the softmax layers of a hybrid model share in one forward pass."""

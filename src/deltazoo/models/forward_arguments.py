@@ -17,19 +17,6 @@ from deltazoo.generation.cache import CACHE, why_not_shared
 from deltazoo.names import did_you_mean
 from deltazoo.ops import ContextParallel
 
-__all__ = [
-    "OF_SOFTMAX_KERNELS",
-    "ROW_HEAD",
-    "describe_arguments",
-    "refuse_dropped",
-    "refuse_several_documents",
-    "refuse_unknown",
-    "remove_pre_hook",
-    "tell_of_row_head",
-    "tells_of_row_head",
-    "unwrapped",
-]
-
 # transformers' trainer, generation and pipelines pass these to models; softmax kernels and loss functions use them.
 _PASSED_THROUGH = ("max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states")
 # Any model may be called with these. Tokenizers return token types unasked, and a decoder has no embeddings for them.

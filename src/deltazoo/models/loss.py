@@ -26,8 +26,6 @@ from deltazoo.ops.dtypes import autocast_dtype
 from deltazoo.ops.fused import IGNORED, linear_cross_entropy
 from deltazoo.ops.linear_maps import is_hooked
 
-__all__ = ["LateLogits", "OutputWithLateLogits", "fuses_loss", "loss_obstacle", "loss_without_logits"]
-
 
 def fuses_loss(model: Any) -> bool:
     """Whether a training step of the model uses `loss_without_logits`.

@@ -46,8 +46,6 @@ from deltazoo.models.training_report import describe_training
 from deltazoo.ops.fused import IGNORED
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 
-__all__ = ["DeltaRuleBlock", "DeltaRuleForCausalLM", "DeltaRuleModel", "DeltaRulePreTrainedModel"]
-
 
 class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
     """The base class of all heads: attributes that transformers reads, and methods that the heads share."""

@@ -9,8 +9,6 @@ from deltazoo.models.block import DeltaRuleBlock
 from deltazoo.models.loss import fuses_loss, loss_obstacle
 from deltazoo.ops.fused import takes_kernel
 
-__all__ = ["describe_training"]
-
 
 def describe_training(model: Any) -> str:
     """The lines of a model; only one with a language-modelling head has a loss."""

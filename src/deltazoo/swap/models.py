@@ -43,15 +43,6 @@ from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.swap.families import FAMILIES, decoder_layers_of
 from deltazoo.swap.layer import build_swapped_attention
 
-__all__ = [
-    "SwappedModel",
-    "original_classes",
-    "register_swapped_classes",
-    "swapped_class",
-    "turn_back",
-    "turn_into_swapped",
-]
-
 _AUTO_CLASSES: tuple[Any, ...] = tuple(getattr(transformers, auto_class_name(head)) for head in HEADS)
 _PREFIX = "Deltazoo"
 _ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan", "_fsdp_plan")

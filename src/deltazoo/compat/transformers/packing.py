@@ -35,15 +35,6 @@ from deltazoo.models.forward_arguments import ROW_HEAD, refuse_several_documents
 from deltazoo.ops import ContextParallel
 from deltazoo.ops.validation import check_tensor
 
-__all__ = [
-    "FORWARD_ARGUMENTS",
-    "POSITIONS",
-    "SHARED_BATCH",
-    "describe_documents",
-    "has_explicit_packing",
-    "layers_over_neighbours",
-]
-
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache")
 """The first arguments of every base model's forward, in order."""
 POSITIONS = "deltazoo_positions"
