@@ -1,12 +1,19 @@
-"""Processes that have imported transformers and nothing of ours: each a fork of one that took the seconds for it."""
+"""Child processes that need not import torch again: each is a fork of a server, which has.
+
+`run_interpreted` is for kernels in Triton's interpreter, which must be chosen before Triton is imported;
+`run_after_transformers` for what happens where transformers is there and nothing of ours.
+"""
 
 from __future__ import annotations
 
 import atexit
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from threading import Timer
@@ -14,7 +21,6 @@ from threading import Timer
 SERVER = """
 import json, os, sys, traceback
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 torch.set_num_threads(1)
 for line in sys.stdin:
@@ -38,28 +44,40 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
+TRANSFORMERS = "from transformers import AutoModelForCausalLM, PreTrainedModel\n"
+INTERPRETER = "import pytest, torch._dynamo, torch.testing._internal.optests, deltazoo.layers, helpers\n"
+
 
 @cache
-def _server() -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SERVER]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(server.kill)
+def _server(imports: str) -> subprocess.Popen[str]:
+    environment = dict(os.environ)
+    if imports == INTERPRETER:
+        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": "ignore"}
+    server = subprocess.Popen(
+        [sys.executable, "-c", imports + SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=environment, start_new_session=True,
+    )  # fmt: skip
+    atexit.register(_kill, server)
     return server
 
 
-def run_after_transformers(code: str, *arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """The end of `python -c code arguments` where `from transformers import AutoModelForCausalLM` came first.
+def _kill(server: subprocess.Popen[str]) -> None:
+    """End the server and its child."""
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
 
-    The environment and the folder are those of the first call: for what does not change them.
-    """
-    server = _server()
+
+def _run(imports: str, code: str, *arguments: object, timeout: float) -> subprocess.CompletedProcess[str]:
+    """The end of `python -c code arguments` where the imports came first."""
+    server = _server(imports)
     assert server.stdin and server.stdout
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("out", "err")]
         for path in outputs:
             path.touch()
         print(json.dumps([code, [*map(str, arguments)], *map(str, outputs)]), file=server.stdin, flush=True)
-        limit = Timer(timeout, server.kill)
+        limit = Timer(timeout, _kill, [server])
         limit.start()
         status = server.stdout.readline()
         limit.cancel()
@@ -70,8 +88,29 @@ def run_after_transformers(code: str, *arguments: object, timeout: float = 120) 
     return subprocess.CompletedProcess(code, int(status), *said)
 
 
-def run_well_after_transformers(code: str, *arguments: object) -> str:
-    """What such a process printed; a failure shows its traceback."""
-    done = run_after_transformers(code, *arguments)
+def _output(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def run_after_transformers(code: str, *arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """The end of `python -c code arguments` where `from transformers import AutoModelForCausalLM` came first.
+
+    The environment and the folder are those of the first call: for what does not change them.
+    """
+    return _run(TRANSFORMERS, code, *arguments, timeout=timeout)
+
+
+def run_well_after_transformers(code: str, *arguments: object) -> str:
+    """What such a process printed; a failure shows its traceback."""
+    return _output(run_after_transformers(code, *arguments))
+
+
+def run_interpreted(code: str | Path, *arguments: object) -> str:
+    """What `python -c code arguments`, or a script, prints where Triton's interpreter runs kernels, on a CPU.
+
+    A failure shows its traceback. The interpreter multiplies bfloat16 wrongly: half precision is float16 there.
+    """
+    if isinstance(code, Path):
+        code = f"import runpy; runpy.run_path({str(code.resolve())!r}, run_name='__main__')"
+    return _output(_run(INTERPRETER, code, *arguments, timeout=900))

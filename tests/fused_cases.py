@@ -1,16 +1,10 @@
 """Calls of fused functions, and how their tests judge them: against plain torch in float64, in every gradient.
 
-Kernels run interpreted on a CPU, and compiled on a GPU. The interpreter must be chosen before Triton is imported. So
-one child process for each file, `python test_SUBJECT.py FILE`, computes every case, and the tests check its results.
-Triton's interpreter multiplies bfloat16 wrongly: half precision is float16 there.
+Kernels run interpreted on a CPU, in a child process for each file (ops/fused/conftest.py), and compiled on a GPU.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -46,12 +40,3 @@ def judge(case: Case, results: Results) -> None:
             sizes.append(float(error))
     if failures:
         raise Missed("\n".join(failures), max(sizes))
-
-
-def interpreted_results(file: str, folder: Path) -> dict[str, Results]:
-    """What `python file FILE` has written."""
-    path, here = folder / "results.pt", Path(__file__).resolve().parent
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
-    subprocess.run([sys.executable, file, str(path)], env=environment, check=True, timeout=900)
-    return torch.load(path)

@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -32,7 +34,9 @@ from tiny_families import tiny_original
 from tiny_models import tiny_model
 
 import deltazoo
+from deltazoo.distributed.context import _attend_to_all_ranks
 from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers.sequences import SharedSequences
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, delta_rule, linear_attention
 
 GPU = torch.cuda.is_available()
@@ -272,6 +276,38 @@ def check_recomputation(groups: dict[int, Any]) -> dict[str, Any]:
     return found
 
 
+def check_attention(groups: dict[int, Any]) -> dict[str, Any]:
+    """By dtype, results of shared softmax attention, and gradients, that differ from those of the whole row.
+
+    In bfloat16 both round probabilities, in blocks that begin elsewhere.
+    """
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        shapes = (4, 200, 64), (2, 200, 64), (2, 200, 64), (4, 200, 64)
+        whole = [torch.randn(2, *shape, device=DEVICE, generator=generator).to(dtype) for shape in shapes]
+        begin, end = ((0, 70), (70, 200))[RANK]
+        context = ContextParallel(groups[2], lengths=(70, 130))
+        batch = SimpleNamespace(sequences=SharedSequences(context))
+        results = []
+        for tensors in (whole, [x[:, :, begin:end] for x in whole]):
+            *inputs, d_output = (x.clone().requires_grad_() for x in tensors)
+            if tensors is whole:
+                output = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+            else:
+                module = SimpleNamespace(is_causal=True)
+                output = _attend_to_all_ranks(module, *inputs, None, delta_batch=batch)[0].transpose(1, 2)
+            gradients = torch.autograd.grad(output, inputs, d_output)
+            results.append([x if tensors is not whole else x[:, :, begin:end] for x in (output, *gradients)])
+        limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
+        pairs = zip("oqkv", *results, strict=True)
+        wrong = [name for name, x, y in pairs if (x - y).double().norm() > limit * x.double().norm()]
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, wrong, group=groups[2])
+        found[str(dtype)] = everyone
+    return found
+
+
 def message(function: Any) -> str:
     """What a call raises."""
     try:
@@ -358,6 +394,7 @@ CHECKS = {
     "models": check_models,
     "recomputation": check_recomputation,
     "prefill": check_prefill,
+    "attention": check_attention,
     "errors": check_errors,
 }
 

@@ -171,6 +171,16 @@ def main(folder: Path) -> None:
         return steps(sharded, torch.optim.AdamW(sharded.parameters(), lr=1e-2), 0, STEPS)
 
     mixed = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    wide_outputs = MixedPrecisionPolicy(param_dtype=half, output_dtype=torch.float32)
+
+    def results_in_float32(sharded: nn.Module) -> list[Any]:
+        """Dtypes of logits and loss, and whether logits are those of 16 bits, under a policy that casts the output."""
+        ids = tokens(2, 12)
+        found = sharded(ids, labels=ids, use_cache=False)
+        found.loss.backward()
+        narrow = bool(torch.equal(found.logits, found.logits.to(half).float()))
+        return [str(found.logits.dtype), str(found.loss.dtype), narrow]
+
     embeddings = torch.ones(1, 4, model().config.hidden_size)
     one_group = {
         "one group, float32 embeddings": str(
@@ -186,6 +196,7 @@ def main(folder: Path) -> None:
         "one group": sharded_modules(model(), mp_policy=mixed),
         "one group, bfloat16": sharded_modules(model(half)),
         "one group, losses": sharded_steps(),
+        "one group, float32 outputs": results_in_float32(fully_shard_model(model(half), mp_policy=wide_outputs)),
         "one group, mixed precision": gates(fully_shard_model(model(), mp_policy=mixed)),
     }
     data_parallel._ONE_GROUP = 0  # as if it were large: each block is a group
@@ -199,6 +210,7 @@ def main(folder: Path) -> None:
         "fully_shard_model, swapped, bfloat16": gates(fully_shard_model(swapped())),
         "fully_shard_model, mixed precision": gates(fully_shard_model(model(), mp_policy=mixed)),
         "mixed precision, recomputed": gates(fully_shard_model(model(recompute="block"), mp_policy=mixed)),
+        "float32 outputs": results_in_float32(fully_shard_model(model(), mp_policy=wide_outputs)),
         "loss by number": loss_by_number(fully_shard_model(model(), mp_policy=mixed)),
         "no head, alone": steps(WithLoss(model(half).model), torch.optim.SGD([torch.zeros(1)]), 0, 1),
         "no head": gates(WithLoss(fully_shard_model(model(half).model))),

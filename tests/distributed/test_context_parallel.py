@@ -195,6 +195,15 @@ def test_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_softmax_layers_of_two_gpus_attend_to_the_whole_row(tmp_path: Path) -> None:
+    """By kernels without a mask, which the models on CPUs have."""
+    run_processes(2, str(WORKER), str(tmp_path), "attention")
+    found = json.loads((tmp_path / "results.json").read_text())["attention"]
+    assert found == {"torch.float32": [[], []], "torch.bfloat16": [[], []]}
+
+
+@pytest.mark.gpu
 def test_a_gpu_computes_with_a_context_what_it_computes_without_one(tmp_path: Path) -> None:
     """Without a context it takes other kernels, fused ones among them, and the bits are others."""
     run_processes(1, str(WORKER), str(tmp_path), "rounding", timeout=COMPILING)

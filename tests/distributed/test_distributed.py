@@ -111,6 +111,10 @@ def test_mixed_precision_rounds_no_number_of_labels(together: dict[str, Any]) ->
     assert found == pytest.approx(mean * 11 / 759, rel=1e-6)
 
 
+def test_a_policy_casts_the_results_of_the_model_and_of_no_block(together: dict[str, Any]) -> None:
+    assert together["float32 outputs"] == together["one group, float32 outputs"] == ["torch.float32"] * 2 + [True]
+
+
 def test_a_block_is_one_group_and_so_are_the_gates_of_all_where_something_is_cast(together: dict[str, Any]) -> None:
     uncast, parameters_cast, gradients_cast = together["sharded modules"]
     assert set(uncast) == {"", *(f"model.layers.{number}" for number in range(len(uncast) - 1))}

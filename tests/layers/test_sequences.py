@@ -22,7 +22,7 @@ def test_arranging_keeps_the_order_and_restoring_undoes_it() -> None:
     ]
     assert torch.equal(sequences.lengths[:, 0], mask.sum(1))
     assert torch.equal(~sequences.padding, arranged[..., 0] > 0)
-    assert torch.equal(sequences.restore(arranged), x * mask[..., None])
+    assert torch.equal(sequences.restore(arranged + 1), (x + 1) * mask[..., None])
 
 
 def test_values_at_padded_positions_go_nowhere_not_even_nan() -> None:

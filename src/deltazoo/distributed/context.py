@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.bias import causal_lower_right
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -28,7 +29,7 @@ M = TypeVar("M", bound=nn.Module)
 _SHARED_ATTENTION = "deltazoo_shared"
 """Name of `_attend_to_all_ranks` in a configuration of transformers."""
 _QUERIES = 1024
-"""Number of queries at a time, so that masks stay small and no key after the last query is read."""
+"""Number of queries at a time under a mask, so that it stays small and no key after the last query is read."""
 _GRID = 64
 """Divisor of the beginnings of pieces, if the batch is long enough: the tokens of a chunk of the operator."""
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "shift_labels", "attention_mask")
@@ -239,12 +240,14 @@ def _attend_to_all_ranks(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    flash = query.is_cuda and sequences.cu_seqlens is None  # whose kernels need no mask
+    at_once = sequences.num_tokens if flash else _QUERIES
     outputs = []
-    for first in range(0, sequences.num_tokens, _QUERIES):
-        queries = query[:, :, first : first + _QUERIES]
+    for first in range(0, sequences.num_tokens, at_once):
+        queries = query[:, :, first : first + at_once]
         begin = sequences.begin + first
         end = begin + queries.shape[2]
-        mask = _visible(sequences, begin, end, query.device)
+        mask = causal_lower_right(end - begin, end) if flash else _visible(sequences, begin, end, query.device)
         keys, values = key[:, :, :end], value[:, :, :end]
         outputs.append(F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None

@@ -30,7 +30,7 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
     accelerate and Trainer always put a whole block into one group; they do not shard a model that is sharded already.
 
     The policy casts the arguments of the model, except numbers: 16 bits do not hold the number of labels, by which the
-    loss is divided.
+    loss is divided. Its `output_dtype` is that of the model's results, and no group inside casts what it returns.
 
     In accelerated layers of transformers all parameters but those of linear maps stay float32.
 
@@ -43,7 +43,10 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
     """
     policy = options.get("mp_policy")
     casts = policy is not None and (policy.param_dtype, policy.reduce_dtype) != (None, None)
-    of_model = {**options, **({"mp_policy": replace(policy, cast_forward_inputs=False)} if policy else {})}
+    of_model = dict(options)
+    if policy is not None:
+        of_model["mp_policy"] = replace(policy, cast_forward_inputs=False)
+        options["mp_policy"] = replace(policy, output_dtype=None)
     blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     if sum(parameter.numel() for parameter in model.parameters()) <= _ONE_GROUP:
         blocks = blocks[:1] if casts else []  # the first one casts what enters

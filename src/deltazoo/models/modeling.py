@@ -173,6 +173,8 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         refuse_unknown(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        if input_ids is not None and input_ids.ndim != 2:
+            raise ValueError(f"input_ids must have shape [B, T], got {tuple(input_ids.shape)}")
         if inputs_embeds is None:
             inputs_embeds = self.embeddings(input_ids)
         if cache is not None:

@@ -20,12 +20,14 @@ from transformers import (
 )
 
 from deltazoo.compat.transformers.new_model import build_native_model, refuse_replaced_tokenizer, refuse_unrunnable
+from deltazoo.distributed import context_parallel
 from deltazoo.models import DeltaRuleConfig  # the import also registers our model types with the Auto classes
+from deltazoo.ops import ContextParallel
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import get_rule
 from deltazoo.training.config import RunConfig
 from deltazoo.training.console import say
-from deltazoo.training.data import Corpus, open_text, read_corpus
+from deltazoo.training.data import Corpus, read_corpus
 from deltazoo.training.folder import (
     RESULT,
     begin_run,
@@ -86,6 +88,7 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
         ValueError: another process trains there; the folder holds a run and ``resume`` is false, or no checkpoint and
             it is true; configuration or text differ from those that the run began with; the text cannot be read or the
             model cannot be built; a checkpoint or the stored result is damaged.
+        NotImplementedError: context parallelism of a rule that refuses it.
         TrainingDiverged: the loss became NaN or infinite.
         TrainingInterrupted: SIGINT or SIGTERM stopped the run; a checkpoint was saved.
         SaveError: the disk is full; earlier saves are intact.
@@ -101,10 +104,11 @@ def _train(config: RunConfig, folder: Path, resume: bool) -> TrainingResult:
         model = build_model(config.model, byte_tokenizer(), config.runtime)
         if config.architecture is not None:
             refuse_unrunnable(model)
+        if config.training.context_parallel > 1:  # of this model, which is thrown away: a rule may refuse it
+            context_parallel(model, ContextParallel())
     arguments = training_arguments(config)  # joins the other processes of a distributed run
     processes, steps = PartialState(), config.training.steps
-    source = open_text(config.data)
-    corpus = read_corpus(source, config.data)
+    corpus = read_corpus(config.data)
     if resume:
         refuse_other_text(corpus, folder, config.data)
     stored = _stored_result(folder, corpus) if resume else None
@@ -115,15 +119,15 @@ def _train(config: RunConfig, folder: Path, resume: bool) -> TrainingResult:
     processes.wait_for_everyone()  # all processes check the folder before one writes into it
     with processes.main_process_first():
         tokenizer = _tokenizer(config, corpus, folder, resume or not processes.is_main_process)
-    text = TokenizedText(source, config.data, corpus, tokenizer)
+    text = TokenizedText(corpus, tokenizer)
     set_seed(config.seed)
     model = build_model(_as_begun(config, latest), tokenizer, config.runtime)
     native = config.architecture is not None
     if native:
         refuse_replaced_tokenizer(model, tokenizer)
     else:
-        tokens = config.training.row_length * config.training.rows_of_a_step
-        model.config.training_data = f"{corpus.description}; {steps:,} steps of {tokens:,} tokens."
+        tokens = f"{config.training.tokens_per_step:,} tokens"
+        model.config.training_data = f"{corpus.description}; {steps:,} steps of {tokens}."
     # In one packed sequence transformers' softmax layers would compare each token with those of all rows.
     side_by_side = native and config.training.context_parallel == 1
     trainer = PackedTrainer(model, config, arguments, text, side_by_side=side_by_side)

@@ -8,8 +8,6 @@ is float16 there.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fresh_process import run_interpreted
 from helpers import Missed
 from torch import Tensor
 
@@ -516,10 +515,7 @@ def judge(case: Product | Rule | Gates, results: Results, device: str) -> None:
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
     path = tmp_path_factory.mktemp("interpreted") / "results.pt"
-    here = Path(__file__).resolve()
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[2]), os.environ.get("PYTHONPATH", "")])
-    subprocess.run([sys.executable, str(here), str(path)], env=environment, check=True, timeout=900)
+    run_interpreted(Path(__file__), path)
     return torch.load(path)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
-from fused_cases import HALF, Case, Results, interpreted_results, judge
+from fused_cases import HALF, Case, Results, judge
 from torch import Tensor
 
 from deltazoo.layers import SwiGLU
@@ -67,11 +66,6 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
-    return interpreted_results(__file__, tmp_path_factory.mktemp("interpreted"))
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
     judge(case, interpreted[case.name])
@@ -113,9 +107,3 @@ def check_bits_of_one_function() -> None:
         results.append([y, *torch.autograd.grad(y.square().sum(), [x, module.up_proj.weight, module.down_proj.weight])])
     for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
-
-
-if __name__ == "__main__":
-    check_operators()
-    check_bits_of_one_function()
-    torch.save({case.name: case.run("cpu", fused=True) for case in CASES}, sys.argv[1])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_cases import HALF, Case, Results, interpreted_results, judge
+from fused_cases import HALF, Case, Results, judge
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -184,11 +183,6 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
-    return interpreted_results(__file__, tmp_path_factory.mktemp("interpreted"))
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
     pytest.importorskip("triton")
@@ -199,7 +193,3 @@ def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_on_the_gpu(case: Case) -> None:
     judge(case, case.run("cuda", fused=True))
-
-
-if __name__ == "__main__":
-    torch.save({case.name: case.run("cpu", fused=True) for case in CASES}, sys.argv[1])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
-from fused_cases import HALF, Case, Results, interpreted_results, judge
+from fused_cases import HALF, Case, Results, judge
 from torch import Tensor
 
 from deltazoo.ops import linear_attention
@@ -88,11 +87,6 @@ ON_A_GPU: list[Case] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
-    return interpreted_results(__file__, tmp_path_factory.mktemp("interpreted"))
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
     judge(case, interpreted[case.name])
@@ -123,8 +117,3 @@ def check_operators() -> None:
     ):
         leaves = [y.detach().requires_grad_() if isinstance(y, Tensor) else y for y in arguments]
         torch.library.opcheck(operator.overload, leaves)
-
-
-if __name__ == "__main__":
-    check_operators()
-    torch.save({case.name: case.run("cpu", fused=True) for case in CASES}, sys.argv[1])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from unittest import mock
 
 import pytest
 import torch
-from fused_cases import HALF, Case, Results, interpreted_results, judge
+from fused_cases import HALF, Case, Results, judge
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -56,11 +55,6 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
-    return interpreted_results(__file__, tmp_path_factory.mktemp("interpreted"))
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
     judge(case, interpreted[case.name])
@@ -100,7 +94,3 @@ def test_by_default_angles_that_the_kernel_refuses_go_through_plain_torch(why: s
         assert torch.equal(rotate(x, given), expected)
         kernel.assert_not_called()
         assert rotate(x, (angles.cos().float(), angles.sin().float())) is kernel.return_value
-
-
-if __name__ == "__main__":
-    torch.save({case.name: case.run("cpu", fused=True) for case in CASES}, sys.argv[1])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
-from fused_cases import HALF, Case, Results, interpreted_results, judge
+from fused_cases import HALF, Case, Results, judge
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -121,11 +120,6 @@ CASES: list[Case] = [
 ON_A_GPU: list[Case] = [*CASES, Scan("scan_of_1000_tokens", (2, 1000, 100)), Scan("scan_of_64", (1, 64, 200))]
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
-    return interpreted_results(__file__, tmp_path_factory.mktemp("interpreted"))
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
     judge(case, interpreted[case.name])
@@ -151,8 +145,3 @@ def check_operators() -> None:
         given = inputs((2, 5, 3), damped=damped, dtype=torch.float32)
         leaves = [x if x is None else x.requires_grad_() for x in given]
         torch.library.opcheck(scan._token_scan.overload, leaves)
-
-
-if __name__ == "__main__":
-    check_operators()
-    torch.save({case.name: case.run("cpu", fused=True) for case in CASES}, sys.argv[1])

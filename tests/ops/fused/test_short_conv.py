@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from unittest import mock
 
 import pytest
 import torch
-from fused_cases import HALF, Case, Results, interpreted_results, judge
+from fused_cases import HALF, Case, Results, judge
 from torch import Tensor
 
 from deltazoo.layers import WHOLE_ROWS, ShortConvolution, describe_sequences, l2_normalize
@@ -135,11 +134,6 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
-    return interpreted_results(__file__, tmp_path_factory.mktemp("interpreted"))
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
     judge(case, interpreted[case.name])
@@ -221,7 +215,3 @@ def test_unit_heads_in_plain_torch() -> None:
     bare = ShortConvolution(12)
     bare.weight = module.weight
     torch.testing.assert_close(module(x)[0], l2_normalize(bare(x)[0].unflatten(2, (3, 4))).flatten(2))
-
-
-if __name__ == "__main__":
-    torch.save({case.name: case.run("cpu", fused=True) for case in CASES}, sys.argv[1])

@@ -3,15 +3,13 @@
 Interpreted on a CPU, by a child process since the interpreter must be chosen before Triton is imported, and on a GPU.
 """
 
-import os
-import subprocess
-import sys
 from itertools import product
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from interpreter import quicken_the_interpreter
+from fresh_process import run_interpreted
 from torch import Tensor
 
 from deltazoo.ops.fused import short_conv, short_conv_kernels
@@ -92,8 +90,7 @@ def check_apart(device: str) -> None:
 
 
 def test_interpreted() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
+    run_interpreted(Path(__file__))
 
 
 @pytest.mark.gpu
@@ -103,7 +100,6 @@ def test_on_a_gpu() -> None:
 
 
 if __name__ == "__main__":
-    quicken_the_interpreter()
     check("cpu", (torch.float32,))
     check_apart("cpu")
     x, taps = torch.randn(3, 1, 5, 16, requires_grad=True), torch.randn(3, 16, 4, requires_grad=True)

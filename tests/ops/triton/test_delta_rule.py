@@ -8,8 +8,6 @@ half precision is float16 there, and both on a GPU.
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from delta_rule_cases import ERASE_CASES, HARD_CASES, MICRO_STEP_CASES, DeltaRuleCase, DeltaRuleInputs
+from fresh_process import run_interpreted
 from helpers import Missed, assert_within_reference, known_miss, relative_errors, results_and_gradients
 from torch import Tensor
 
@@ -198,10 +197,7 @@ def judge_linear_attention(decay: str, results: dict[str, Tensor]) -> None:
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor] | str]:
     path = tmp_path_factory.mktemp("interpreted") / "results.pt"
-    here = Path(__file__).resolve()
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[2]), os.environ.get("PYTHONPATH", "")])
-    subprocess.run([sys.executable, str(here), str(path)], env=environment, check=True, timeout=540)
+    run_interpreted(Path(__file__), path)
     return torch.load(path)
 
 

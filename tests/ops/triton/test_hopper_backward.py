@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from delta_rule_cases import DeltaRuleCase, DeltaRuleInputs  # noqa: E402
+from fresh_process import run_interpreted  # noqa: E402
 from helpers import assert_within_reference, relative_errors, results_and_gradients  # noqa: E402
 from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel  # noqa: E402
 from ops.triton.test_hopper import Call, launched_kernels, no_kernels, sizes  # noqa: E402
@@ -111,11 +110,7 @@ def gradients_of_small_steps() -> None:
 
 
 def test_plain_kernels_interpreted() -> None:
-    here = Path(__file__).resolve()
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[2]), *filter(None, sys.path)])
-    done = subprocess.run([sys.executable, here], env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(Path(__file__))
 
 
 def test_says_why_a_call_takes_several_kernels() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from ops.triton.gluon_compile import compile_kernel  # noqa: E402
+from ops.triton.gluon_compile import build  # noqa: E402
 from ops.triton.launches import HOPPER, launched_by, routed  # noqa: E402
 from ops.triton.test_compiled_code import Modelled  # noqa: E402
 
@@ -70,7 +70,7 @@ class Model:
         arguments = dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
         key = kernel.fn.__name__, tuple(constants.named.items()), tuple(x is None for x in tensors)
         if key not in self.programs:
-            self.programs[key] = Program(compile_kernel(kernel, arguments).ptx)
+            self.programs[key] = Program(build(kernel, arguments).asm["ptx"])
             self.change(self.programs[key])
         given = [arguments[x.name] for x in kernel.params if not x.is_constexpr and arguments[x.name] is not None]
         self.run(self.programs[key], given, constants.grid)
@@ -266,10 +266,13 @@ MANY = [
         replace(SHORT, name="channel", decay="channel"),
         replace(SHORT, name="channel-uneven", decay="channel", log_decay="uneven", H=2, T=200, initial_state=False),
         replace(SHORT, name="channel-strong", decay="channel", log_decay=-2.0),  # about half a RANGE beyond one
+        SEGMENTS,
+        replace(SEGMENTS, name="segments-fresh", decay="none", initial_state=False, H=2, T=300),
     ],
     ids=str,
 )
 def test_fused_forward_pass(case: DeltaRuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_segments(case, monkeypatch)
     rest = {"prepare_channel_rest_kernel"} if case.decay == "channel" else {"prepare_rest_kernel"}
     kernels = {"hopper_forward_kernel", "invert_kernel", "hopper_scan_kernel"} | rest
     judge(case, torch.bfloat16, monkeypatch, kernels, some_zero_and_large, recorded=False)

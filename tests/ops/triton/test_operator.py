@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, product
@@ -17,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from delta_rule_cases import PER_TOKEN, SHAPE_CASES, DeltaRuleCase, DeltaRuleInputs
+from fresh_process import run_interpreted
 from helpers import assert_within_reference, known_miss, results_and_gradients
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -162,13 +160,7 @@ CHECKS = (
 
 
 def test_operator_through_the_interpreter() -> None:
-    here = Path(__file__).resolve()
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[2]), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, str(here)], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(Path(__file__))
 
 
 @pytest.mark.gpu

@@ -5,9 +5,6 @@ Through Triton's interpreter, in a child process for all checks: `python test_pr
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from delta_rule_cases import DeltaRuleCase, DeltaRuleInputs
+from fresh_process import run_interpreted
 from helpers import relative_errors, results_and_gradients
 from torch import Tensor
 
@@ -173,12 +171,7 @@ CHECKS = (
 
 
 def test_interpreted() -> None:
-    here = Path(__file__).resolve()
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[2]), *filter(None, sys.path)])
-    command = [sys.executable, str(here)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(Path(__file__))
 
 
 def test_unknown_precision() -> None:

@@ -5,23 +5,17 @@ The interpreter has to be chosen before Triton is imported, so a child process c
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+from fresh_process import run_interpreted
 
 pytest.importorskip("triton")
 
 CODE = """
 import torch
 import torch.nn.functional as F
-from interpreter import quicken_the_interpreter
 from deltazoo.ops import ContextParallel, delta_rule
 from deltazoo.ops.context.product import pair_of_two, with_middles
 from deltazoo.ops.context.product import transition_halves, transition_pair, transition_product
-
-quicken_the_interpreter()
 
 def inputs(tokens, steps, decay, erase):
     torch.manual_seed(0)
@@ -68,9 +62,4 @@ for K, X in ((16, 16), (24, 40), (96, 16)):
 
 
 def test_kernels_on_segments() -> None:
-    path = os.pathsep.join(sys.path)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_interpreted(CODE)

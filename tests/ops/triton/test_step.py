@@ -6,8 +6,6 @@ judge what it found. `python test_step.py FILE` is that child.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from delta_rule_cases import DeltaRuleCase, DeltaRuleInputs
+from fresh_process import run_interpreted
 from helpers import assert_within_reference
 from torch import Tensor
 
@@ -194,17 +193,7 @@ def resets_are_exact(device: str) -> None:
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor] | str]:
     """Results of every case, or the error it ended with, computed by Triton's interpreter in a child process."""
     path = tmp_path_factory.mktemp("interpreted") / "results.pt"
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
-    }
-    done = subprocess.run(
-        [sys.executable, __file__, str(path)], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(Path(__file__), path)
     return torch.load(path)
 
 
