@@ -86,8 +86,9 @@ def check_model(model: Any) -> None:
     if not any(isinstance(x, DeltaRuleAttention | RunsDeltaRule) or hasattr(x, "describe_decoding") for x in layers):
         instead = "pass its get_base_model()" if hasattr(model, "get_base_model") else "use its generate"
         raise ValueError(
-            "the loop is for causal language models with our delta-rule layers (deltazoo.swap_attention puts them in, "
-            f"deltazoo.accelerate makes them of transformers' own), got {type(model).__name__}: {instead}"
+            "deltazoo.generate and the server take causal language models with our delta-rule layers "
+            "(deltazoo.swap_attention puts them in, deltazoo.accelerate makes them of transformers' own), got "
+            f"{type(model).__name__}: {instead}"
         )
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
