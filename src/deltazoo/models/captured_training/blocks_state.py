@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HOOKS", "BlocksState", "modules_of"]
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *HOOKS)
 _OF_ALL_MODULES = {*vars(nn.Module())}

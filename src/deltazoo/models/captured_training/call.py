@@ -17,8 +17,6 @@ from transformers.cache_utils import Cache
 from deltazoo.generation.batch import PACKING_ARGUMENTS
 from deltazoo.ops.autograd_modes import scans_again
 
-__all__ = ["StackCall", "UnknownArgument", "autocast_of", "surroundings"]
-
 _UNREAD = (*PACKING_ARGUMENTS, "max_length_q", "max_length_k", "num_items_in_batch")
 """Arguments that transformers hands to every block for losses and for kernels of packed rows, neither of which a
 captured stack runs. They change with every batch."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
+from transformers.generation.utils import is_fsdp_managed_module
 from transformers.utils import output_capturing
 
 from deltazoo._report import report
@@ -21,8 +22,6 @@ from deltazoo.generation.static_cache import IMPLEMENTATIONS
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.models.captured_training.blocks_state import HOOKS
 from deltazoo.ops.autograd_modes import transforming
-
-__all__ = ["MOST_TOKENS", "checkpointing_of", "why_not_blocks", "why_not_now"]
 
 MOST_TOKENS = 32_768
 """Most tokens of a captured call. Larger calls keep a GPU busy anyway, and their graphs take much memory."""
@@ -77,6 +76,8 @@ def _why_not_module(module: Any, device: torch.device) -> str | None:
     kind: Any = type(module)
     if not (kind.__module__.startswith(_KNOWN_PACKAGES) or isinstance(module, DeltaRuleAttention)):
         return f"it is a {kind.__module__}.{kind.__qualname__}, which may do more than a graph repeats"
+    if is_fsdp_managed_module(module):
+        return "FSDP frees its parameters and gathers them elsewhere"
     if not all(_may_sleep(hook) for hooks in HOOKS for hook in getattr(module, hooks).values()):
         return "it has hooks"
     if "forward" in vars(module) or module._compiled_call_impl is not None:

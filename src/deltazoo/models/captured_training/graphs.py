@@ -27,8 +27,6 @@ from deltazoo.models.captured_training.blocks_state import BlocksState, modules_
 from deltazoo.models.captured_training.call import StackCall, autocast_of
 from deltazoo.models.captured_training.conditions import checkpointing_of, why_not_blocks
 
-__all__ = ["CapturedStack", "GraphMemory", "NotCapturedError"]
-
 _SPARE = 2.2
 """Free memory that a capture needs, in multiples of what its graphs keep: an eager step must still fit beside them."""
 

@@ -16,8 +16,6 @@ from deltazoo.models.captured_training.call import StackCall, UnknownArgument, s
 from deltazoo.models.captured_training.conditions import why_not_now
 from deltazoo.models.captured_training.graphs import CapturedStack, GraphMemory, NotCapturedError
 
-__all__ = ["forget_captured", "note_eager", "run_blocks"]
-
 _Calls = Sequence[tuple[nn.Module, Mapping[str, Any]]]
 _ATTRIBUTE = "_captured_training"
 _EAGER_CALLS = 2
