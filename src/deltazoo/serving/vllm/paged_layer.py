@@ -61,7 +61,7 @@ class JoinedMaps(nn.Module):
     """A module that joins linear maps of a checkpoint into fewer products."""
 
     joined: Mapping[str, Mapping[str, Any]]
-    """For each product, the names of its maps in the checkpoint, each with vLLM's name of the part."""
+    """The names of each product's maps in the checkpoint, each with vLLM's name of the part."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load parameters by the names of a checkpoint; returns the names of the filled parameters in vLLM."""
@@ -195,11 +195,18 @@ class PagedLayer(JoinedMaps, MambaBase):
         """Make each parameter left in the layer load the rows of this rank's heads, or all rows if heads share it."""
         shapes = {name: x.shape for name, x in whole.named_parameters()}
         for name, parameter in self.layer.named_parameters():
-            rows = len(parameter)
-            start = 0 if shapes[name] == parameter.shape else rank * rows
+            start = 0 if shapes[name] == parameter.shape else rank * len(parameter)
 
-            def load(parameter: Tensor, loaded: Tensor, start: int = start, rows: int = rows) -> None:
-                parameter.data.copy_(loaded.reshape(-1, *parameter.shape[1:])[start : start + rows])
+            def load(
+                parameter: Tensor,
+                loaded: Tensor,
+                start: int = start,
+                name: str = name,
+                shape: torch.Size = shapes[name],
+            ) -> None:
+                if loaded.numel() != shape.numel():
+                    raise ValueError(f"{self.prefix}.{name} must have shape {tuple(shape)}, got {tuple(loaded.shape)}")
+                parameter.data.copy_(loaded.reshape(shape)[start : start + len(parameter)])
 
             parameter.weight_loader = load  # type: ignore[attr-defined]
 
