@@ -7,7 +7,7 @@ from tiny_models import VOCAB, tiny_model, tokens
 
 import deltazoo
 from deltazoo.generation import Decoder, Sampling
-from deltazoo.generation.nan_origin import origin_of_nan, watch_for_nan
+from deltazoo.generation.conditions import origin_of_nan, watch_for_nan
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = ["kda", "hybrid", "llama 1:1", *ACCELERATED[:1]]

@@ -148,6 +148,7 @@ def test_other_rows_change_no_bit(kind, way, device):
         table.step(8, Way.FILTERED if len(rows) > 1 else way)
         table.step(8, way)
         chances = table.read_log_probabilities(8, [2], 3)()
+        assert [x.shape for x in chances] == [(1,), (1, 3), (1, 3)]
         return table.read_tokens(8)()[2].item(), [x.tolist() for x in chances]
 
     assert run([2]) == run(range(8))
