@@ -105,9 +105,10 @@ def state_after(prompts: PromptRows, row: int, ids: list[int]) -> Any:
 
 
 def in_a_table(
-    model: Any, ids: Tensor, mask: Tensor, count: int, *, padded: bool = True, sampling: Sampling | None = None
-) -> Tensor:
-    """Rows of a table that begin apart from each other and move half-way, in steps of two widths; row i has seed i."""
+    model: Any, ids: Tensor, mask: Tensor, count: int, *, padded: bool = True, sampling: Sampling | None = None,
+    seed: int = 0,
+) -> Tensor:  # fmt: skip
+    """Rows of a table that begin apart and move half-way, in steps of two widths; row i has the seed `seed + i`."""
     sampling, rows, most = sampling or Sampling(), len(ids), ids.shape[1] + count
     table = RowTable(model, [rows, 2 * rows], most)
     prompts = PromptRows(table, [2], PIECE, padded=padded)
@@ -117,7 +118,7 @@ def in_a_table(
     for row in reversed(range(rows)):
         prompt = ids[row][mask[row].bool()].tolist()
         state = state_after(prompts, row % 2, prompt)
-        table.put(rows + row, state, prompt[-1], len(prompt) - 1, sampling, row)
+        table.put(rows + row, state, prompt[-1], len(prompt) - 1, sampling, seed + row)
     made = []
     for step in range(count):
         if step == count // 2:

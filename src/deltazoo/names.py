@@ -1,11 +1,11 @@
-"""Messages for a name that is not among the known ones, with the nearest of them; and the names of swapped models."""
+"""Messages for a name that is not among the known ones, with the nearest of them; reasons; names of swapped models."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 
-__all__ = ["SWAPPED_PREFIX", "did_you_mean", "function_of", "nearest", "one_slip_away", "unknown"]
+__all__ = ["SWAPPED_PREFIX", "did_you_mean", "first_reason", "function_of", "nearest", "one_slip_away", "unknown"]
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -27,6 +27,11 @@ def unknown(kind: str, value: object, known: Iterable[str], *, within: str = "")
     hint = did_you_mean(value, known)
     quoted = repr(f"{within}{value}" if within else value)
     return f"unknown {kind} {quoted}{hint}{'' if hint else ';'} known: {', '.join(known)}"
+
+
+def first_reason(*reasons: tuple[object, str]) -> str | None:
+    """The first of these sentences whose condition, the value before it, is true; None if none is."""
+    return next((sentence for holds, sentence in reasons if holds), None)
 
 
 def function_of(kind: str, choice: str | Function, known: Mapping[str, Function]) -> Function:

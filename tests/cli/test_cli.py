@@ -201,6 +201,8 @@ def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[
         (["train", "nowhere.yaml"], "there is no file or folder 'nowhere.yaml'"),
         (["lab"], "No such command 'lab'"),
         (["train", "quickstart_cp"], "did you mean 'quickstart_cpu'"),
+        (["train", "kda"], "did you mean `deltazoo train quickstart_cpu --rule kda`?"),
+        (["train", __file__], "test_cli.py is not a YAML file (a text to train on: --text "),
         (["train", "kda_340m"], "did you mean `deltazoo train paper_340m --rule kda`?"),
         (["train", "comba_unit_erase_340m"], "`deltazoo train paper_340m --rule comba_unit_erase`?"),
         (["train", "delta_net_1.3b"], "`deltazoo train paper_1.3b --rule delta_net`?"),

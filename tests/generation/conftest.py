@@ -1,3 +1,5 @@
+from contextlib import contextmanager
+
 import pytest
 from replayed_operations import ReplayedOperations
 
@@ -12,13 +14,8 @@ def captures(monkeypatch):
     made = []
 
     def as_a_graph(step, changed):
-        before = [x.clone() for x in changed]
-        try:
-            with NoWaiting(changed[0].device):
-                step()
-        finally:
-            for x, value in zip(changed, before, strict=True):
-                x.copy_(value)
+        with _restored(changed), NoWaiting(changed[0].device):
+            step()
         made.append(step)
         return step
 
@@ -33,19 +30,22 @@ def replays(monkeypatch):
     """Steps are captured as CUDA graphs would be: what Python did while a step was captured does not happen again."""
 
     def as_a_graph(step, changed):
-        before = [x.clone() for x in changed]
-
-        def put_back():
-            for x, value in zip(changed, before, strict=True):
-                x.copy_(value)
-
-        step()
-        put_back()
-        graph = ReplayedOperations(step)
-        put_back()
-        return graph.replay
+        with _restored(changed), NoWaiting(changed[0].device):
+            step()
+        with _restored(changed):
+            return ReplayedOperations(step).replay
 
     _as_on_a_gpu(monkeypatch, as_a_graph)
+
+
+@contextmanager
+def _restored(changed):
+    before = [x.clone() for x in changed]
+    try:
+        yield
+    finally:
+        for x, value in zip(changed, before, strict=True):
+            x.copy_(value)
 
 
 def _as_on_a_gpu(monkeypatch, capture):

@@ -128,41 +128,25 @@ def test_tokens_cannot_be_taken_back(static):
         filled(model, ids, cache)
 
 
-def test_static_states_stay_at_their_addresses():
-    model = tiny_model("gated_deltanet")
-    cache = filled(model, tokens(2, 4), StaticCache(config=model.config, max_cache_len=16))
-    addresses = [t.data_ptr() for layer in delta_layers(cache) for t in layer.state[:2]]
-    filled(model, tokens(2, 1), cache)
-    cache.reset()
-    filled(model, tokens(2, 3), cache)
-    assert addresses == [t.data_ptr() for layer in delta_layers(cache) for t in layer.state[:2]]
+@pytest.mark.parametrize(
+    ("made_by", "options", "used_by", "rows", "message"),
+    [
+        ("gated_deltanet", {"num_hidden_layers": 3}, "gated_deltanet", 1, "cache has 3 layers and the model 2"),
+        ("hybrid", {}, "hybrid_softmax_first", 1, "belongs to another model"),
+        ("softmax_only", {}, "hybrid", 1, "belongs to another model"),
+        ("gated_deltanet", {"head_dim": 4}, "gated_deltanet", 1, "must have shape"),
+        ("gated_deltanet", {}, "gated_deltanet", 2, "must have shape"),
+    ],
+)
+def test_a_cache_of_another_model_or_batch(made_by, options, used_by, rows, message):
+    cache = filled(tiny_model(made_by, **options), tokens(1, 4))
+    with pytest.raises(ValueError, match=message):
+        filled(tiny_model(used_by), tokens(rows, 4), cache)
 
 
-class TestCacheOfAnotherModel:
-    def test_other_number_of_layers(self):
-        cache = filled(tiny_model("gated_deltanet", num_hidden_layers=3), tokens(1, 4))
-        with pytest.raises(ValueError, match="cache has 3 layers and the model 2"):
-            filled(tiny_model("gated_deltanet"), tokens(1, 4), cache)
-
-    @pytest.mark.parametrize(("made_by", "used_by"), [("hybrid", "hybrid_softmax_first"), ("softmax_only", "hybrid")])
-    def test_other_kinds_of_layers(self, made_by, used_by):
-        cache = filled(tiny_model(made_by), tokens(1, 4))
-        with pytest.raises(ValueError, match="belongs to another model"):
-            filled(tiny_model(used_by), tokens(1, 4), cache)
-
-    def test_other_sizes(self):
-        cache = filled(tiny_model("gated_deltanet", head_dim=4), tokens(1, 4))
-        with pytest.raises(ValueError, match="must have shape"):
-            filled(tiny_model("gated_deltanet"), tokens(1, 4), cache)
-
-    def test_other_batch_size(self):
-        cache = filled(tiny_model("gated_deltanet"), tokens(1, 4))
-        with pytest.raises(ValueError, match="must have shape"):
-            filled(tiny_model("gated_deltanet"), tokens(2, 4), cache)
-
-    def test_not_a_cache(self):
-        with pytest.raises(ValueError, match="must be a transformers Cache, got list"):
-            tiny_model("gated_deltanet")(tokens(1, 4), past_key_values=[])
+def test_not_a_cache():
+    with pytest.raises(ValueError, match="must be a transformers Cache, got list"):
+        tiny_model("gated_deltanet")(tokens(1, 4), past_key_values=[])
 
 
 @pytest.mark.parametrize("case", ["hybrid", *(pytest.param(x, marks=pytest.mark.slow) for x in FEW if x != "hybrid")])

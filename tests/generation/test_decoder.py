@@ -184,30 +184,23 @@ class TestErrors:
             (tokens(1, 4), {"attention_mask": torch.full((1, 4), 2)}, "1 for real tokens and 0 for padding, got 2"),
             (tokens(1, 4), {"attention_mask": torch.tensor([[-1, 1, 1, 1]])}, "0 for padding, got -1"),
             (tokens(1, 4), {"attention_mask": torch.full((1, 4), 0.5)}, "0 for padding, got 0.5"),
+            (tokens(1, 4), {"max_new_tokens": 197}, "4 prompt tokens and 197 new ones exceed max_length=200"),
         ],
     )
     def test_prompts(self, ids, options, message):
         with pytest.raises(ValueError, match=message):
-            Decoder(tiny_model("gated_deltanet")).stream(ids, **options)
+            Decoder(tiny_model("gated_deltanet"), max_length=200).stream(ids, **options)
 
-    @pytest.mark.parametrize(
-        ("ids", "error", "message"),
-        [
+    def test_prompts_that_are_no_batch_of_tokens(self):
+        model = tiny_model("kda")
+        for ids, error, message in (
             (tokens(1, 3)[0], ValueError, r"must have shape \[B, T\] with B and T >= 1, got \(3,\)"),
             ("a prompt", TypeError, r"a tensor of token ids \[B, T\], from a tokenizer: .*; got str"),
             ([[1, 2, 3]], TypeError, "got list"),
-        ],
-    )
-    def test_prompts_that_are_no_batch_of_tokens(self, ids, error, message):
-        with pytest.raises(error, match=message):
-            deltazoo.generate(tiny_model("kda"), ids)
-        with pytest.raises(error, match=message):
-            Decoder(tiny_model("kda")).stream(ids)
-
-    @pytest.mark.parametrize("case", ["hybrid", "kda"])
-    def test_a_prompt_too_long_for_the_decoder(self, case):
-        with pytest.raises(ValueError, match="4 prompt tokens and 7 new ones exceed max_length=10"):
-            Decoder(tiny_model(case), max_length=10).stream(tokens(1, 4), max_new_tokens=7)
+        ):
+            for call in (partial(deltazoo.generate, model), Decoder(model).stream):
+                with pytest.raises(error, match=message):
+                    call(ids)
 
     @pytest.mark.parametrize(
         ("case", "options", "message"),
@@ -215,11 +208,7 @@ class TestErrors:
             ("hybrid", {}, "max_length is needed"),
             ("llama all", {}, "max_length is needed"),
             ("kda", {"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
-            (
-                "kda",
-                {"eos_token_id": [3, 61]},
-                r"of the 61 tokens of the vocabulary, got \[3, 61\]",
-            ),
+            ("kda", {"eos_token_id": [3, 61]}, r"of the 61 tokens of the vocabulary, got \[3, 61\]"),
             ("kda", {"pad_token_id": -1}, "pad_token_id must be of the 61 tokens of the vocabulary, got -1"),
         ],
     )

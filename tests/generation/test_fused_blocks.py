@@ -1,6 +1,7 @@
 """Blocks that decode in a few launches give what their own forward passes give: interpreted on a CPU, and on a GPU.
 
-The interpreter has to be chosen before Triton is imported, so a child process runs it.
+A step in pages of states does, to the bit, what one does on gathered states, for every rule in kernels. The interpreter
+has to be chosen before Triton is imported, so a child process runs it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,18 @@ from helpers import run_python
 from outside_rule import forget_rules
 from tiny_families import tiny_original, tokens
 from tiny_models import tiny_model
+from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import deltazoo
 from deltazoo.generation import fused_blocks
 from deltazoo.generation.cache import DeltaRuleCacheLayer
+from deltazoo.generation.fused_blocks import FusedRule, first_maps, why_not_this_rule
 from deltazoo.generation.static_cache import fixed_cache
 from deltazoo.generation.step_modules import merged_products, replaced
-from deltazoo.layers import LayerInput, layer_class
+from deltazoo.layers import LayerInput, layer_class, make_layer
 from deltazoo.layers.norm import GATE_ACTIVATIONS
+from deltazoo.layers.state import LayerState, LayerStates
 from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.spec import get_rule, register_rule, registered_promises
 from deltazoo.swap import swapped_layers
@@ -47,6 +51,10 @@ INTERPRETED = (*SPEC_ALONE[:3], RAW_KEYS, "linear_attention", "efla", "grouped_v
 DOUBLED = ("eda", "gated_deltanet2", "fg2_gdn", "pgdn")
 """Rules whose own keys act otherwise with negative eigenvalues."""
 ORDINARY = ("erase_only", "without_conv")
+WITHOUT_KERNELS = {"falcon", "isotropic_kdn", "diagonal_kdn", "momentum"}
+"""Rules with a state of a scan, or with more key channels than their heads: a decoding step runs their layers."""
+IN_KERNELS = [rule for rule in deltazoo.list_rules() if rule not in WITHOUT_KERNELS]
+ROWS, PAGES = 3, 7
 CHILD = """
 import sys; sys.path[:0] = sys.argv[1:3]
 import test_fused_blocks as tests, test_step_modules as steps
@@ -68,6 +76,8 @@ with mock.patch.object(steps.step_modules, "takes_kernel", lambda *_, **__: True
     for family in steps.OF_EACH_FORM:
         for dtype in (tests.torch.float32, tests.torch.bfloat16):
             steps.check_modules(family, "cpu", dtype)
+for rule in tests.IN_KERNELS:
+    tests.check_pages(rule, "cpu")
 """
 SWAPPED = [
     ("llama", "gated_deltanet", {}),
@@ -155,6 +165,57 @@ def check_logits(model: Any, ids: torch.Tensor, device: str = "cpu", dtype: torc
         error, plain = ((x[name] - value).norm().item() for x in (fused, ordinary))
         allowed = 4 * torch.finfo(dtype if name == "logits" else torch.float32).eps * value.norm()
         assert error <= 2 * plain + allowed, name
+
+
+def in_pages(shapes: list[torch.Size], device: str) -> LayerState:
+    """States of all pages as an engine lays them out: all tensors of a page side by side, then some room."""
+    sizes = [shape.numel() for shape in shapes]
+    block = torch.rand(PAGES, sum(sizes) + 8, device=device)  # a moment is not negative
+    starts = accumulate(sizes, initial=0)
+    pages = (block[:, a : a + n].unflatten(1, shape) for a, n, shape in zip(starts, sizes, shapes, strict=False))
+    return LayerState(*pages)
+
+
+def step_of(rule: FusedRule, parts: Tensor, state: LayerState, indices: Tensor | None) -> tuple[Tensor, Tensor]:
+    from deltazoo.ops.decoding.convolution import convolve_parts
+
+    mixed = convolve_parts(parts, rule.convolution(state), state_indices=indices)
+    z, norm = rule(mixed, state, state_indices=indices)
+    return z, norm.squares
+
+
+def check_pages(name: str, device: str) -> None:
+    torch.manual_seed(0)
+    layer = make_layer(name, 24, 2, 12, layer_idx=0, num_layers=2, initializer_range=0.3).to(device)
+    assert why_not_this_rule(layer) is None
+    states, x = LayerStates(), torch.randn(1, 1, 24, device=device)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+        layer(x, past_key_values=states)
+        maps = first_maps(layer)
+        columns = dict(zip(maps, accumulate((len(m.weight) for m in maps.values()), initial=0), strict=False))
+        product = torch.cat([torch.randn(ROWS, 24, device=device) @ m.weight.T for m in maps.values()], dim=1)[None]
+        shapes = [x.shape[1:] for x in states.states[0] if x is not None]
+        pages, indices = in_pages(shapes, device), torch.tensor([5, 0, 3], dtype=torch.int32, device=device)
+        before = LayerState(*(None if x is None else x.clone() for x in pages))
+        rule = FusedRule(layer, columns, lambda second: getattr(layer, second)[1])
+        gathered = before.rows(indices.long())
+        expected, squares = step_of(rule, product, gathered, None)
+        found, found_squares = step_of(rule, product, pages, indices)
+    assert torch.equal(found, expected) and torch.equal(found_squares, squares), name
+    for page, old, new in zip(pages, before, gathered, strict=True):
+        if page is not None:
+            assert not torch.equal(old[indices.long()], new), name
+            old[indices.long()] = new
+            assert torch.equal(page, old), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", IN_KERNELS)
+def test_pages_on_a_gpu(rule):
+    check_pages(rule, "cuda")
 
 
 def test_interpreted(monkeypatch):
@@ -271,47 +332,17 @@ def reason(model, index=0):
     return fused_blocks.why_not_fused(model.model.layers[index], products)
 
 
-def with_a_hook(model):
-    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *args: None)
-
-
-def with_a_subclass(model):
-    class Own(type(model.model.layers[0].mlp)):
-        pass
-
-    model.model.layers[0].mlp.__class__ = Own
-
-
-def with_a_bias(model):
-    linear = model.model.layers[0].attn.o_proj
-    linear.bias = torch.nn.Parameter(torch.zeros(linear.out_features))
-
-
-def with_an_adapted_gate(model):
-    class Adapted(torch.nn.Linear):
-        pass
-
-    model.model.layers[0].attn.f_proj[1].__class__ = Adapted
-
-
-def with_another_dtype(model):
-    model.model.layers[0].mlp.double()
-
-
-def with_another_operator(model):
-    mixer = model.model.layers[0].attn
-    mixer.apply_rule = lambda *arguments: type(mixer).apply_rule(mixer, *arguments)
+def into_a_subclass(module):
+    module.__class__ = type("Own", (type(module),), {})
 
 
 CHANGES = [
-    (with_another_operator, "apply_rule of its layer was replaced"),
-    (with_a_hook, "linear map is not a plain one"),
-    (with_a_subclass, "DeltaRuleAttention and Own"),
-    (with_a_bias, "linear map is not a plain one"),
-    (with_another_dtype, "float32 on cpu, torch.float64 on cpu"),
-    (with_an_adapted_gate, "not two plain linear maps"),
-    (lambda model: model.set_runtime(fused_kernels=False), "other kernels were asked for"),
-    (lambda model: model.set_runtime(backend="reference"), "backend='reference' was asked for"),
+    (lambda block: setattr(block.attn, "apply_rule", lambda *args: None), "apply_rule of its layer was replaced"),
+    (lambda block: block.mlp.down_proj.register_forward_hook(lambda *args: None), "linear map is not a plain one"),
+    (lambda block: into_a_subclass(block.mlp), "DeltaRuleAttention and Own"),
+    (lambda block: setattr(block.attn.o_proj, "bias", torch.nn.Parameter(torch.zeros(32))), "map is not a plain one"),
+    (lambda block: block.mlp.double(), "float32 on cpu, torch.float64 on cpu"),
+    (lambda block: into_a_subclass(block.attn.f_proj[1]), "not two plain linear maps"),
 ]
 
 
@@ -319,14 +350,24 @@ CHANGES = [
 def test_what_keeps_a_block_from_running_fused(change, message, on_any_device):
     model = tiny_model("kda")
     assert reason(model) is None
-    change(model)
-    assert message in reason(model)
-    assert (reason(model, 1) is None) == (change in (f for f, _ in CHANGES[:6]))
+    change(model.model.layers[0])
+    assert message in reason(model) and reason(model, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("runtime", "message"),
+    [({"fused_kernels": False}, "other kernels were"), ({"backend": "reference"}, "backend='reference' was")],
+)
+def test_runtime_options_that_keep_blocks_from_running_fused(runtime, message, on_any_device):
+    model = tiny_model("kda")
+    model.set_runtime(**runtime)
+    assert f"{message} asked for" in reason(model)
 
 
 @pytest.mark.parametrize(
     ("case", "options", "message"),
     [
+        *((rule, {}, f"the rule {rule!r} has a decay or keys of its own") for rule in sorted(WITHOUT_KERNELS)),
         ("erase_only", {}, "neg_eigval is 'erase'"),
         ("without_conv", {}, "do not pass a short convolution"),
         ("kda", {"decay_lower_bound": -5.0}, "a decay or keys of its own"),

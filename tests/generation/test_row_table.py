@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from decoding_loops import ACCELERATED, assert_decodes_like_forward, in_a_table, model_of, state_after
+from decoding_loops import ACCELERATED, assert_decodes_like_forward, in_a_table, model_of, own, state_after
 from tiny_families import tiny_original
 from tiny_models import CASES, STATES, tiny_model, tokens
 
@@ -63,7 +63,7 @@ def test_tokens_are_the_likeliest(kind, padded, device):
 
 @pytest.mark.parametrize("kind", [*KINDS, "gpt2 1:1"])
 def test_graphs_of_passes_and_steps(kind, replays, monkeypatch):
-    """Nothing that Python did at a capture is missing at a replay, or is as it was then."""
+    """They hold no operation that a CUDA graph could not, and nothing that Python did at a capture is missing."""
     monkeypatch.setattr(row_table, "capture", step.capture)
     assert_decodes_like_forward(model_of(kind), in_a_table, tokens(2, 20), mask=LEFT)
 
@@ -72,35 +72,17 @@ def test_graphs_of_passes_and_steps(kind, replays, monkeypatch):
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.5, 20, 0.9)], ids=str)
 @pytest.mark.parametrize("kind", ["kda_without_conv", "hybrid", "llama 1:1"])
 def test_a_seed_draws_the_same_everywhere(kind, sampling, device):
-    """In `generate` alone and in a batch with padding, and in a table where other rows begin and move meanwhile."""
-    model, lengths = model_of(kind).to(device), [20, 6, 11]
+    """In `generate` alone and in a batch with padding, and in a table where rows move meanwhile."""
+    model, lengths, seed = model_of(kind).to(device), [20, 6, 11], 2**40
     ids = tokens(3, 20).to(device)
     mask = torch.tensor([[0] * (20 - length) + [1] * length for length in lengths], device=device)
     options = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    options |= {"max_new_tokens": 8, "eos_token_id": []}
-    made = deltazoo.generate(model, ids, mask, seed=2**40, **options)[:, 20:].tolist()
-    prompts = [ids[i, 20 - length :] for i, length in enumerate(lengths)]
-    for row, prompt in enumerate(prompts):
-        alone = deltazoo.generate(model, prompt[None], seed=2**40 + row, **options)
-        assert alone[0, len(prompt) :].tolist() == made[row]
-    assert made[0] != made[1] != made[2]
-
-    table = RowTable(model, [3], MOST)
-    passes = PromptRows(table, [1], PIECE, padded=False)
-
-    def begin(row, number):
-        prompt = prompts[number].tolist()
-        table.put(row, state_after(passes, 0, prompt), prompt[-1], len(prompt) - 1, sampling, 2**40 + number)
-
-    begin(2, 0)
-    begin(0, 1)
-    found = continued(table, 2, 3, 4, Way.FILTERED)
-    begin(1, 2)
-    table.move([2], [0])
-    assert found + continued(table, 0, 3, 4, Way.FILTERED) == made[0]
-    begin(0, 2)
-    begin(2, 1)
-    assert continued(table, 2, 3, 8, Way.FILTERED) == made[1]
+    made = own(model, ids, mask, 8, seed=seed, **options)
+    for row, length in enumerate(lengths):
+        alone = own(model, ids[row : row + 1, -length:], None, 8, seed=seed + row, **options)
+        assert torch.equal(alone[0, length:], made[row, 20:])
+    assert len({tuple(x) for x in made[:, 20:].tolist()}) == 3
+    assert torch.equal(in_a_table(model, ids, mask, 8, padded=False, sampling=sampling, seed=seed), made)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -224,18 +206,17 @@ def test_widths_differ_by_rounding(case, device):
         torch.testing.assert_close(found[0], other, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_waits_for_the_device(kind, captures, monkeypatch):
-    """What is captured holds no operation that a CUDA graph could not."""
+def test_all_is_captured_beforehand(captures, monkeypatch):
     monkeypatch.setattr(row_table, "capture", step.capture)
-    model = model_of(kind)
-    table = RowTable(model, [1, 2], MOST)
+    table = RowTable(tiny_model("hybrid"), [1, 2], MOST)
     table.capture()
-    assert len(captures) == 2 + 2 * len(Way)
-    sizes = [1, 2, 4]
-    prompts = PromptRows(table, sizes, PIECE, padded=True)
+    prompts = PromptRows(table, [1, 2, 4], PIECE, padded=True)
     prompts.capture()
-    assert prompts.padded and len(captures) == 2 + 2 * len(Way) + len(sizes)
+    assert len(captures) == 2 + 2 * len(Way) + 3
+    prompts.run({0: (0, [1, 2])})
+    for way in Way:
+        table.step(2, way)
+    assert len(captures) == 2 + 2 * len(Way) + 3
 
 
 def test_a_pass_that_waits_runs_without_padding(captures, monkeypatch, caplog):
@@ -300,7 +281,7 @@ class TestRefusals:
     def test_sliding_windows(self):
         model = tiny_original("mistral")
         deltazoo.swap_attention(model, "gated_deltanet", "1:1")
-        with pytest.raises(ValueError, match="without sliding windows"):
+        with pytest.raises(ValueError, match="share no cache of softmax layers with sliding windows"):
             RowTable(model, [1], 10)
 
     def test_attention_without_masks(self):

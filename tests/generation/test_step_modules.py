@@ -189,51 +189,25 @@ class Wrapped(nn.Linear):
     """A subclass of the linear map, which is not merged."""
 
 
-def with_a_subclass(attention):
-    attention.q_proj.__class__ = Wrapped
-
-
-def with_a_hook(attention):
-    attention.q_proj.register_forward_pre_hook(lambda module, args: None)
-
-
-def with_another_dtype(attention):
-    attention.q_proj.double()
-
-
-def with_a_forward_of_its_own(attention):
-    attention.q_proj.forward = lambda x: x
-
-
-def with_a_parametrization(attention):
-    torch.nn.utils.parametrizations.weight_norm(attention.q_proj)
-
-
-def with_a_flat_buffer(attention):
-    flat = torch.zeros(5000)
-    attention.q_proj.weight.data = flat[:512].view_as(attention.q_proj.weight)
-
-
-def with_a_shared_parameter(attention):
-    attention.k_proj.weight = attention.q_proj.weight
-
-
-def with_shared_memory(attention):
-    attention.q_proj.weight.data.share_memory_()
-
-
-def on_no_device(attention):
-    attention.q_proj.to("meta")
+def in_a_flat_buffer(weight: torch.Tensor) -> None:
+    weight.data = torch.zeros(5000)[: weight.numel()].view_as(weight)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        with_a_subclass, with_a_hook, with_another_dtype, with_a_forward_of_its_own, with_a_parametrization,
-        with_a_flat_buffer, with_a_shared_parameter, with_shared_memory, on_no_device,
+        lambda attention: setattr(attention.q_proj, "__class__", Wrapped),
+        lambda attention: attention.q_proj.register_forward_pre_hook(lambda module, args: None),
+        lambda attention: attention.q_proj.double(),
+        lambda attention: setattr(attention.q_proj, "forward", lambda x: x),
+        lambda attention: nn.utils.parametrizations.weight_norm(attention.q_proj),
+        lambda attention: in_a_flat_buffer(attention.q_proj.weight),
+        lambda attention: setattr(attention.k_proj, "weight", attention.q_proj.weight),
+        lambda attention: attention.q_proj.weight.data.share_memory_(),
+        lambda attention: attention.q_proj.to("meta"),
     ],
-    ids=lambda change: change.__name__,
-)  # fmt: skip
+    ids=["subclass", "hook", "dtype", "forward", "parametrization", "flat", "shared parameter", "shared", "meta"],
+)
 def test_what_is_left_alone(change):
     model = tiny_model("gated_deltanet")
     attention = model.model.layers[0].attn
@@ -251,7 +225,7 @@ def test_what_is_left_alone(change):
 def test_a_forward_pass_replaced_after_the_merging_stays():
     model = tiny_model("gated_deltanet")
     modules, attention, x = with_merged_maps(model), model.model.layers[0].attn, torch.randn(1, 1, 32)
-    with_a_forward_of_its_own(attention)
+    attention.q_proj.forward = lambda x: x
     own = attention.q_proj.forward
     with torch.no_grad(), modules:
         assert attention.q_proj.forward is own and attention.q_proj(x) is x

@@ -336,6 +336,13 @@ def test_what_cannot_be_trained_leaves_nothing_behind(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_rule_that_ranks_cannot_share_leaves_nothing_behind(text: Path, tmp_path: Path) -> None:
+    config = run_config(text, tmp_path / "run", model={"mixer": "falcon"}, training={"context_parallel": 2})
+    with pytest.raises(NotImplementedError, match="ranks cannot share rows"):
+        train(config)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_that_saved_nothing_leaves_its_folder_free(text: Path, tmp_path: Path) -> None:
     with stopping_after(2), pytest.raises(KeyboardInterrupt):
         train(run_config(text, tmp_path / "run"))

@@ -8,16 +8,15 @@ the wrong one leaks state from one document into the next.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from deltazoo.generation.capture import graphs_run_on
 from deltazoo.layers.sequences import (
     PackedSequences,
-    PaddedSequences,
     Sequences,
     SharedSequences,
     check_cu_seqlens,
@@ -84,20 +83,12 @@ class BatchDescription:
         several = isinstance(self.sequences, PackedSequences) and self.sequences.beyond_one_row
         return several or self.shared
 
-    @property
-    def padding(self) -> Tensor | None:
-        """`[B, T]` bool, True = real; None without padding."""
-        return self.sequences.mask if isinstance(self.sequences, PaddedSequences) else None
-
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "BatchDescription":
         """The description on another device; accelerate asks for it if a model's layers are on several."""
 
-        def moved(x: Any) -> Any:
-            return x.to(device, non_blocking=non_blocking) if isinstance(x, Tensor) else x
-
-        mask = self.attention_mask
-        mask = {name: moved(x) for name, x in mask.items()} if isinstance(mask, Mapping) else moved(mask)
-        return BatchDescription(self.sequences.to(device, non_blocking), moved(self.position_ids), mask)
+        given = (self.position_ids, self.attention_mask)
+        moved = tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), given)
+        return BatchDescription(self.sequences.to(device, non_blocking), *moved)
 
 
 def describe_batch(

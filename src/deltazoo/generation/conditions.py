@@ -25,6 +25,7 @@ from deltazoo.generation.cache import DeltaRuleCacheLayer, is_used
 from deltazoo.generation.capture import graphs_run_on
 from deltazoo.generation.static_cache import IMPLEMENTATIONS, describe_layer, fixed_cache, why_not_fixed
 from deltazoo.layers import DeltaRuleAttention
+from deltazoo.names import first_reason
 
 __all__ = [
     "check_model",
@@ -97,17 +98,15 @@ def why_not_this_model(model: Any) -> str | None:
     device = model.device
     if not graphs_run_on(device):
         return f"the model is on {device}, where there are no CUDA graphs"
-    if model.training:
-        return "the model is in training mode"
-    if torch.is_autocast_enabled(device.type):
-        return "autocast is on, and keeps copies of weights"
-    if torch.compiler.is_compiling():
-        return "it is being compiled"
-    if getattr(model, "hf_quantizer", None) is not None:
-        return "the model is quantised"
-    if (getattr(model, "_tp_size", None) or 1) > 1 or is_fsdp_managed_module(model):
-        return "the model is divided among processes"
-    return _unusual_tensor(model, device) or _unusual_module(model) or _unusual_cache(model)
+    divided = (getattr(model, "_tp_size", None) or 1) > 1 or is_fsdp_managed_module(model)
+    reason = first_reason(
+        (model.training, "the model is in training mode"),
+        (torch.is_autocast_enabled(device.type), "autocast is on, and keeps copies of weights"),
+        (torch.compiler.is_compiling(), "it is being compiled"),
+        (getattr(model, "hf_quantizer", None) is not None, "the model is quantised"),
+        (divided, "the model is divided among processes"),
+    )
+    return reason or _unusual_tensor(model, device) or _unusual_module(model) or _unusual_cache(model)
 
 
 def _unusual_tensor(model: nn.Module, device: torch.device) -> str | None:
@@ -166,24 +165,18 @@ def why_not_this_call(
         mode: way of decoding.
         required: whether the user asked for captured steps; a cache of the user's is then allowed.
     """
-    if mode not in _ONE_TOKEN_AT_A_TIME:
-        return f"{mode.value} is no plain sampling or beam search"
-    if cache is None:
-        return "use_cache=False keeps no state"
-    for name in ("output_hidden_states", "output_attentions"):
-        if getattr(config, name):
-            return f"{name}=True asks a step for more than its logits"
-    if config.compile_config is not None:
-        return "compile_config asks for transformers' own compilation"
-    if required:
-        return _why_not_this_cache(cache)
-    if config.cache_implementation is not None:
-        return f"cache_implementation={config.cache_implementation!r} was asked for"
-    if is_the_callers:
-        return "a cache was given"
-    if config.return_dict_in_generate:
-        return "return_dict_in_generate=True hands out the cache"
-    return _why_not_this_cache(cache)
+    implementation, unasked = config.cache_implementation, not required
+    reason = first_reason(
+        (mode not in _ONE_TOKEN_AT_A_TIME, f"{mode.value} is no plain sampling or beam search"),
+        (cache is None, "use_cache=False keeps no state"),
+        (config.output_hidden_states, "output_hidden_states=True asks a step for more than its logits"),
+        (config.output_attentions, "output_attentions=True asks a step for more than its logits"),
+        (config.compile_config is not None, "compile_config asks for transformers' own compilation"),
+        (unasked and implementation is not None, f"cache_implementation={implementation!r} was asked for"),
+        (unasked and is_the_callers, "a cache was given"),
+        (unasked and config.return_dict_in_generate, "return_dict_in_generate=True hands out the cache"),
+    )
+    return reason or _why_not_this_cache(cache)
 
 
 def _why_not_this_cache(cache: Any) -> str | None:

@@ -40,6 +40,7 @@ from deltazoo.layers.norm import GatedRMSNorm, RMSNorm
 from deltazoo.layers.rotary import Rotary
 from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import LayerState, is_decoding_step
+from deltazoo.names import first_reason
 from deltazoo.ops.decoding.step_form import STEP_KEYS, STEP_SIZES, RuleShape
 from deltazoo.ops.fused import FUSED_ACTIVATIONS, MOST_COLUMNS, takes_kernel
 from deltazoo.ops.linear_maps import is_hooked, is_plain_sequence
@@ -117,8 +118,7 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
         return f"its layers are {type(layer).__name__} and {type(mlp).__name__}"
     if methods := replaced_methods(layer):
         return f"{methods[0]} of its layer was replaced"
-    reason = why_not_this_rule(layer)
-    if reason is not None:
+    if reason := why_not_this_rule(layer):
         return reason
     if parts.turns and layer.step_form.keys == "scaled":
         return "its keys are turned, and scaled by a moment"
@@ -197,15 +197,16 @@ class FusedBlock:
 
     def _fits(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> bool:
         """Whether a call has one token per row, no gradients, and tensors that the kernels take."""
-        if not is_decoding_step(x) or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-            return False
-        if not takes_kernel(None, x) or x.dtype != self._into_layer.weight.dtype:
-            return False
-        if state.conv is None or state.conv.dtype != x.dtype:
-            return False
-        if rotary is not None and not all(_is_of_rows(angles, len(x), self._layer.head_k_dim) for angles in rotary):
-            return False
-        return all(tensor is None or tensor.is_contiguous() for tensor in (x, *state))
+        return (
+            is_decoding_step(x)
+            and not (torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type))
+            and takes_kernel(None, x)
+            and x.dtype == self._into_layer.weight.dtype
+            and state.conv is not None
+            and state.conv.dtype == x.dtype
+            and all(_is_of_rows(angles, len(x), self._layer.head_k_dim) for angles in rotary or ())
+            and all(tensor is None or tensor.is_contiguous() for tensor in (x, *state))
+        )
 
     def _step(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> Tensor:
         """The block's output for x `[R, 1, hidden_size]`; the state advances in place."""
@@ -260,30 +261,27 @@ def why_not_this_rule(layer: DeltaRuleAttention) -> str | None:
     spec, form = layer.spec, layer.step_form
     if form is None or form.keys not in STEP_KEYS or (spec.decay == "none") != (form.decay is None):
         return f"the rule {spec.name!r} has a decay or keys of its own"
-    if spec.step_size not in STEP_SIZES:
-        return "its step size is a function of its own"
-    if layer.allow_neg_eigval and layer.neg_eigval != "both":
-        return f"its neg_eigval is {layer.neg_eigval!r}"
-    if spec.output_gate != "none" and spec.gate_activation not in FUSED_ACTIVATIONS:
-        return "its output gate has an activation of its own"
-    keys_fit = spec.erase_key == "tied" if form.keys == "tied" else spec.normalize_k
-    if not keys_fit:
-        return f"its keys are {form.keys!r}, and its spec has others"
-    if form.keys == "erase_first" and spec.erase_reads != "decayed":
-        return "its first step reads the state before the decay"
-    if form.decay == "fixed" and spec.decay != "scalar":
-        return "its decay is per head, and its spec has another"
     convolutions = [getattr(layer, f"{name}_conv1d", None) for name in "qkv"]
-    if layer.conv_size < 2 or any(type(x) is not ShortConvolution for x in convolutions):
-        return "queries, keys and values do not pass a short convolution"
-    low_rank = [getattr(layer, name) for name in _low_rank(layer)]
-    if not all(is_plain_sequence(x) and len(x) == 2 and all(map(is_plain_linear, x)) for x in low_rank):
-        return "a gate of low rank is not two plain linear maps"
-    if any(x[1].in_features > 512 for x in low_rank):
-        return "a gate has a higher rank than the kernels hold"
-    if layer.head_k_dim > 256 or layer.head_v_dim > 512:
-        return "it is wider than the kernels"
-    return None
+    gates: list[Any] = [getattr(layer, name, None) for name in _low_rank(layer)]
+    plain = [x for x in gates if is_plain_sequence(x) and len(x) == 2 and all(map(is_plain_linear, x))]
+    other_keys = spec.erase_key != "tied" if form.keys == "tied" else not spec.normalize_k
+    other_gate = spec.output_gate != "none" and spec.gate_activation not in FUSED_ACTIVATIONS
+    without_conv = layer.conv_size < 2 or any(type(x) is not ShortConvolution for x in convolutions)
+    return first_reason(
+        (spec.step_size not in STEP_SIZES, "its step size is a function of its own"),
+        (layer.allow_neg_eigval and layer.neg_eigval != "both", f"its neg_eigval is {layer.neg_eigval!r}"),
+        (other_gate, "its output gate has an activation of its own"),
+        (other_keys, f"its keys are {form.keys!r}, and its spec has others"),
+        (
+            form.keys == "erase_first" and spec.erase_reads != "decayed",
+            "its first step reads the state before the decay",
+        ),
+        (form.decay == "fixed" and spec.decay != "scalar", "its decay is per head, and its spec has another"),
+        (without_conv, "queries, keys and values do not pass a short convolution"),
+        (len(plain) < len(gates), "a gate of low rank is not two plain linear maps"),
+        (any(x[1].in_features > 512 for x in plain), "a gate has a higher rank than the kernels hold"),
+        (layer.head_k_dim > 256 or layer.head_v_dim > 512, "it is wider than the kernels"),
+    )
 
 
 def is_plain_linear(x: Any) -> bool:

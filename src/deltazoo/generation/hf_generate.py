@@ -28,6 +28,7 @@ from deltazoo.generation.conditions import why_not_this_call, why_not_this_model
 from deltazoo.generation.states import move_cache
 from deltazoo.generation.static_cache import bytes_when_fixed, fixed_cache
 from deltazoo.generation.step import CapturedStep, Fingerprint, steps_of
+from deltazoo.names import first_reason
 
 __all__ = ["CapturedGeneration", "running_call", "without_single_tokens"]
 
@@ -201,11 +202,11 @@ def generate_call(model: Any, wanted: bool | None, kwargs: Mapping[str, Any]) ->
         ValueError: `wanted` is True, and nothing can be captured.
     """
     steps, outer = steps_of(model), running_call(model)
-    reason = "capture_step=False" if wanted is False else None
-    if reason is None and kwargs.get("custom_generate") is not None:
-        reason = "custom_generate brings a loop of its own"
-    if reason is None and kwargs.get("synced_gpus"):
-        reason = "synced_gpus keeps several processes in step"
+    reason = first_reason(
+        (wanted is False, "capture_step=False"),
+        (kwargs.get("custom_generate") is not None, "custom_generate brings a loop of its own"),
+        (kwargs.get("synced_gpus"), "synced_gpus keeps several processes in step"),
+    )
     if reason is None and wanted is None:
         reason = why_not_this_model(model)
     if reason is None and not steps.in_use.acquire(blocking=False):

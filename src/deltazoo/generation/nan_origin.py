@@ -1,12 +1,13 @@
 """A search for the module that first computes NaN, made only after a result has shown NaN."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["origin_of_nan", "watch_for_nan"]
 
@@ -20,7 +21,7 @@ def watch_for_nan(model: nn.Module) -> Iterator[list[str]]:
     found: list[str] = []
 
     def look(name: str, module: nn.Module, _: Any, output: Any) -> None:
-        if not found and (kind := _kind_in(_tensors_in(output))) is not None:
+        if not found and (kind := _kind_in(tree_leaves(output))) is not None:
             weights = [(own, _kind_in([x])) for own, x in module.named_parameters(recurse=False)]
             cause = next((f", whose {own} holds {kind}" for own, kind in weights if kind is not None), "")
             found.append(f"{kind} comes first in the output of {name or type(module).__name__}{cause}")
@@ -47,16 +48,8 @@ def origin_of_nan(model: Any, input_ids: Tensor) -> str:
     return f"; {found[0]}" if found else ""
 
 
-def _tensors_in(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping | list | tuple):
-        for part in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors_in(part)
-
-
-def _kind_in(tensors: Iterable[Tensor]) -> str | None:
-    for x in tensors:
-        if x.is_floating_point() and not bool((x < torch.inf).all()):
+def _kind_in(values: Iterable[Any]) -> str | None:
+    for x in values:
+        if isinstance(x, Tensor) and x.is_floating_point() and not bool((x < torch.inf).all()):
             return "NaN" if bool(x.isnan().any()) else "infinity"
     return None

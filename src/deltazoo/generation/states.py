@@ -34,13 +34,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    StaticLayer,
-)
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, StaticLayer
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer, RowKeyValues, prepare_cache_layer
 from deltazoo.generation.static_cache import held_tensors
@@ -48,18 +42,7 @@ from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.state import LayerState
 from deltazoo.spec import choice_name
 
-__all__ = [
-    "KINDS",
-    "PER_TOKEN",
-    "Snapshot",
-    "detach",
-    "fork",
-    "kind_of",
-    "move_cache",
-    "restore",
-    "snapshot",
-    "tensors_of",
-]
+__all__ = ["PER_TOKEN", "Snapshot", "detach", "fork", "kind_of", "move_cache", "restore", "snapshot", "tensors_of"]
 
 Tensors = Mapping[str, Tensor]
 """Tensors of one layer by name, rows of the batch first; empty before its first token. "conv", "recurrent" and
@@ -71,7 +54,7 @@ _NOT_OF_THE_MODEL = {"architectures", "dtype", "name_or_path", "torch_dtype", "t
 """Keys of a configuration that differ between copies of one model."""
 _PIECE = 2**22
 """Numbers of a weight that are rounded and hashed at once."""
-KINDS: Mapping[type[Any], str] = {
+_KINDS: Mapping[type[Any], str] = {
     DeltaRuleCacheLayer: "delta_rule",
     LinearAttentionLayer: "linear",
     DynamicLayer: "softmax",
@@ -88,7 +71,7 @@ class Snapshot:
     """The states of all layers of a cache after some tokens. Nothing changes them: methods make new snapshots."""
 
     kinds: tuple[str, ...]
-    """Kind of each layer: "delta_rule", "linear" or "softmax", see `KINDS`."""
+    """Kind of each layer: "delta_rule", "linear" (a layer of transformers with window and state) or "softmax"."""
     layers: tuple[Tensors, ...]
     """Tensors of each layer by name, rows first; empty for a layer that holds nothing."""
     num_tokens: int
@@ -373,9 +356,9 @@ def detach(cache: Cache) -> Cache:
 
 def kind_of(layer: Any) -> str:
     """The kind of a cache layer; ValueError for one that is not known here."""
-    kind = KINDS.get(type(layer))
+    kind = _KINDS.get(type(layer))
     if kind is None or getattr(layer, "number_of_states", 1) != 1:
-        known = ", ".join(cls.__name__ for cls in KINDS)
+        known = ", ".join(cls.__name__ for cls in _KINDS)
         raise ValueError(f"the contents of a {type(layer).__name__} cannot be taken out of a cache; known: {known}")
     return kind
 

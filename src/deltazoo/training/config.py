@@ -88,8 +88,10 @@ class TokenizerConfig:
             raise ValueError("vocab_size is missing, which kind bpe needs: 259 or more")
         if self.kind != "bpe" and self.vocab_size is not None:
             raise ValueError(f"vocab_size acts only for kind bpe, not {self.kind}")
-        if (self.path is not None) != (self.kind == "pretrained"):
-            raise ValueError(f"path belongs to kind pretrained and to no other; got kind {self.kind}, path {self.path}")
+        if self.kind == "pretrained" and self.path is None:
+            raise ValueError("path is missing, which kind pretrained needs: a tokenizer's folder or Hub name")
+        if self.kind != "pretrained" and self.path is not None:
+            raise ValueError(f"path acts only for kind pretrained, not {self.kind}")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -358,12 +360,14 @@ def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ..
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
         if not isinstance(values, dict):
-            raise ValueError(f"must hold a mapping of keys to values, got {type(values).__name__}")
+            found = type(values).__name__
+            raise ValueError(f"must hold a mapping of keys to values, got {found} (a text to train on: --text {path})")
         for override in sorted(overrides, key=lambda override: not override.startswith("tokenizer.kind=")):
             _apply(values, override)
         return from_mapping(cls, values)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a YAML file: {' '.join(str(error).split())}") from error
+        said = " ".join(str(error).split())
+        raise ValueError(f"{path} is not a YAML file (a text to train on: --text {path}): {said}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

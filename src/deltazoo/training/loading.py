@@ -71,7 +71,9 @@ def nearest_run(path: Path) -> str:
 
 
 def _successor(name: str) -> str | None:
-    """The command in place of a former preset; None: there was no such preset."""
+    """The command in place of a rule's name or a former preset; None: the name is neither."""
+    if name in list_rules():
+        return f"deltazoo train quickstart_cpu --rule {name}"
     found = _EARLIER.fullmatch(name)
     if found is None:
         return None

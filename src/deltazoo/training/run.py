@@ -20,7 +20,9 @@ from transformers import (
 )
 
 from deltazoo.compat.transformers.new_model import build_native_model, refuse_replaced_tokenizer, refuse_unrunnable
+from deltazoo.distributed import context_parallel
 from deltazoo.models import DeltaRuleConfig  # the import also registers our model types with the Auto classes
+from deltazoo.ops import ContextParallel
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import get_rule
 from deltazoo.training.config import RunConfig
@@ -86,6 +88,7 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
         ValueError: another process trains there; the folder holds a run and ``resume`` is false, or no checkpoint and
             it is true; configuration or text differ from those that the run began with; the text cannot be read or the
             model cannot be built; a checkpoint or the stored result is damaged.
+        NotImplementedError: context parallelism of a rule that refuses it.
         TrainingDiverged: the loss became NaN or infinite.
         TrainingInterrupted: SIGINT or SIGTERM stopped the run; a checkpoint was saved.
         SaveError: the disk is full; earlier saves are intact.
@@ -101,6 +104,8 @@ def _train(config: RunConfig, folder: Path, resume: bool) -> TrainingResult:
         model = build_model(config.model, byte_tokenizer(), config.runtime)
         if config.architecture is not None:
             refuse_unrunnable(model)
+        if config.training.context_parallel > 1:  # of this model, which is thrown away: a rule may refuse it
+            context_parallel(model, ContextParallel())
     arguments = training_arguments(config)  # joins the other processes of a distributed run
     processes, steps = PartialState(), config.training.steps
     source = open_text(config.data)
