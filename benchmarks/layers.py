@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import Results, Row, Timer, one_line, options, side_by_side
-from deltazoo.checks.errors import relative_error
+from deltazoo.checks.kernel_check import relative_error
 from deltazoo.compat import fla as ours
 from deltazoo.layers import LayerStates, make_layer
 from deltazoo.spec import list_rules

@@ -39,8 +39,7 @@ from torch import Tensor
 
 from benchmarks.common import Results, Row, Timer, captured, one_line, options, side_by_side
 from benchmarks.inputs import TABLE, Inputs, Shape, make_inputs
-from deltazoo.checks.errors import plain_torch
-from deltazoo.checks.kernel_check import DTYPES, Case, case_inputs, case_results
+from deltazoo.checks.kernel_check import DTYPES, Case, case_inputs, case_results, plain_torch
 from deltazoo.layers import bounded_step
 from deltazoo.ops import delta_rule
 

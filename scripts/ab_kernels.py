@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.common import Timer
 from benchmarks.inputs import GATE_KINDS, TABLE, Shape, make_inputs
-from deltazoo.checks.errors import relative_error
+from deltazoo.checks.kernel_check import relative_error
 from deltazoo.ops import delta_rule
 from deltazoo.ops.triton import delta_rule as operator  # noqa: F401, imports every launcher
 from deltazoo.ops.triton import launch as launching

@@ -1,4 +1,4 @@
-"""`deltazoo check` without a rule: verdicts, versions and speeds, shown and written to a file."""
+"""`deltazoo check` without a rule: verdicts and versions, shown and written to a file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from command_line import call
 
 import deltazoo
-from deltazoo.checks import kernel_check, machine_report
-from deltazoo.checks.kernel_check import Case, Verdict
-from deltazoo.checks.machine_report import RULES, Speed, speeds
+from deltazoo.checks import kernel_check
+from deltazoo.checks.kernel_check import Case
 
 RIGHT = Case("scalar", 16, 8, T=40)
 
@@ -47,15 +46,3 @@ def test_a_machine_that_computes_wrong_fails_and_writes_what(
 def test_triton_where_there_is_none_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("check", "--backend", "triton", "--device", "cpu") == 1
     assert "Error: the triton backend cannot run this call" in " ".join(capsys.readouterr().err.split())
-
-
-def test_speeds_are_of_every_rule_and_shape() -> None:
-    found = speeds("cpu", [(1, 16), (2, 16)], hidden_size=128, seconds=0.001)
-    assert [(speed.rows, speed.rule) for speed in found] == [(rows, rule) for rows in (1, 2) for rule in RULES]
-    assert all(min(speed.forward, speed.training) > 0 for speed in found)
-
-
-def test_the_page_is_a_table_of_speeds_too() -> None:
-    verdicts = [Verdict("a case", "output", 0.0, 1.0)]
-    page = machine_report.machine_report("chunkwise", "cpu", verdicts, [Speed("kda", 8, 2048, 1.234, 5.678)])
-    assert "| kda | 8 x 2,048 | 1.23 | 5.68 |" in page and "1 of 1 cases right." in page and "FAIL" not in page

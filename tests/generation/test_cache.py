@@ -103,16 +103,6 @@ def test_a_fixed_count_outlives_a_reset():
     assert {int(layer.get_seq_length()) for layer in delta_layers(cache)} == {5}
 
 
-@pytest.mark.parametrize("case", FEW)
-def test_copies_are_independent(case):
-    model, ids = tiny_model(case), tokens(2, 6)
-    cache = filled(model, ids)
-    fork = copy.deepcopy(cache)
-    expected = next_logits(model, fork, ids)
-    next_logits(model, fork, tokens(2, 3, seed=1))
-    torch.testing.assert_close(next_logits(model, cache, ids), expected)
-
-
 @pytest.mark.parametrize("static", [False, True])
 def test_tokens_cannot_be_taken_back(static):
     model, ids = tiny_model("gated_deltanet"), tokens(1, 4)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from decoding_loops import ACCELERATED, PADDED, SWAPPED, assert_decodes_like_forward, model_of, ordinary, own
 from foreign_models import foreign_model
+from peft import LoraConfig, get_peft_model
 from tiny_families import tiny_original
 from tiny_models import STATES, tiny_model, tokens
 from transformers.generation.streamers import BaseStreamer
@@ -225,6 +226,10 @@ class TestErrors:
             Decoder(foreign_model("qwen3_next"), max_length=10)
         with pytest.raises(ValueError, match="got LlamaForCausalLM: use its generate"):
             Decoder(tiny_original("llama"), max_length=10)
+        adapted = get_peft_model(tiny_model("kda"), LoraConfig(task_type="CAUSAL_LM")).eval()
+        with pytest.raises(ValueError, match=r"got PeftModelForCausalLM: pass its get_base_model\(\)"):
+            Decoder(adapted)
+        assert Decoder(adapted.get_base_model())
 
     @pytest.mark.parametrize(
         ("rules", "message"),
@@ -258,7 +263,7 @@ class TestErrors:
         [
             ("temprature", "unexpected argument 'temprature'; did you mean 'temperature'?"),
             ("prefill_chunk_size", "did you mean 'prefill_chunk'?"),
-            ("do_sample", "unexpected argument 'do_sample'$"),
+            ("do_sample", "unexpected argument 'do_sample'; other options of transformers are those of model.generate"),
         ],
     )
     def test_unknown_options(self, name, message):

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 import deltazoo
 from deltazoo.generation import Decoder
 from deltazoo.generation.row_table import RowStates
-from deltazoo.generation.states import Snapshot, detach, fork, restore, snapshot
+from deltazoo.generation.states import Snapshot, detach, fork, move_cache, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache
 from deltazoo.layers.state import meta_state
 
@@ -117,7 +117,7 @@ def addresses(cache):
     return [x.data_ptr() for x in (*tensors, *states)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *ACCELERATED[1:-1]])
 def test_states_move_between_growing_and_static_caches(kind):
     model, ids = model_of(kind), tokens(2, 7)
     _, growing = run(model, None, ids)
@@ -130,6 +130,10 @@ def test_states_move_between_growing_and_static_caches(kind):
     assert same(snapshot(static), saved)
     restore(static, snapshot(growing, rows=[1]), rows=[0])
     assert same(snapshot(static), saved.select([1, 1])) and addresses(static) == places
+    static.reset()
+    move_cache(growing, static)
+    assert same(snapshot(static), saved) and addresses(static) == places and not growing.layers
+    restore(static, saved.select([1, 1]))
     back = DynamicCache(config=model.config)
     restore(back, snapshot(static))
     assert same(snapshot(back), saved.select([1, 1]))

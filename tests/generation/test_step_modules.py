@@ -154,15 +154,6 @@ def test_casts_and_copies_have_weights_of_their_own(case):
     assert torch.equal(generated(model, ids), expected(tiny_model(case).to(torch.float64), ids))
 
 
-def test_adapted_maps_run_as_they_are():
-    peft = pytest.importorskip("peft")
-    model, ids = used("hybrid")
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "up_proj"], r=2, init_lora_weights=False)
-    adapted = peft.get_peft_model(model, config).base_model.model.eval()
-    assert not torch.equal(expected(adapted, ids), expected(tiny_model("hybrid"), ids))
-    assert_decodes_like_forward(adapted, own, ids)
-
-
 def test_a_second_decoder_finds_the_weights_where_they_are():
     model = tiny_model("gated_deltanet")
     products = merged_products(model)

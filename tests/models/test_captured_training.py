@@ -18,10 +18,12 @@ from foreign_models import FUSED, foreign_model
 from tiny_families import OWN, tiny_original
 from tiny_models import tiny_model, tokens
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import deltazoo
 from deltazoo import swap_attention
 from deltazoo.compat import accelerate, restore
+from deltazoo.distributed import data_parallel, fully_shard_model
 from deltazoo.layers.sequences import PackedSequences
 from deltazoo.models.captured_training import conditions, graphs, kept
 
@@ -502,6 +504,21 @@ def test_an_unknown_kind_of_module_runs_eagerly():
     warm(model, 5)
     assert Counting.calls == 5
     assert "which may do more than a graph repeats" in reasons(model)
+
+
+@pytest.mark.parametrize("one_group", [True, False])
+def test_no_step_is_captured_under_fsdp2(one_group, monkeypatch):
+    """Its parameters move, also where blocks are in the group of the whole model and are no modules of FSDP2."""
+    monkeypatch.setattr(data_parallel, "_ONE_GROUP", 2**29 if one_group else 0)
+    model = tiny_model("gated_deltanet", captured_training="auto").train()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        fully_shard_model(model, mesh=init_device_mesh("cpu", (1,)))
+        warm(model, 5)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert replayed(model) == 0
+    assert "FSDP" in reasons(model) and "moved" not in reasons(model)
 
 
 def test_adapters_switched_off_and_on():

@@ -355,3 +355,5 @@ class TestBadInput:
     def test_neither_ids_nor_embeddings(self, model):
         with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
             model()
+        with pytest.raises(ValueError, match=r"input_ids must have shape \[B, T\], got \(9,\)"):
+            model(tokens(9))

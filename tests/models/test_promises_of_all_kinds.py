@@ -168,7 +168,11 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], ForwardArguments], Any, str]] =
         "seq_idx must be a tensor, got list",
     ),
     "too few numbers": (lambda model: {"seq_idx": NUMBERS[:, 1:]}, ValueError, r"seq_idx must have shape \(1, 9\)"),
-    "too few positions": (lambda model: {"position_ids": POSITIONS[:, 1:]}, ValueError, "position_ids must have shape"),
+    "too few positions": (
+        lambda model: {"position_ids": POSITIONS[:, 1:]},
+        ValueError,
+        r"position_ids must have shape \(1, 9\), got \(1, 8\)",
+    ),
     "positions of other rows": (
         lambda model: {"position_ids": POSITIONS.expand(3, -1).clone()},
         ValueError,

@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 from deltazoo.serving import EngineError, Piece, RequestError, TokenLogprob, background_server, create_app  # noqa: E402
 from deltazoo.serving import http as http_module  # noqa: E402
 from deltazoo.serving import text as text_module  # noqa: E402
-from deltazoo.serving.api import Answer, CompletionBody  # noqa: E402
+from deltazoo.serving.api import Answer, ChatBody, CompletionBody  # noqa: E402
 from deltazoo.serving.http import _Connection, bind, url_of  # noqa: E402
 
 SLEEP = "import time; time.sleep(600)"
@@ -191,7 +191,19 @@ def test_log_probabilities(client: Any) -> None:
 def logprobs_of(logprob: float, top: Any) -> Any:
     entry = TokenLogprob(token_id=99, logprob=logprob, top=top, content=b"b", offset=0)
     answer = Answer(CompletionBody(prompt="x"), "tiny", byte_tokenizer(), [None], None)
-    return json.loads(answer.chunk(0, Piece(text="b", token_ids=(99,), logprobs=(entry,))))["choices"][0]["logprobs"]
+    event = answer.event(0, Piece(text="b", token_ids=(99,), logprobs=(entry,)))
+    return json.loads(event[6:])["choices"][0]["logprobs"]
+
+
+@pytest.mark.parametrize("body", [CompletionBody(prompt="x", n=2), ChatBody(messages=SAY, n=2)])
+def test_events_with_text_alone_are_those_of_openais_types(body: Any) -> None:
+    answer = Answer(body, 'a "model"\n', byte_tokenizer(), [None, None], None)
+    for text in ("first", "a", '"quoted"\n\r\t\\\0\x7f\u2028', "日本 👩‍🚀"):
+        for index in (0, 1):
+            choices = [answer._choice(index, Piece(text=text))] if text != "first" else None
+            event = answer.event(index, Piece(text=text))
+            assert event.startswith(b"data: {") and event.endswith(b"}\n\n") and event.count(b"\n") == 2
+            assert choices is None or event[6:-2].decode() == answer._json(answer._chunk, choices)
 
 
 def test_the_chosen_token_is_among_the_likeliest_and_numbers_are_finite() -> None:

@@ -49,7 +49,7 @@ def test_the_standard_library_is_real_text_without_tests_and_packages() -> None:
 
 def test_the_split_is_disjoint_complete_and_the_same_each_time(folder: Path) -> None:
     data = DataConfig(text=str(folder), validation_fraction=0.3)
-    first, second = (read_corpus(open_text(data), data) for _ in range(2))
+    first, second = (read_corpus(data) for _ in range(2))
     assert first == second
     held_out, learned = (set(part) for part in (first.validation, first.train))
     assert not held_out & learned
@@ -59,11 +59,11 @@ def test_the_split_is_disjoint_complete_and_the_same_each_time(folder: Path) -> 
 
 def test_the_side_of_a_document_does_not_depend_on_the_others(folder: Path) -> None:
     data = DataConfig(text=str(folder), validation_fraction=0.3)
-    before = set(read_corpus(open_text(data), data).validation)
+    before = set(read_corpus(data).validation)
     removed = {path: path.read_text() for path in sorted(folder.rglob("*.txt"))[::2]}
     for path in removed:
         path.unlink()
-    assert set(read_corpus(open_text(data), data).validation) == before - {*removed.values()}
+    assert set(read_corpus(data).validation) == before - {*removed.values()}
 
 
 def test_duplicates_of_a_record_fall_on_one_side() -> None:
@@ -97,7 +97,7 @@ def test_a_dataset_name_goes_through_load_dataset(parquet: Path) -> None:
 def test_streaming_stops_once_both_samples_are_full(jsonl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltazoo.training.data.TOKENIZER_SAMPLE", 100)
     data = DataConfig(text=str(jsonl), streaming=True, max_validation_bytes=60, validation_fraction=0.3)
-    corpus = read_corpus(open_text(data), data)
+    corpus = read_corpus(data)
     assert 60 <= corpus.validation_bytes < 200
     assert 100 <= len("".join(corpus.train)) < 200
 
@@ -126,7 +126,7 @@ def test_empty_files_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     data = DataConfig(text=str(tmp_path))
     with pytest.raises(ValueError, match="holds no text"):
-        read_corpus(open_text(data), data)
+        read_corpus(data)
 
 
 def test_nothing_held_out_is_refused(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_nothing_held_out_is_refused(tmp_path: Path) -> None:
         ValueError,
         match=r"too little text .*1 file of .*, 12 bytes; give more text, .* than 1e-09",
     ):
-        read_corpus(open_text(data), data)
+        read_corpus(data)
 
 
 def test_the_tail_of_a_single_file_is_held_out(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_the_tail_of_a_single_file_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text(text)
     for fraction, limit in ((0.05, None), (0.9, None), (0.5, 300)):
         data = DataConfig(text=str(tmp_path / "input.txt"), validation_fraction=fraction, max_validation_bytes=limit)
-        corpus = read_corpus(open_text(data), data)
+        corpus = read_corpus(data)
         [train], [tail] = corpus.train, corpus.validation
         assert train + tail == text
         assert train.endswith("\n"), "cut between two lines"
@@ -159,7 +159,7 @@ def test_the_tail_of_a_few_files_is_held_out_where_their_hashes_hold_out_none(tm
         (tmp_path / name).write_text(f"# {name}\n" + "x = 1\n" * 100)
     data = DataConfig(text=str(tmp_path), validation_fraction=0.05)
     assert not any(is_held_out(document.split_key, 0.05) for document in open_text(data).documents())
-    corpus = read_corpus(open_text(data), data)
+    corpus = read_corpus(data)
     [tail] = corpus.validation
     assert [text.startswith("# ") for text in corpus.train] == [True] * 3
     assert (tmp_path / "c.py").read_text() == corpus.train[2] + tail

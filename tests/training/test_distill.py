@@ -24,11 +24,12 @@ from transformers import (
     TrainerCallback,
 )
 
+from deltazoo.diagnosis import pictures
+from deltazoo.diagnosis.pictures import draw_distillation
 from deltazoo.swap import swap_attention, swapped_layers
 from deltazoo.training import distill as module
-from deltazoo.training import pictures
 from deltazoo.training.config import STAGES, Recipe, TokenizerConfig, from_mapping
-from deltazoo.training.data import open_text, read_corpus
+from deltazoo.training.data import read_corpus
 from deltazoo.training.distill import (
     Distillation,
     DistillationTrainer,
@@ -37,7 +38,6 @@ from deltazoo.training.distill import (
     divergence,
     teacher_forced,
 )
-from deltazoo.training.pictures import draw_distillation
 from deltazoo.training.tokens import (
     PackedRows,
     Row,
@@ -69,7 +69,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text, and a Llama of a few thousand parameters trained on a little of it."""
     folder = tmp_path_factory.mktemp("distillation")
     data = recipe(write_text_folder(folder / "text", bytes_per_file=8000), folder / "unused").data
-    corpus = read_corpus(open_text(data), data)
+    corpus = read_corpus(data)
     tokenizer = build_tokenizer(TokenizerConfig(vocab_size=320), corpus.train)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
@@ -105,15 +105,14 @@ def distilled(home: Path, config: Recipe, model: Any = None, **options: Any) -> 
 
 def held_out_rows(home: Path) -> list[Row]:
     data = recipe(home / "text", home).data
-    documents = read_corpus(open_text(data), data).validation
+    documents = read_corpus(data).validation
     return pack_in_order(encode_documents(AutoTokenizer.from_pretrained(home / "original"), documents), 48)
 
 
 def trainer_of(config: Recipe, name: str, home: Path, model: Any) -> DistillationTrainer:
     run = module._as_run(name, config, "gated_deltanet")
-    source = open_text(config.data)
     tokenizer = AutoTokenizer.from_pretrained(home / "original")
-    text = TokenizedText(source, config.data, read_corpus(source, config.data), tokenizer)
+    text = TokenizedText(read_corpus(config.data), tokenizer)
     return DistillationTrainer(config.stages[name], original_of(home), model, run, training_arguments(run), text)
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tiny_runs import run_config
 from torch.distributed import checkpoint as sharded_files
 
+from deltazoo.diagnosis.pictures import draw_loss_curve
 from deltazoo.training.config import DataConfig
 from deltazoo.training.data import Records, open_text
 from deltazoo.training.folder import (
@@ -32,7 +33,6 @@ from deltazoo.training.folder import (
     whole_or_not_at_all,
     write_json,
 )
-from deltazoo.training.pictures import draw_loss_curve
 from deltazoo.training.tokens import byte_tokenizer
 
 

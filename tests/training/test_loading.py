@@ -113,7 +113,7 @@ def test_a_rule_at_paper_size_is_a_model_of_that_size(preset: str, rule: str) ->
     assert model.config.allow_neg_eigval == deltazoo.get_rule(rule).allow_neg_eigval
     hybrid = preset.startswith("hybrid")
     assert softmax_layers(model) == (list(range(3, model.config.num_hidden_layers, 4)) if hybrid else [])
-    assert config.training.rows_of_a_step * config.training.row_length == 2**19, "half a million tokens per step"
+    assert config.training.tokens_per_step == 2**19, "half a million tokens per step"
     own = load_config(PRESETS[preset])
     assert replace(config.training, learning_rate=own.training.learning_rate) == own.training
 

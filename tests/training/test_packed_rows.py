@@ -84,11 +84,6 @@ def test_a_row_depends_on_its_number_alone() -> None:
         assert [piece.tolist() for piece in backwards[i]] == [piece.tolist() for piece in expected[i]]
 
 
-def test_no_document_is_refused() -> None:
-    with pytest.raises(ValueError, match="no document"):
-        PackedRows([], 8, num_rows=1, seed=0)
-
-
 @pytest.mark.parametrize("row_length", [1, 4, 10, 200])
 def test_validation_rows_come_in_order_and_complete(row_length: int) -> None:
     texts = documents([5, 1, 30, 12, 3])

@@ -32,7 +32,7 @@ def data(tmp_path: Path) -> DataConfig:
 def stream(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> StreamedRows:
     source = open_text(data)
     assert isinstance(source, Records)
-    return StreamedRows(source, data, tokenizer, ROW, num_rows=10**6, remembered=20)
+    return StreamedRows(source, tokenizer, ROW, num_rows=10**6, remembered=20)
 
 
 def first(rows: StreamedRows, count: int) -> list[Row]:

@@ -16,24 +16,28 @@ more than one 16-bit term, so plain torch with one is no measure.
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import distributions
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from deltazoo.checks.errors import plain_torch, relative_error
+from deltazoo import __version__
 from deltazoo.ops import delta_rule, delta_rule_step
-
-__all__ = ["DTYPES", "Case", "Verdict", "case_inputs", "case_results", "cases", "check_case", "run_selfcheck"]
+from deltazoo.ops.call import RuleCall
+from deltazoo.ops.chunkwise import form
 
 _TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 8 * 2**-11, torch.float32: 1e-4}
 _HARD_TOLERANCE = 0.05
+_REPORTED = ("triton", "transformers")
 _COMMAND = ["-m", "deltazoo.checks.kernel_check"]
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TOLERANCE}
 
@@ -324,6 +328,76 @@ def _in_own_process(group: list[Case], backend: str, device: str) -> list[Verdic
     lost = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     missing = [Verdict(str(case), "-", float("inf"), case.tolerance, lost) for case in group[len(verdicts) :]]
     return verdicts + missing
+
+
+class RoundedProducts(TorchFunctionMode):
+    """A mode in which matrix products round their operands to a dtype, as a matrix unit does, and accumulate wider."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.__matmul__, Tensor.matmul, torch.matmul):
+            args = tuple(x.to(self.dtype).to(x.dtype) for x in args)
+        return function(*args, **(kwargs or {}))
+
+
+def plain_torch(
+    inputs: Mapping[str, Tensor | None],
+    d_output: Tensor,
+    d_state: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    erase_reads: str = "decayed",
+    num_micro_steps: int = 1,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Output, final state and every gradient of the chunk form in torch, with the operands of its products rounded.
+
+    Args:
+        inputs: q, k, v, beta, and log_decay, initial_state and erase_key where given, see `delta_rule`.
+        d_output, d_state: gradients of the output and of the final state.
+        cu_seqlens, erase_reads, num_micro_steps: see `delta_rule`.
+        dtype: dtype to which operands are rounded; that of k unless given.
+
+    Returns:
+        `output`, `final_state`, and `d_<name>` of every input.
+    """
+    # The functions below the registered operators are called, since inside those a function mode has no effect.
+    every = ("q", "k", "v", "beta", "log_decay", "initial_state", "erase_key")
+    q, k, *others = (inputs.get(name) for name in every)
+    assert q is not None and k is not None
+    options = q.shape[-1] ** -0.5, None, erase_reads == "undecayed", num_micro_steps
+    call = RuleCall.of((q, k, *others), cu_seqlens, options)
+    with torch.no_grad(), RoundedProducts(dtype or k.dtype):
+        output, state, *kept = form.forward.launch(*call)
+        gradients = form.backward.launch(*call, *kept, d_output.to(output.dtype), d_state)
+    names = [f"d_{name}" for name in every if inputs.get(name) is not None]
+    return {"output": output, "final_state": state, **dict(zip(names, gradients, strict=True))}
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """Norm of the error over the norm of the exact tensor, in float64; the absolute error if that is zero."""
+    exact = exact.double()
+    return float((found.double() - exact).norm()) / (float(exact.norm()) or 1.0)
+
+
+def machine_report(backend: str, device: str, verdicts: Sequence[Verdict]) -> str:
+    """A page in Markdown: versions, number of cases, and every case that failed."""
+    wrong = [verdict for verdict in verdicts if not verdict.passed]
+    hardware = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    if device.startswith("cuda"):
+        found = torch.cuda.get_device_properties(device)
+        hardware = f"{found.name}, {found.total_memory / 2**30:.0f} GiB, sm_{found.major}{found.minor}"
+        hardware += f", CUDA {torch.version.cuda}"
+    installed = {package.name: package.version for package in distributions() if package.name in _REPORTED}
+    facts = {"deltazoo": __version__, "Python": platform.python_version(), "torch": torch.__version__}
+    facts |= {name: installed.get(name, "not installed") for name in _REPORTED}
+    facts |= {"system": platform.platform(), "device": hardware, "backend": backend}
+    lines = ["## deltazoo check", "", "|  |  |", "| --- | --- |", *(f"| {x} | {y} |" for x, y in facts.items())]
+    lines += ["", f"{len(verdicts) - len(wrong)} of {len(verdicts)} cases right."]
+    return "\n".join([*lines, *(["", "```", *map(str, wrong), "```"] if wrong else [])]) + "\n"
 
 
 def main() -> None:

@@ -8,28 +8,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.checks import layer_checks, model_checks
+from deltazoo.checks import promises
 from deltazoo.layers import LayerInput
 from deltazoo.spec import get_rule, registering_module
-
-__all__ = ["CHECKS", "Finding", "check_rule"]
 
 _REPEATABLE = "the same call twice = the same output"
 _BOUNDED = "the state does not expand"
 
 CHECKS: dict[str, Callable[[str], str | None]] = {
-    _REPEATABLE: layer_checks.same_twice,
-    "every parameter is filled and acts": layer_checks.parameters_are_filled_and_act,
-    "no token reads the future": layer_checks.sees_no_future,
-    _BOUNDED: layer_checks.state_does_not_expand,
-    "chunk form = definition": layer_checks.same_in_chunks_as_by_definition,
-    "gradients = finite differences": layer_checks.same_gradients_as_finite_differences,
-    "decoding = training": layer_checks.same_decoded,
-    "padded = alone": layer_checks.same_padded,
-    "packed = alone": layer_checks.same_packed,
-    "generation with a cache = without": model_checks.same_generated,
-    "reloaded = saved": model_checks.same_after_reload,
-    "swapped into a Llama": model_checks.swaps,
+    _REPEATABLE: promises.same_twice,
+    "every parameter is filled and acts": promises.parameters_are_filled_and_act,
+    "no token reads the future": promises.sees_no_future,
+    _BOUNDED: promises.state_does_not_expand,
+    "chunk form = definition": promises.same_in_chunks_as_by_definition,
+    "gradients = finite differences": promises.same_gradients_as_finite_differences,
+    "decoding = training": promises.same_decoded,
+    "padded = alone": promises.same_padded,
+    "packed = alone": promises.same_packed,
+    "generation with a cache = without": promises.same_generated,
+    "reloaded = saved": promises.same_after_reload,
+    "swapped into a Llama": promises.swaps,
 }
 """The checks in order, by title: functions from a rule's name to its fault, None if there is none."""
 
@@ -60,7 +58,7 @@ def check_rule(rule: str) -> Iterator[Finding]:
     get_rule(rule)
     seen: set[Any] = set()
     try:
-        layer_checks.make(rule)
+        promises.make(rule)
     except Exception as error:  # a rule under test may raise anything
         yield _raised("a layer can be made", rule, error, seen)
         return
@@ -68,7 +66,7 @@ def check_rule(rule: str) -> Iterator[Finding]:
         torch.manual_seed(0)
         try:
             problem = check(rule)
-            remark = layer_checks.clipped_step_sizes(rule) if title == _BOUNDED and problem is None else None
+            remark = promises.clipped_step_sizes(rule) if title == _BOUNDED and problem is None else None
         except Exception as error:
             yield _raised(title, rule, error, seen)
             continue

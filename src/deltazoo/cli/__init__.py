@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from deltazoo import __version__, spec
-from deltazoo.cli.exporting import export
 from deltazoo.cli.options import (
     CheckpointArgument,
     DeviceOption,
@@ -31,7 +30,7 @@ from deltazoo.cli.options import (
     refuse,
     with_loads,
 )
-from deltazoo.cli.swapping import distill, swap
+from deltazoo.cli.swapping import distill, export, swap
 from deltazoo.cli.training import diagnose, evaluate, lm_eval, train
 from deltazoo.compat.native.formats import targets_of
 from deltazoo.names import unknown
@@ -171,14 +170,14 @@ def check(
     report: Annotated[
         Path | None,
         typer.Option(
-            help="Also write verdicts, versions and speeds to this file, to post in an issue.",
+            help="Also write verdicts and versions to this file, to post in an issue.",
             callback=check_output_file,
         ),
     ] = None,
 ) -> None:
     """Check a rule on a CPU, in under a minute: definition, gradients, cache, padding, packing, reload, swap.
 
-    Without a rule, check this machine: every kernel against float64, and on a GPU the speed of a few layers too.
+    Without a rule, check this machine: every kernel against float64.
     """
     if rule is None:
         return _check_machine(backend, device, jobs, report)
@@ -218,8 +217,7 @@ def _check_machine(backend: str | None, device: str | None, jobs: int | None, re
 
     import torch
 
-    from deltazoo.checks.kernel_check import run_selfcheck
-    from deltazoo.checks.machine_report import machine_report, speeds
+    from deltazoo.checks.kernel_check import machine_report, run_selfcheck
     from deltazoo.ops import resolve_backend
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -232,7 +230,7 @@ def _check_machine(backend: str | None, device: str | None, jobs: int | None, re
     for verdict in run_selfcheck(backend=backend, device=device, jobs=jobs):
         typer.echo(verdict)
         verdicts.append(verdict)
-    page = machine_report(backend, device, verdicts, speeds(device) if on_gpu else [])
+    page = machine_report(backend, device, verdicts)
     typer.echo("\n" + page)
     if report is not None:
         report.write_text(page, encoding="utf-8")

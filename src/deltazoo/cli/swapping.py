@@ -1,5 +1,6 @@
-"""``deltazoo swap``, delta-rule layers in a softmax model, and ``deltazoo distill``, which trains them."""
+"""Models made of models: ``deltazoo swap``, its layers trained by ``deltazoo distill``, and ``deltazoo export``."""
 
+import json
 import re
 import shlex
 from contextlib import nullcontext
@@ -23,9 +24,11 @@ from deltazoo.cli.options import (
     where_drawn,
     with_loads,
 )
+from deltazoo.compat.native.formats import FORMATS, TARGETS
+from deltazoo.names import unknown
 from deltazoo.spec import get_rule
 from deltazoo.training.config import STAGES, DataConfig, Recipe, load_as
-from deltazoo.training.console import no_transformers_bars, say
+from deltazoo.training.console import console, no_transformers_bars, say
 from deltazoo.training.data import open_text
 from deltazoo.training.folder import LOSS_PICTURE, check_run, has_saved, held, whole_or_not_at_all
 from deltazoo.training.loading import find_config, resolve_checkpoint
@@ -96,7 +99,6 @@ def swap(
                 f"--layers takes all, numbers such as 0,2,5, a ratio such as 3:1, or best:K, got {layers!r}"
             ) from error
     options: dict[str, Any] = {"init": init, "rope": rope, "qk_norm": qk_norm, "grouped": grouped}
-    console = Console()
     chosen: Any = layers
     with nullcontext() if folder is None else held(folder):
         # Only reading text and saving the model need the tokenizer.
@@ -107,13 +109,13 @@ def swap(
             if best is not None and not 1 <= best <= num_layers:
                 raise ValueError(f"best:{best} asks for {best} of {num_layers} layers")
             ranking = rank_layers(model, rule, ranking_rows(model, tokenizer, source, rank_tokens), **options)
-            console.print(ranking_table(ranking))
+            Console().print(ranking_table(ranking))
             if folder is not None:
                 ranking.save(folder / "ranking.json")
             if best is None:
                 return
             chosen = ranking.best(best)
-        console.print(swap_attention(model, rule, layers=chosen, dry_run=dry_run, **options))
+        Console().print(swap_attention(model, rule, layers=chosen, dry_run=dry_run, **options))
         if dry_run or folder is None or tokenizer is None:
             return
         with no_transformers_bars(), whole_or_not_at_all(folder / "model") as staging:
@@ -164,19 +166,16 @@ def distill(
         raise ValueError(f"{folder} holds the swapped model itself: choose another --output")
     check_run(config, resume)
     open_text(config.data)
-    with held(folder):
-        pass  # the folder can be written, and nobody else trains there
 
     # These import torch, after the arguments are checked.
     import torch
 
+    from deltazoo.diagnosis.pictures import draw_distillation
     from deltazoo.training.distill import distill as train_stages
     from deltazoo.training.loading import load_checkpoint, load_model
-    from deltazoo.training.pictures import draw_distillation
 
     model, tokenizer = load_checkpoint(model_path, dtype=torch.float32)  # small updates would be lost in 16 bits
-    console = Console()
-    console.print(_stages_table(config))
+    Console().print(_stages_table(config))
     try:
         result = train_stages(model, load_model(original_path, dtype=torch.float32), tokenizer, config, resume=resume)
     except KeyboardInterrupt as stop:
@@ -184,10 +183,58 @@ def distill(
         go_on = f"stopped; to go on: {shlex.join(['deltazoo', *again, '--resume'])}"
         say(go_on if has_saved(folder, STAGES) else "stopped before anything was saved")
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from stop
-    console.print(_scores_table(result, config))
+    Console().print(_scores_table(result, config))
     picture = where_drawn(lambda: draw_distillation(folder / LOSS_PICTURE, result.histories, result.scores, path))
     evaluating = with_loads(["deltazoo", "eval", str(folder)], load)
     print_facts({"model": str(result.model_path), "loss curves": picture, "next": evaluating})
+
+
+def export(
+    path: CheckpointArgument,
+    to: Annotated[str, typer.Option(help=f"The format: {', '.join(TARGETS)}; deltazoo show says which a rule has.")],
+    out: Annotated[Path, typer.Option(help="Folder to write: a new one or an empty one.")],
+    check: Annotated[
+        bool, typer.Option(help="Load it with transformers alone, and compare logits and greedy text in float32.")
+    ] = True,
+    load: LoadOption = None,
+) -> None:
+    """Write a model as a checkpoint that transformers, vLLM, MLX and others read without deltazoo.
+
+    Tokenizer and generation config go with it. --to fla makes such a checkpoint one of ours.
+    """
+    if to not in TARGETS:
+        raise ValueError(unknown("target", to, TARGETS))
+    path = resolve_checkpoint(path)
+
+    import transformers
+    from transformers import AutoTokenizer
+
+    from deltazoo.compat.native import export as write
+    from deltazoo.compat.native import load_native_checkpoint
+    from deltazoo.training.loading import load_model
+
+    written = Path(path) / "config.json"
+    is_native = written.is_file() and json.loads(written.read_text(encoding="utf-8")).get("model_type") in FORMATS
+    with console.status(f"exporting {path}"), no_transformers_bars():
+        model = load_native_checkpoint(path) if is_native else load_model(path, "cpu")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError):
+            tokenizer = None
+        try:
+            found = write(model, to, out, tokenizer=tokenizer, check=check)
+        except TypeError as error:  # a swapped model, or one without a head for tokens
+            raise ValueError(str(error)) from error
+    if tokenizer is None:
+        say(f"{path} holds no tokenizer that transformers can load, so none was written")
+    alone = "our reader of its format" if to == "fla" else f"transformers {transformers.__version__} alone"
+    compared = "not checked"
+    if found is not None:
+        compared = (
+            f"with {alone}: logits of two rows differ by at most {found.difference:.1e}, the largest is "
+            f"{found.largest:.3g}; {found.new_tokens} greedy tokens of each are equal"
+        )
+    print_facts({"written": str(out), "format": to, "checked": compared})
 
 
 def ranking_table(ranking: "Ranking") -> Table:
@@ -203,7 +250,7 @@ def ranking_table(ranking: "Ranking") -> Table:
 def _stages_table(config: Recipe) -> Table:
     """A table of the stages before they run."""
     rows = [
-        (name, s.trains, f"{s.steps:,}", f"{s.steps * s.rows_of_a_step * s.row_length:,}", f"{s.learning_rate:g}")
+        (name, s.trains, f"{s.steps:,}", f"{s.steps * s.tokens_per_step:,}", f"{s.learning_rate:g}")
         for name, s in config.stages.items()
     ]
     headings = ("stage", "trains", "steps", "tokens", "learning rate")

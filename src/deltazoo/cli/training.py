@@ -137,7 +137,7 @@ def configuration(
 
 def _report(run: RunConfig, result: "TrainingResult", load: list[Path] | None) -> None:
     """Print the results of a finished run, and the commands to continue with."""
-    from deltazoo.training.pictures import draw_loss_curve
+    from deltazoo.diagnosis.pictures import draw_loss_curve
 
     folder = Path(run.output)
     if result.finished_before:

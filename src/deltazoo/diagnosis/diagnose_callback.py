@@ -11,8 +11,6 @@ from deltazoo.diagnosis.diagnosis import Diagnosis, diagnose
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["DiagnoseCallback"]
-
 
 class DiagnoseCallback(TrainerCallback):
     """A callback that logs figures of `diagnose`, such as `diagnose_gain_max` (`Diagnosis.summary`).

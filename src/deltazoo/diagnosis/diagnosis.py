@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltazoo._report import describe_update
 from deltazoo.diagnosis.rule_calls import RecordedCall, delta_rule_layers, recorded_calls
 from deltazoo.diagnosis.rule_figures import CHUNK, Figures, Quantiles, figure_of, measure
 from deltazoo.generation.nan_origin import watch_for_nan
 from deltazoo.models.delta_layers import evaluation_mode
-
-__all__ = ["Diagnosis", "LayerDiagnosis", "diagnose"]
 
 _EXPANDS = 1.01
 """Eigenvalue along the key beyond which the state expands by more than rounding explains."""
@@ -35,8 +32,6 @@ class LayerDiagnosis:
     name: str
     """Path inside the model."""
     rule: str
-    update: str
-    """The operator's update per token in words: decay, erase and steps."""
     heads: tuple[Figures, ...]
     """The figures of every value head."""
 
@@ -156,8 +151,7 @@ def diagnose(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> Diagnosis:
     def receive(name: str, call: RecordedCall) -> None:
         with torch.autocast(call.inputs.q.device.type, enabled=False):
             heads, num_tokens, num_sequences = measure(call)
-        update = describe_update(call.spec, call.num_micro_steps)
-        found[name] = LayerDiagnosis(name, call.spec.name, update, tuple(heads))
+        found[name] = LayerDiagnosis(name, call.spec.name, tuple(heads))
         counts.append((num_tokens, num_sequences))
 
     with (

@@ -18,8 +18,6 @@ from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.rules.channel_gates import ChannelGates
 from deltazoo.spec import RuleSpec, get_rule
 
-__all__ = ["Gate", "RecordedCall", "delta_rule_layers", "recorded_calls"]
-
 
 class Gate(NamedTuple):
     """The values of one kind of gate."""

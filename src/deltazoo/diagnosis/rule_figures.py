@@ -14,8 +14,6 @@ from deltazoo.diagnosis.rule_calls import RecordedCall
 from deltazoo.layers import PackedSequences, RightPaddedSequences, RuleInputs, run_rule
 from deltazoo.ops.dtypes import at_least_float32
 
-__all__ = ["CHUNK", "NEAR_EXPANSION", "Figures", "GateShares", "Quantiles", "figure_of", "measure"]
-
 CHUNK = 64
 """Number of tokens in a measured product of transitions, and between two measurements of the state."""
 NEAR_EXPANSION = -0.9

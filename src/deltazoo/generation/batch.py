@@ -358,7 +358,8 @@ def checked_position_ids(position_ids: Tensor | None, shape: tuple[int, int]) ->
     if position_ids.ndim == 1:
         position_ids = position_ids[None]
     if position_ids.shape not in (shape, (1, shape[1])):
-        raise ValueError(f"position_ids must have shape {shape} or {(1, shape[1])}, got {tuple(position_ids.shape)}")
+        rows = f"{shape}" if shape[0] == 1 else f"{shape} or {(1, shape[1])}"
+        raise ValueError(f"position_ids must have shape {rows}, got {tuple(position_ids.shape)}")
     return position_ids
 
 

@@ -77,9 +77,10 @@ def check_model(model: Any) -> None:
     layers = model.modules() if isinstance(model, nn.Module) and isinstance(model, GenerationMixin) else ()
     # Our own models generate by `CapturedGeneration`, also those without delta-rule layers.
     if not any(isinstance(x, DeltaRuleAttention | RunsDeltaRule) or hasattr(x, "describe_decoding") for x in layers):
+        instead = "pass its get_base_model()" if hasattr(model, "get_base_model") else "use its generate"
         raise ValueError(
             "the loop is for causal language models with our delta-rule layers (deltazoo.swap_attention puts them in, "
-            f"deltazoo.accelerate makes them of transformers' own), got {type(model).__name__}: use its generate"
+            f"deltazoo.accelerate makes them of transformers' own), got {type(model).__name__}: {instead}"
         )
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")

@@ -289,7 +289,8 @@ def generate(
             the row, and the module in whose output NaN comes first, if a forward pass over the row's tokens shows it.
     """
     for name in unknown:
-        hint = did_you_mean(name, inspect.signature(generate).parameters, cutoff=0.75)
+        near = did_you_mean(name, inspect.signature(generate).parameters, cutoff=0.75)
+        hint = near or "; other options of transformers are those of model.generate"
         raise TypeError(f"generate() got an unexpected argument {name!r}{hint}")
     _check_prompt(input_ids)
     decoder = Decoder(

@@ -31,8 +31,6 @@ from deltazoo.ops.recompute import recomputable
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import ANOTHER_FORM, Promises, RuleSpec, StepForm, get_rule, registered_layer, registered_promises
 
-__all__ = ["DeltaRuleAttention", "layer_class", "make_layer"]
-
 
 def layer_class(rule: str | RuleSpec) -> "type[DeltaRuleAttention]":
     """The class that computes a rule: the one registered with its name, or `DeltaRuleAttention`.

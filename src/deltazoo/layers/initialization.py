@@ -6,15 +6,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "DECAY_TIMES",
-    "Initializer",
-    "decay_rate_",
-    "log_uniform_step_",
-    "nearly_zero_rows_",
-    "spaced_decay_rates",
-]
-
 Initializer = Callable[[Tensor], object]
 
 DECAY_TIMES = (8.0, 4096.0)

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from deltazoo.ops.linear_maps import calls_are_watched, is_plain, is_plain_sequence, linear_maps
 
-__all__ = ["LayerInput"]
-
 
 class LayerInput:
     """The hidden states of one call of a layer, and the results of its linear maps that nobody has read yet.

@@ -12,16 +12,6 @@ from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.runtime import BACKENDS
 from deltazoo.spec import RuleSpec, choice_name
 
-__all__ = [
-    "LayerOptions",
-    "check_decay",
-    "check_shares",
-    "check_sizes",
-    "check_steps",
-    "option_names",
-    "refuse_unknown_options",
-]
-
 _DIVIDED = frozenset(
     {"A_log", "dt_bias", "o_norm", "q_conv1d", "k_conv1d", "v_conv1d"}
     | {f"{name}_proj" for name in ("q", "k", "v", "o", "b", "a", "f", "g")}

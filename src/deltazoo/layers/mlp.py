@@ -6,8 +6,6 @@ from torch import Tensor, nn
 
 from deltazoo.ops import fused as fused_ops
 
-__all__ = ["SwiGLU", "default_intermediate_size"]
-
 
 def default_intermediate_size(hidden_size: int, hidden_ratio: float = 4) -> int:
     """Two thirds of `hidden_ratio * hidden_size`, rounded up to a multiple of 256.

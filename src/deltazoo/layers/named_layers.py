@@ -4,16 +4,6 @@ from typing import Any, ClassVar
 
 from deltazoo.layers.delta_attention import DeltaRuleAttention
 
-__all__ = [
-    "EFLA",
-    "DeltaNet",
-    "GatedDeltaNet",
-    "KimiDeltaAttention",
-    "LinearAttention",
-    "Longhorn",
-    "NegativeEigenvalueDeltaNet",
-]
-
 
 class _NamedLayer(DeltaRuleAttention):
     rule: ClassVar[str]

@@ -10,8 +10,6 @@ from deltazoo.names import function_of
 from deltazoo.ops import fused as fused_ops
 from deltazoo.ops.fused import FUSED_ACTIVATIONS, GATE_ACTIVATIONS, L2_NORM_EPS
 
-__all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "l2_normalize", "l2_normalize_both"]
-
 
 def l2_normalize(x: Tensor, eps: float = L2_NORM_EPS, *, fused: bool | None = False) -> Tensor:
     """`x * rsqrt(sum x^2 + eps)` over the last axis, in x's dtype (`deltazoo.ops.fused.l2_norm`).

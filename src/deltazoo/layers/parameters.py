@@ -14,8 +14,6 @@ from torch import Tensor, nn
 _DECAY_GATES = ("A_log", "dt_bias")
 """Names of decay gates in transformers' models, where `A_log` may have several dimensions."""
 
-__all__ = ["Float32Parameters", "parameter_groups", "parameters_without_decay"]
-
 
 def parameters_without_decay(model: nn.Module) -> set[str]:
     """Names of the parameters that weight decay must leave alone.

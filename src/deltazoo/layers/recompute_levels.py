@@ -28,8 +28,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from deltazoo.ops.autograd_modes import scanning_again, transforming
 from deltazoo.ops.recompute import recomputing
 
-__all__ = ["SMALL_BATCH", "level_of", "run_block"]
-
 _EXCHANGED = {"_c10d_functional": ("",)}
 """All operators of torch.distributed, in the form of the table below."""
 

@@ -5,8 +5,6 @@ from torch import Tensor
 from deltazoo.layers.sequences import PackedSequences, Sequences
 from deltazoo.ops import fused
 
-__all__ = ["Rotary", "rotate_queries_and_keys"]
-
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines `[B or 1, T, d]`, each angle twice: channels i and i + d/2 form a pair."""
 

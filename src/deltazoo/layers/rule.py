@@ -23,15 +23,6 @@ from deltazoo.ops.recompute import recomputable
 from deltazoo.spec import RuleSpec
 from deltazoo.spec import StepForm as StepForm  # rule files of earlier versions import it from here
 
-__all__ = [
-    "EffectiveStep",
-    "RuleInputs",
-    "bounded_step",
-    "check_shape_of",
-    "run_rule",
-    "run_scan",
-]
-
 
 class RuleInputs(NamedTuple):
     """The operator's arguments for the current tokens."""

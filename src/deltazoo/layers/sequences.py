@@ -18,20 +18,6 @@ from deltazoo.ops.context.group import agreed_piece
 from deltazoo.ops.recompute import recomputable
 from deltazoo.ops.validation import check_boundaries, check_tensor, check_tensor_values
 
-__all__ = [
-    "WHOLE_ROWS",
-    "PackedSequences",
-    "PaddedSequences",
-    "RightPaddedSequences",
-    "Sequences",
-    "SharedSequences",
-    "check_cu_seqlens",
-    "describe_sequences",
-    "describe_shared",
-    "readable",
-    "zeros_and_ones",
-]
-
 
 @dataclass(frozen=True)
 class Sequences:

@@ -14,8 +14,6 @@ from deltazoo.ops.context.exchange import last_tokens, tokens_before
 from deltazoo.ops.linear_maps import PLAIN_WEIGHTS, is_hooked
 from deltazoo.ops.recompute import recomputable
 
-__all__ = ["Convolutions", "ShortConvolution", "activation_function", "convolve", "last_inputs", "packing_of"]
-
 
 def _identity(x: Tensor) -> Tensor:
     return x

@@ -5,8 +5,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["LayerState", "LayerStates", "StateAccess", "StateStore", "is_decoding_step", "meta_state"]
-
 
 class LayerState(NamedTuple):
     """The state of one layer. Its size does not grow with the number of tokens before."""

@@ -11,14 +11,10 @@ from deltazoo.generation.cache import CacheStates, takes_cache
 from deltazoo.layers import make_layer
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import RMSNorm
-from deltazoo.layers.recompute_levels import SMALL_BATCH, level_of, run_block
+from deltazoo.layers.recompute_levels import level_of, run_block
 from deltazoo.models.configuration import DeltaRuleConfig
-from deltazoo.models.loss import reason_for
 from deltazoo.models.softmax_attention import SoftmaxAttention
-from deltazoo.ops.fused import takes_kernel
 from deltazoo.runtime import RuntimeOptions
-
-__all__ = ["DeltaRuleBlock", "SoftmaxInputs", "describe_blocks", "make_block_layer"]
 
 
 class SoftmaxInputs(NamedTuple):
@@ -80,46 +76,13 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         level = "none" if keeps_all else level_of(self.recompute, hidden_states.device, hidden_states.numel())
         return run_block(level, self._run, hidden_states, batch, softmax, cache, exchanges=batch.shared)
 
-    def _run(
-        self,
-        hidden_states: Tensor,
-        batch: BatchDescription,
-        softmax: SoftmaxInputs | None,
-        cache: Cache | None,
-    ) -> Tensor:
+    def _run(self, hidden_states: Tensor, batch: BatchDescription, softmax: Any, cache: Cache | None) -> Tensor:
         mixed = self.attn_norm(hidden_states)
         if isinstance(self.attn, SoftmaxAttention):
-            assert softmax is not None
-            mixed, _ = self.attn(
-                mixed, softmax.position_embeddings, softmax.attention_mask, cache, **softmax.kernel_kwargs
-            )
+            mask, rotary, kernel_kwargs = softmax
+            mixed, _ = self.attn(mixed, rotary, mask, cache, **kernel_kwargs)
         else:
             states = None if cache is None else CacheStates(cache)
             mixed = self.attn(mixed, past_key_values=states, sequences=batch.sequences)
         normalized, hidden_states = self.mlp_norm(mixed, residual=hidden_states)
         return hidden_states + self.mlp(normalized)
-
-
-def describe_blocks(model: Any) -> str:
-    """Lines for `deltazoo.report`: how a training step computes norms and MLPs, what it recomputes, and why."""
-    weight = next(module for module in model.modules() if isinstance(module, DeltaRuleBlock)).mlp_norm.weight
-    runtime, asked, default = model.runtime, model.runtime.given(), f"default on {weight.device}"
-
-    def kernel(columns: int) -> str:
-        wanted = runtime.fused_kernels
-        ours = takes_kernel(None, weight, columns=columns) if wanted is None else wanted
-        return f"{'our Triton kernel' if ours else 'plain torch'} ({reason_for('fused_kernels', asked, default)})"
-
-    lines = [
-        f"norms: {kernel(len(weight))}",
-        f"MLP: {kernel(1)}",
-        f"recomputed in training: {_recomputed(runtime.recompute, weight)} ({reason_for('recompute', asked, default)})",
-    ]
-    return "\n".join(lines)
-
-
-def _recomputed(chosen: str | None, weight: Tensor) -> str:
-    level = level_of(chosen, weight.device)
-    if level == level_of(chosen, weight.device, 0):
-        return level
-    return f"{level}, none in batches of up to {SMALL_BATCH // len(weight):,} tokens"

@@ -12,19 +12,6 @@ from typing import Any, ClassVar
 
 from deltazoo.runtime import FORMER_OPTIONS, RUNTIME_OPTIONS
 
-__all__ = [
-    "CONFIGURATION_FILE",
-    "HEADS",
-    "MODELING_FILE",
-    "SharedConfig",
-    "auto_class_name",
-    "auto_map",
-    "class_name",
-    "has_remote_code",
-    "not_a_key",
-    "without_runtime_options",
-]
-
 CONFIGURATION_FILE, MODELING_FILE = "configuration_deltazoo", "modeling_deltazoo"
 """The names, without `.py`, of a checkpoint's own files."""
 HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")

@@ -30,8 +30,6 @@ from deltazoo.names import did_you_mean, one_slip_away, unknown
 from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.spec import RuleSpec, get_rule
 
-__all__ = ["DeltaRuleConfig"]
-
 # Keys that the dataclass lacks, and that PreTrainedConfig reads or transformers writes into config.json.
 _BASE_KEYS = frozenset(
     {

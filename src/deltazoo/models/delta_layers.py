@@ -20,8 +20,6 @@ from deltazoo.names import nearest, unknown
 from deltazoo.ops import ContextParallel
 from deltazoo.runtime import FORMER_OPTIONS, RuntimeOptions
 
-__all__ = ["GATE_PROJECTIONS", "ModelWithDeltaLayers", "declare_gates", "evaluation_mode"]
-
 _OF_DOWNLOADS = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 """Arguments of `from_pretrained` that select a file of a repository."""
 

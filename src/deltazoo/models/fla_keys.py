@@ -12,8 +12,6 @@ from typing import Any
 
 from deltazoo.spec import get_rule
 
-__all__ = ["add_fla_keys", "translate_fla_config"]
-
 # Keys that choose a kernel or a fusion; the model computes the same function with any value.
 _KERNEL_CHOICES = frozenset({"attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"})
 

@@ -17,19 +17,6 @@ from deltazoo.generation.cache import CACHE, why_not_shared
 from deltazoo.names import did_you_mean
 from deltazoo.ops import ContextParallel
 
-__all__ = [
-    "describe_arguments",
-    "refuse_dropped",
-    "refuse_several_documents",
-    "refuse_unknown",
-    "remove_pre_hook",
-    "softmax_arguments",
-    "take_row_head",
-    "tell_of_row_head",
-    "tells_of_row_head",
-    "unwrapped",
-]
-
 # transformers' trainer, generation and pipelines pass these to models; softmax kernels and loss functions use them.
 _PASSED_THROUGH = ("max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states")
 # Any model may be called with these. Tokenizers return token types unasked, and a decoder has no embeddings for them.
@@ -38,7 +25,11 @@ _WITHOUT_EFFECT = ("is_causal", "labels", "logits_to_keep", "token_type_ids", "t
 # Models of transformers pass the arguments of their loss on to every layer.
 _OF_THE_LOSS = ("shift_labels", "ignore_index")
 
-_KNOWN = (*PACKING_ARGUMENTS, *_PASSED_THROUGH, *_WITHOUT_EFFECT)
+OF_SOFTMAX_KERNELS = (*PACKING_ARGUMENTS, *_PASSED_THROUGH)
+"""The arguments that implementations of softmax attention take."""
+_KNOWN = (*OF_SOFTMAX_KERNELS, *_WITHOUT_EFFECT)
+ROW_HEAD = "deltazoo_row_head"
+"""The argument that names the head around a base model if it has one answer per row; the base model takes it away."""
 
 
 def unwrapped(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -112,14 +103,6 @@ def describe_arguments(
     return describe_shared_batch(context, batch_size, num_tokens, tokens.device, wrong_cache=wrong_cache, **given)
 
 
-def softmax_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that implementations of softmax attention take."""
-    return {key: kwargs[key] for key in (*PACKING_ARGUMENTS, *_PASSED_THROUGH) if key in kwargs}
-
-
-_ROW_HEAD = "deltazoo_row_head"
-
-
 def tell_of_row_head(model: nn.Module) -> None:
     """Have a head with one answer per row tell its base model about it in every call; other heads do nothing.
 
@@ -133,11 +116,10 @@ def tell_of_row_head(model: nn.Module) -> None:
 
 def tells_of_row_head(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward pre-hook of `tell_of_row_head`."""
-    if (
-        _is_a(model, "ForQuestionAnswering") and kwargs.get("start_positions") is None
-    ):  # without a loss every token has logits of its own
+    # Without a loss every token has logits of its own.
+    if _is_a(model, "ForQuestionAnswering") and kwargs.get("start_positions") is None:
         return None
-    return args, {**kwargs, _ROW_HEAD: type(model).__name__}
+    return args, {**kwargs, ROW_HEAD: type(model).__name__}
 
 
 def _is_a(model: nn.Module, *heads: str) -> bool:
@@ -149,11 +131,6 @@ def remove_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
     for key, found in list(module._forward_pre_hooks.items()):
         if found is hook:
             del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
-
-
-def take_row_head(kwargs: dict[str, Any]) -> str | None:
-    """The name of the head around a base model if it has one answer per row; it is removed from the arguments."""
-    return kwargs.pop(_ROW_HEAD, None)
 
 
 def refuse_several_documents(row_head: str | None) -> None:

@@ -9,7 +9,6 @@ a `LateLogits` instead: DDP, FSDP2 and accelerate use them to pass outputs on.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
@@ -27,8 +26,6 @@ from deltazoo.ops.dtypes import autocast_dtype
 from deltazoo.ops.fused import IGNORED, linear_cross_entropy
 from deltazoo.ops.linear_maps import is_hooked
 
-__all__ = ["LateLogits", "OutputWithLateLogits", "describe_loss", "fuses_loss", "loss_without_logits", "reason_for"]
-
 
 def fuses_loss(model: Any) -> bool:
     """Whether a training step of the model uses `loss_without_logits`.
@@ -43,7 +40,7 @@ def fuses_loss(model: Any) -> bool:
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not transforming()
-        and _obstacle(model) is None
+        and loss_obstacle(model) is None
         and model.lm_head.weight.dtype != torch.float64
     )
 
@@ -69,7 +66,7 @@ def loss_without_logits(
         ValueError: the model has another loss function, or a head that is more than a matrix; the labels do not fit the
             positions.
     """
-    reason = _obstacle(model)
+    reason = loss_obstacle(model)
     if reason:
         raise ValueError(
             "fuse_linear_cross_entropy computes cross-entropy from the weight of a plain lm_head, but "
@@ -86,19 +83,7 @@ def loss_without_logits(
     return loss / num_items_in_batch
 
 
-def describe_loss(model: Any) -> str:
-    """A line for `deltazoo.report`: how a causal language model computes its loss, and why."""
-    way = "without the logits of all positions" if fuses_loss(model) else "from the logits of all positions"
-    default = _obstacle(model) or f"default in {model.lm_head.weight.dtype}"
-    return f"loss in training: {way} ({reason_for('fuse_linear_cross_entropy', model.runtime.given(), default)})"
-
-
-def reason_for(option: str, asked: Mapping[str, Any], otherwise: str) -> str:
-    """The reason for an option's value: the caller asked for it, or `otherwise`."""
-    return f"{option}={asked[option]!r} was asked for" if option in asked else otherwise
-
-
-def _obstacle(model: Any) -> str | None:
+def loss_obstacle(model: Any) -> str | None:
     """The reason why `loss_without_logits` does not compute the loss of a model; None if it does."""
     head = model.lm_head
     if model.loss_function is not ForCausalLMLoss:
@@ -148,7 +133,9 @@ class LateLogits:
         """
         recording = torch.is_grad_enabled() and (self._hidden_states.requires_grad or self._weight.requires_grad)
         if self._logits is None or (recording and not self._logits.requires_grad):
-            if not self._weight_is_unchanged():
+            # Fused optimizers and DeepSpeed do not raise the version counter, so values are compared as well.
+            same_memory = _memory(self._weight) == self._memory_of_weight
+            if not (same_memory and torch.equal(_sample(self._weight), self._sample_of_weight)):
                 raise RuntimeError(
                     "the logits of this forward pass were not read before lm_head.weight changed: an optimizer step "
                     "has changed it, or FSDP or DeepSpeed has released it. Read output.logits right after the forward "
@@ -161,11 +148,6 @@ class LateLogits:
             with as_then:
                 self._logits = F.linear(self._hidden_states, self._weight).to(self.dtype)
         return self._logits
-
-    def _weight_is_unchanged(self) -> bool:
-        # Fused optimizers and DeepSpeed do not raise the version counter, so values are compared as well.
-        same_memory = _memory(self._weight) == self._memory_of_weight
-        return same_memory and torch.equal(_sample(self._weight), self._sample_of_weight)
 
     @classmethod
     def __torch_function__(

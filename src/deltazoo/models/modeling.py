@@ -27,25 +27,24 @@ from deltazoo.generation.capture import graphs_run_on
 from deltazoo.generation.hf_generate import CapturedGeneration
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of
-from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, describe_blocks
+from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs
 from deltazoo.models.captured_training import run_blocks
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers
 from deltazoo.models.forward_arguments import (
+    OF_SOFTMAX_KERNELS,
+    ROW_HEAD,
     describe_arguments,
     refuse_several_documents,
     refuse_unknown,
-    softmax_arguments,
-    take_row_head,
     unwrapped,
 )
-from deltazoo.models.loss import LateLogits, OutputWithLateLogits, describe_loss, fuses_loss, loss_without_logits
+from deltazoo.models.loss import LateLogits, OutputWithLateLogits, fuses_loss, loss_without_logits
 from deltazoo.models.saving import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
+from deltazoo.models.training_report import describe_training
 from deltazoo.ops.fused import IGNORED
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
-
-__all__ = ["DeltaRuleBlock", "DeltaRuleForCausalLM", "DeltaRuleModel", "DeltaRulePreTrainedModel"]
 
 
 class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
@@ -78,8 +77,8 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
         return super().from_pretrained(*args, **kwargs)
 
     def describe_training(self) -> str:
-        """Lines that say how a training step computes norms and MLPs, what it recomputes, and why."""
-        return describe_blocks(self)
+        """Lines that say how a training step computes norms, MLPs and the loss, what it recomputes, and why."""
+        return describe_training(self)
 
     def prepare_cache(self, cache: Cache) -> None:
         """Make a fresh `DynamicCache` or `StaticCache` fit this model's layers, in place; ValueError if it cannot."""
@@ -170,10 +169,12 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             ValueError: inputs that do not fit each other, the cache or the model; unknown arguments.
         """
         kwargs = unwrapped(kwargs)
-        row_head = take_row_head(kwargs)
+        row_head = kwargs.pop(ROW_HEAD, None)
         refuse_unknown(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        if input_ids is not None and input_ids.ndim != 2:
+            raise ValueError(f"input_ids must have shape [B, T], got {tuple(input_ids.shape)}")
         if inputs_embeds is None:
             inputs_embeds = self.embeddings(input_ids)
         if cache is not None:
@@ -218,14 +219,10 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         if isinstance(batch.attention_mask, Mapping):
             mask: Any = batch.attention_mask["full_attention"]
         else:
-            mask = create_causal_mask(
-                config=self.config,
-                inputs_embeds=x,
-                attention_mask=batch.attention_mask,
-                position_ids=packed,
-                **{CACHE: cache},
-            )
-        kernel_kwargs = {**softmax_arguments(kwargs), "position_ids": packed, "delta_batch": batch}
+            given: dict[str, Any] = {"attention_mask": batch.attention_mask, "position_ids": packed, CACHE: cache}
+            mask = create_causal_mask(config=self.config, inputs_embeds=x, **given)
+        kernel_kwargs = {key: kwargs[key] for key in OF_SOFTMAX_KERNELS if key in kwargs}
+        kernel_kwargs |= {"position_ids": packed, "delta_batch": batch}
         return SoftmaxInputs(mask, self.rotary_emb(x, batch.position_ids), kernel_kwargs)
 
 
@@ -246,10 +243,6 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
         self.set_runtime(**runtime)
-
-    def describe_training(self) -> str:
-        """The lines of the base model, and one that says how the loss is computed."""
-        return f"{super().describe_training()}\n{describe_loss(self)}"
 
     @takes_cache()
     @can_return_tuple

@@ -5,8 +5,6 @@ from pathlib import Path
 
 from deltazoo.spec import get_rule, list_rules, registering_module
 
-__all__ = ["loaded_modules", "module_of_rule", "source_of_rule"]
-
 _REMOTE_CODE = "transformers_modules"
 """The package in which transformers imports a checkpoint's own code."""
 

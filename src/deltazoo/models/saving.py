@@ -35,8 +35,6 @@ from deltazoo.models.config_keys import (
 from deltazoo.models.outside_rules import source_of_rule
 from deltazoo.names import did_you_mean
 
-__all__ = ["SharedModel", "make_model_card", "refuse_undescribed", "write_remote_code"]
-
 CARD = "README.md"
 INSTALL = "pip install ."
 """The command that installs the package from a checkout; it is on no package index."""

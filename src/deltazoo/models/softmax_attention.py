@@ -20,8 +20,6 @@ from deltazoo.ops import fused
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.runtime import RuntimeOptions
 
-__all__ = ["RotaryEmbedding", "SoftmaxAttention", "check_softmax_layers", "with_softmax_heads"]
-
 # transformers 5.14 reads some keys that its type does not name.
 _ROPE_KEYS = sorted({*RopeParameters.__annotations__, "type", "mscale", "mscale_all_dim", "truncate"})
 

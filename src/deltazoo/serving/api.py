@@ -15,9 +15,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.sse import format_sse_event
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, model_validator
+from pydantic_core import to_json
 
 from deltazoo import __version__
 from deltazoo.serving.requests import EngineError, EngineStopped, Piece, QueueFull, Request, RequestError
@@ -355,6 +357,8 @@ class Answer:
         self.choices = choices
         self._body, self._tokenizer = body, tokenizer
         self._begins = dict(enumerate(echoes or [""] * len(choices)))  # the prompts of choices that have not begun
+        self._frames: dict[int, list[bytes]] = {}
+        """What stands before and after the text of an event, by choice."""
         self._is_chat = isinstance(body, ChatBody)
         self._chunk: type[BaseModel] = ChatCompletionChunk if self._is_chat else _Text
         self._common = {
@@ -372,14 +376,23 @@ class Answer:
                 choice["message"] = {"content": "", "refusal": None, **choice.pop("delta")}
         return self._json(ChatCompletion if self._is_chat else _Text, choices, usage=self._usage())
 
-    def chunk(self, index: int, piece: Piece) -> str:
-        """A chunk with a piece of a choice."""
-        return self._json(self._chunk, [self._choice(index, piece)])
+    def event(self, index: int, piece: Piece) -> bytes:
+        """The event of a piece of a choice."""
+        is_text = piece.text and piece.logprobs is None and piece.finish_reason is None
+        if not is_text or index in self._begins:
+            return format_sse_event(data_str=self._json(self._chunk, [self._choice(index, piece)]))
+        if index not in self._frames:  # events with text alone differ in the text
+            mark = f"text of {self._common['id']}"
+            frame = format_sse_event(data_str=self._json(self._chunk, [self._choice(index, Piece(text=mark))]))
+            self._frames[index] = frame.split(to_json(mark))
+        return to_json(piece.text).join(self._frames[index])
 
-    def last_chunk(self) -> str | None:
-        """The chunk with the numbers of tokens; None unless they were asked for."""
+    def last_event(self) -> bytes:
+        """The event with the numbers of tokens; empty unless they were asked for."""
         options = self._body.stream_options
-        return self._json(self._chunk, [], usage=self._usage()) if options and options.include_usage else None
+        if not options or not options.include_usage:
+            return b""
+        return format_sse_event(data_str=self._json(self._chunk, [], usage=self._usage()))
 
     def _json(self, kind: type[BaseModel], choices: Sequence[dict[str, Any]], **usage: Any) -> str:
         whole = kind(**self._common, object=_OBJECTS[kind], choices=choices, **usage)

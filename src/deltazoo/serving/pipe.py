@@ -11,6 +11,7 @@ import asyncio
 import gc
 import itertools
 import logging
+import pickle
 import queue
 import signal
 import socket
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 import uvicorn
@@ -49,52 +49,81 @@ _AFTER_THE_ENGINE = 5
 """Seconds within which the HTTP process sends the last responses after the engine has stopped."""
 
 
+class _Messages:
+    """Objects that two processes send each other through a socket: pickled, after their size in four bytes."""
+
+    def __init__(self, socket: socket.socket) -> None:
+        self.socket = socket
+        self._unread = b""
+
+    def send(self, message: Any) -> None:
+        """Send a message; nothing if the other end is gone, which the reader notices."""
+        content = pickle.dumps(message)
+        with suppress(OSError):
+            self.socket.sendall(len(content).to_bytes(4, "big") + content)
+
+    def receive(self) -> list[Any] | None:
+        """The messages that have come, read by one call of the system; None if the other end is gone."""
+        try:
+            new = self.socket.recv(2**20)
+        except OSError:
+            new = b""
+        content, messages, start = self._unread + new, [], 0
+        while start + 4 <= len(content):
+            end = start + 4 + int.from_bytes(content[start : start + 4], "big")
+            if end > len(content):
+                break
+            messages.append(pickle.loads(content[start + 4 : end]))
+            start = end
+        self._unread = content[start:]
+        return messages if new else None
+
+
 class EngineEnd:
     """The engine's end of the pipe, which enters the requests that arrive and sends their outputs.
 
     Args:
         engine: an `Engine`.
-        pipe: pipe to the HTTP end.
+        pipe: socket whose pair the HTTP end has.
         on_ready: function called when that end takes requests.
     """
 
-    def __init__(self, engine: Any, pipe: Connection, on_ready: Callable[[], None] = lambda: None) -> None:
-        self._engine, self._pipe, self._on_ready = engine, pipe, on_ready
+    def __init__(self, engine: Any, pipe: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
+        self._engine, self._pipe, self._on_ready = engine, _Messages(pipe), on_ready
         # The engine's thread must not wait for a pipe that nobody reads, so a thread of its own sends.
-        self._messages: queue.SimpleQueue[Sequence[tuple[int, Any]] | None] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[Sequence[tuple[int, Any]] | None] = queue.SimpleQueue()
 
     def serve(self) -> None:
         """Obey the other end until it is gone, then cancel its requests."""
         threading.Thread(target=self._send_all, name="deltazoo pipe", daemon=True).start()
-        with suppress(EOFError, OSError):
-            while True:
-                kind, number, content = self._pipe.recv()
+        while (messages := self._pipe.receive()) is not None:
+            for kind, number, content in itertools.chain.from_iterable(messages):
                 if kind == "enter":
                     refusal = self._enter(content)
-                    self._messages.put([(number, refusal), *((key, refusal) for key, _ in content if refusal)])
+                    self._outputs.put([(number, refusal), *((key, refusal) for key, _ in content if refusal)])
                 elif kind == "cancel":
-                    self._engine.cancel([number], self._messages.put)
+                    self._engine.cancel([number], self._outputs.put)
                 elif kind == "status":
-                    self._messages.put([(number, self._engine.status())])
+                    self._outputs.put([(number, self._engine.status())])
                 else:
                     self._on_ready()
-        self._engine.cancel(None, self._messages.put)
+        self._engine.cancel(None, self._outputs.put)
         self.close()
 
     def close(self) -> None:
-        """Tell the other end to end, after all outputs."""
-        self._messages.put(None)
+        """Send all outputs, and then the end."""
+        self._outputs.put(None)
 
     def _send_all(self) -> None:
-        with suppress(OSError):  # `serve` also notices that the other end is gone
-            while (message := self._messages.get()) is not None:
-                self._pipe.send(message)
-            self._pipe.send(None)
+        while (outputs := self._outputs.get()) is not None:
+            self._pipe.send(outputs)
+        with suppress(OSError):
+            self._pipe.socket.shutdown(socket.SHUT_WR)
 
     def _enter(self, requests: Sequence[tuple[int, Request]]) -> Exception | None:
         """The error of an engine that does not take requests; None if it takes them."""
         try:
-            self._engine.enter(requests, self._messages.put)
+            self._engine.enter(requests, self._outputs.put)
         except (RequestError, QueueFull, EngineStopped) as error:
             return error
         except Exception as error:  # after any error the requests of others continue
@@ -107,14 +136,14 @@ class RemoteEngine:
     """The HTTP end of the pipe, with the methods of an engine. It runs in one event loop.
 
     Args:
-        connect: function that gives the pipe to the `EngineEnd`.
+        connect: function that gives the socket whose pair the `EngineEnd` has.
         tokenizer, max_queue, context_limit: those of the engine.
         on_end: function called when the engine has ended and all its outputs have arrived.
     """
 
     def __init__(
         self,
-        connect: Callable[[], Connection],
+        connect: Callable[[], socket.socket],
         tokenizer: Any,
         max_queue: int,
         context_limit: int | None,
@@ -122,7 +151,8 @@ class RemoteEngine:
     ) -> None:
         self.tokenizer, self.max_queue, self.context_limit = tokenizer, max_queue, context_limit
         self._connect, self._on_end = connect, on_end
-        self._pipe: Connection | None = None
+        self._pipe: _Messages | None = None
+        self._unsent: list[tuple[str, int, Any]] = []
         self._numbers = itertools.count()
         self._receivers: dict[int, Callable[[Any], None]] = {}
         """Functions that take the messages with a number: outputs of a request, or the answer to a question."""
@@ -131,15 +161,15 @@ class RemoteEngine:
     def begin(self) -> None:
         """Tell the engine's end that requests are taken, and begin to receive; nothing if that has been done."""
         if self._pipe is None:
-            self._pipe = self._connect()
-            asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._receive, self._pipe)
-            self._send("ready")
+            self._pipe = _Messages(self._connect())
+            asyncio.get_running_loop().add_reader(self._pipe.socket, self._receive, self._pipe)
+            self._pipe.send([("ready", 0, None)])
 
     def close(self) -> None:
         """Close the pipe."""
         if self._pipe is not None:
-            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
-            self._pipe.close()
+            asyncio.get_running_loop().remove_reader(self._pipe.socket)
+            self._pipe.socket.close()
             self._pipe = None
 
     async def submit_all(self, requests: Sequence[Request], notify: Callable[[Output], None]) -> list[Stream]:
@@ -185,20 +215,22 @@ class RemoteEngine:
         return await answer
 
     def _send(self, kind: str, number: int = 0, content: Any = None) -> None:
-        if self._pipe is not None:
-            with suppress(OSError):  # `_receive` also notices that the other end is gone
-                self._pipe.send((kind, number, content))
+        if not self._unsent:  # all of one turn of the event loop travels together
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append((kind, number, content))
 
-    def _receive(self, pipe: Connection) -> None:
-        try:
-            message = pipe.recv()
-        except (EOFError, OSError):  # the engine's process is gone
-            message = None
-        if message is None:
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if self._pipe is not None:
+            self._pipe.send(unsent)
+
+    def _receive(self, pipe: _Messages) -> None:
+        messages = pipe.receive()
+        if messages is None:  # all outputs have come, or the engine's process is gone
             self._has_ended = True
-            asyncio.get_running_loop().remove_reader(pipe.fileno())
-            message = [(number, Piece(finish_reason="cancelled")) for number in self._receivers]
-        for number, output in message:
+            asyncio.get_running_loop().remove_reader(pipe.socket)
+            messages = [[(number, Piece(finish_reason="cancelled")) for number in self._receivers]]
+        for number, output in itertools.chain.from_iterable(messages):
             receive = self._receivers.pop(number) if is_last(output) else self._receivers[number]
             receive(output)
         if self._has_ended:
@@ -224,8 +256,8 @@ def create_app(engine: Any, *, model: str, api_key: str | None = None, max_body:
         ```
     """
 
-    def connect() -> Connection:
-        ours, theirs = Pipe()
+    def connect() -> socket.socket:
+        ours, theirs = socket.socketpair()
         threading.Thread(target=EngineEnd(engine, ours).serve, name="deltazoo pipe", daemon=True).start()
         return theirs
 
@@ -272,7 +304,7 @@ def run_server(
     """
     check_tokenizer(engine.tokenizer)
     context = get_context("spawn")  # a fork would inherit the engine's threads and GPU
-    ours, theirs = context.Pipe()
+    ours, theirs = socket.socketpair()
     process = context.Process(target=_serve_http, args=(theirs, address, _facts(engine), options), daemon=True)
     process.start()
     theirs.close()
@@ -317,7 +349,7 @@ def _leave_alone_what_is_loaded() -> None:
     gc.freeze()
 
 
-def _serve_http(pipe: Connection, address: socket.socket, facts: dict[str, Any], options: dict[str, Any]) -> None:
+def _serve_http(pipe: socket.socket, address: socket.socket, facts: dict[str, Any], options: dict[str, Any]) -> None:
     """Run the HTTP process until the engine has ended."""
 
     def end() -> None:

@@ -12,8 +12,6 @@ from typing import Literal
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["FAMILIES", "ModelFamily", "decoder_layers_of", "family_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:

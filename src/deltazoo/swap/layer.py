@@ -18,8 +18,6 @@ from deltazoo.models.forward_arguments import refuse_dropped
 from deltazoo.spec import RuleSpec, StepForm, get_rule
 from deltazoo.swap.families import ModelFamily
 
-__all__ = ["DropInDeltaAttention", "SwappedAttention", "build_swapped_attention", "drop_in_class", "swapped_layers"]
-
 _LEFT_TO_THE_MODEL = ("position_ids", "use_cache", "output_router_logits")
 """Arguments of softmax attention that tell a delta-rule layer nothing beyond `delta_batch`."""
 

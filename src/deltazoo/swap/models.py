@@ -28,10 +28,10 @@ from deltazoo.models.captured_training import capture_library_blocks, release_li
 from deltazoo.models.config_keys import HEADS, SharedConfig, auto_class_name
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates
 from deltazoo.models.forward_arguments import (
+    ROW_HEAD,
     describe_arguments,
     refuse_several_documents,
     remove_pre_hook,
-    take_row_head,
     tell_of_row_head,
     tells_of_row_head,
 )
@@ -42,15 +42,6 @@ from deltazoo.ops import ContextParallel
 from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.swap.families import FAMILIES, decoder_layers_of
 from deltazoo.swap.layer import build_swapped_attention
-
-__all__ = [
-    "SwappedModel",
-    "original_classes",
-    "register_swapped_classes",
-    "swapped_class",
-    "turn_back",
-    "turn_into_swapped",
-]
 
 _AUTO_CLASSES: tuple[Any, ...] = tuple(getattr(transformers, auto_class_name(head)) for head in HEADS)
 _PREFIX = "Deltazoo"
@@ -279,7 +270,7 @@ def _describe(
     """
     kwargs = dict(zip(names, args, strict=False)) | kwargs
     context: ContextParallel | None = model.deltazoo_context
-    row_head = take_row_head(kwargs)
+    row_head = kwargs.pop(ROW_HEAD, None)
     tokens = kwargs.get("input_ids")
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")

@@ -18,16 +18,6 @@ from deltazoo.swap.layer import swapped_layers
 from deltazoo.swap.models import SwappedModel, original_classes
 from deltazoo.swap.transfer import HeadShape, read_shape
 
-__all__ = [
-    "LayerChoice",
-    "LayerPlan",
-    "check_layer_options",
-    "check_model",
-    "choose_layers",
-    "parse_layers",
-    "plan_layers",
-]
-
 LayerChoice = str | Sequence[int] | Callable[[int], bool]
 """`"all"`, a ratio `"3:1"`, numbers (a sequence, or text such as `"0,2,5"`), or a function from number to bool."""
 _DECIDED = frozenset({"hidden_size", "layer_idx", "initializer_range", "beta_bias"})

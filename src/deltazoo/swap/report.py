@@ -14,8 +14,6 @@ from deltazoo.swap.layer import SwappedAttention, build_swapped_attention
 from deltazoo.swap.plan import LayerPlan
 from deltazoo.swap.transfer import copied_parameters
 
-__all__ = ["LayerSwap", "SwapReport", "report_swap"]
-
 _CONTEXTS = (1024, 32 * 1024, 1024 * 1024)
 """Context lengths, in tokens, at which memory is compared."""
 

@@ -14,8 +14,6 @@ from deltazoo.swap.plan import LayerChoice, LayerPlan, check_layer_options, chec
 from deltazoo.swap.report import SwapReport, report_swap
 from deltazoo.swap.transfer import read_attention, transfer
 
-__all__ = ["swap_attention", "unswap_attention"]
-
 
 def swap_attention(
     model: PreTrainedModel,

@@ -50,8 +50,6 @@ from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.swap.families import ModelFamily
 from deltazoo.swap.layer import DropInDeltaAttention
 
-__all__ = ["AttentionWeights", "HeadShape", "copied_parameters", "read_attention", "read_shape", "transfer"]
-
 _AVERAGE_LENGTH = 0.5
 """Assumed length of the average of values that softmax attention returns, over the length of a value."""
 _OPEN = 1.278464542761074
@@ -72,19 +70,6 @@ class HeadShape:
     """Norms of queries and keys: "head", "width" (over all heads at once) or None."""
     qk_norm_eps: float
     has_rope: bool
-
-
-@dataclass(frozen=True)
-class AttentionWeights:
-    """Tensors of an attention layer, which are views of its parameters where possible."""
-
-    weights: dict[str, Tensor]
-    """Weights `[out, in]` by "q", "k", "v" and "o"."""
-    biases: dict[str, Tensor]
-    """Biases `[out]` by the same names, those that exist."""
-    norms: dict[str, Tensor]
-    """Factors of the norms, `[head_dim]` or `[heads * head_dim]`, by "q" and "k", offset included; empty without
-    norms."""
 
 
 def read_shape(family: ModelFamily, attention: Any, config: PreTrainedConfig, index: int) -> HeadShape:
@@ -134,34 +119,27 @@ def _check_projection(projection: Any, name: str, index: int) -> None:
 
 
 @torch.no_grad()
-def read_attention(family: ModelFamily, attention: Any, shape: HeadShape, index: int) -> AttentionWeights:
-    """Query, key, value and output weights of one attention layer, as separate tensors with rows by head.
+def read_attention(family: ModelFamily, attention: Any, shape: HeadShape, index: int) -> dict[str, Tensor]:
+    """Tensors of an attention layer, as far as possible views, by the names of the parameters that copy them.
+
+    Weights are `[out, in]` with rows by head; factors of norms `[head_dim]` or `[heads * head_dim]`, offset included.
 
     Raises:
         ValueError: the weights are not in memory.
     """
-    projections = [getattr(attention, name) for name in family.projections]
-    weights = [_rows(p.weight, family.transposed) for p in projections]
-    biases = [p.bias for p in projections if p.bias is not None]
-    output = getattr(attention, family.output)
-    if any(w.is_meta for w in weights):
+    tensors: dict[str, Tensor] = {}
+    for kind in ("weight", "bias"):
+        *inputs, output = (getattr(getattr(attention, name), kind) for name in (*family.projections, family.output))
+        if kind == "weight" and family.transposed:
+            inputs, output = [x.T for x in inputs], output.T
+        if family.fused is not None:
+            inputs = [None] * 3 if inputs[0] is None else _split(inputs[0], family, shape)
+        tensors |= {f"{x}_proj.{kind}": y for x, y in zip("qkvo", (*inputs, output), strict=True) if y is not None}
+    if any(x.is_meta for x in tensors.values()):
         raise ValueError(f"layer {index}: the weights are not in memory (meta device), so they cannot be copied")
-    if family.fused is not None:
-        weights = _split(weights[0], family, shape)
-        biases = [part for bias in biases for part in _split(bias, family, shape)]
-    norms = {
-        part: at_least_float32(getattr(attention, name).weight) + family.norm_offset
-        for part, name in zip("qk", family.norms or (), strict=False)
-    }
-    return AttentionWeights(
-        weights=dict(zip("qkv", weights, strict=True)) | {"o": _rows(output.weight, family.transposed)},
-        biases=dict(zip("qkv", biases, strict=False)) | ({"o": output.bias} if shape.o_bias else {}),
-        norms=norms,
-    )
-
-
-def _rows(weight: Tensor, transposed: bool) -> Tensor:
-    return weight.T if transposed else weight
+    for part, name in zip("qk", family.norms or (), strict=False):
+        tensors[f"{part}_norm.weight"] = at_least_float32(getattr(attention, name).weight) + family.norm_offset
+    return tensors
 
 
 def _split(x: Tensor, family: ModelFamily, shape: HeadShape) -> list[Tensor]:
@@ -180,16 +158,16 @@ def copied_parameters(delta: DropInDeltaAttention) -> list[str]:
 
 
 @torch.no_grad()
-def transfer(delta: DropInDeltaAttention, original: AttentionWeights, input_norm: nn.Module | None) -> None:
+def transfer(delta: DropInDeltaAttention, original: dict[str, Tensor], input_norm: nn.Module | None) -> None:
     """Fill all parameters of a layer from the attention it replaces, in place.
 
     Args:
         delta: the layer, built with the heads of the original attention, on its device and in its dtype.
-        original: weights of the attention layer.
+        original: the result of `read_attention`.
         input_norm: the norm just before attention; None if there is none.
     """
     _copy_projections(delta, original)
-    probe = _probe(original.weights["v"], input_norm)
+    probe = _probe(original["v_proj.weight"], input_norm)
     if delta.conv_size:
         for convolution in (delta.q_conv1d, delta.k_conv1d, delta.v_conv1d):
             nn.init.zeros_(convolution.weight)
@@ -202,28 +180,19 @@ def transfer(delta: DropInDeltaAttention, original: AttentionWeights, input_norm
     if hasattr(delta, "A_log"):  # neutral_initializers start any other decay
         _start_decay(delta)
     gate = _start_gate(delta)
-    length = _AVERAGE_LENGTH * _root_mean_square(_project(probe, original, "v"))
+    length = _AVERAGE_LENGTH * _root_mean_square(_project(probe, original, "v_proj"))
     nn.init.constant_(delta.o_norm.weight, length / gate)
 
 
-def _copy_projections(delta: DropInDeltaAttention, original: AttentionWeights) -> None:
-    for name, source in original.weights.items():
-        projection = getattr(delta, f"{name}_proj")
-        projection.weight.copy_(_to_all_heads(source, projection.weight, delta, name))
-        if name in original.biases:
-            projection.bias.copy_(_to_all_heads(original.biases[name], projection.bias, delta, name))
-    if delta.qk_norm is not None:
-        for name, source in original.norms.items():
-            norm = getattr(delta, f"{name}_norm")
-            norm.weight.copy_(source if delta.qk_norm == "head" else _to_all_heads(source, norm.weight, delta, name))
-
-
-def _to_all_heads(source: Tensor, target: Tensor, delta: DropInDeltaAttention, name: str) -> Tensor:
-    """Rows of shared keys or values, repeated for every head that uses them if the target has so many heads."""
-    if name not in ("k", "v") or source.shape[0] == target.shape[0]:
-        return source
-    copies = target.shape[0] // source.shape[0]
-    return source.unflatten(0, (-1, delta.head_k_dim)).repeat_interleave(copies, dim=0).flatten(0, 1)
+def _copy_projections(delta: DropInDeltaAttention, original: dict[str, Tensor]) -> None:
+    for name, source in original.items():
+        if "_norm." in name and delta.qk_norm is None:
+            continue
+        target = delta.get_parameter(name)
+        copies = len(target) // len(source)
+        if copies > 1:  # shared keys or values, for every head that uses them
+            source = source.unflatten(0, (-1, delta.head_k_dim)).repeat_interleave(copies, dim=0).flatten(0, 1)
+        target.copy_(source)
 
 
 def _probe(weight: Tensor, input_norm: nn.Module | None) -> Tensor:
@@ -233,23 +202,23 @@ def _probe(weight: Tensor, input_norm: nn.Module | None) -> Tensor:
     return noise if input_norm is None else input_norm(noise)
 
 
-def _project(probe: Tensor, original: AttentionWeights, name: str) -> Tensor:
-    projected = probe.float() @ original.weights[name].float().T
-    return projected + original.biases[name].float() if name in original.biases else projected
+def _project(probe: Tensor, original: dict[str, Tensor], name: str) -> Tensor:
+    projected, bias = probe.float() @ original[f"{name}.weight"].float().T, original.get(f"{name}.bias")
+    return projected if bias is None else projected + bias.float()
 
 
 def _root_mean_square(x: Tensor) -> float:
     return x.float().square().mean().sqrt().item()
 
 
-def _step_bias(delta: DropInDeltaAttention, original: AttentionWeights, probe: Tensor) -> float:
+def _step_bias(delta: DropInDeltaAttention, original: dict[str, Tensor], probe: Tensor) -> float:
     """The bias of `b_proj` for which `beta |k|^2` is 1/2, before a doubling; zero (b = 1/2) for shorter keys."""
     if delta.spec.normalize_k:
         squared_length = 1.0
     elif delta.qk_norm is None:
-        squared_length = _root_mean_square(_project(probe, original, "k")) ** 2 * delta.head_k_dim
+        squared_length = _root_mean_square(_project(probe, original, "k_proj")) ** 2 * delta.head_k_dim
     else:
-        squared_length = _root_mean_square(original.norms["k"]) ** 2 * delta.head_k_dim
+        squared_length = _root_mean_square(original["k_norm.weight"]) ** 2 * delta.head_k_dim
     step_size = function_of("step_size", delta.spec.step_size, STEP_SIZES)
     heads = delta.projected_steps * delta.num_heads
     key = torch.full((1, 1, heads, delta.head_k_dim), (squared_length / delta.head_k_dim) ** 0.5, device=probe.device)

@@ -133,7 +133,7 @@ class OptimizationConfig:
     row_length: Annotated[int, Field(ge=2)]  # each token is predicted from those before it in its row
     rows_per_batch: Count
     learning_rate: Positive
-    rows_per_step: Count | None = None
+    rows_per_step: Count = Field(default_factory=lambda given: given["rows_per_batch"])
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.0
     min_learning_rate_ratio: Ratio = 0.0
@@ -153,9 +153,7 @@ class OptimizationConfig:
     diagnose_every: Count | None = None
 
     def __post_init__(self) -> None:
-        """Fill in ``rows_per_step``; raise ValueError for values that do not fit together."""
-        if self.rows_per_step is None:
-            object.__setattr__(self, "rows_per_step", self.rows_per_batch)
+        """Raise ValueError for values that do not fit together."""
         if self.schedule == "constant" and self.min_learning_rate_ratio:
             raise ValueError("min_learning_rate_ratio has no meaning with schedule constant")
         if self.compile and self.fully_shard:
@@ -168,15 +166,14 @@ class OptimizationConfig:
             raise ValueError(f"save_every ({self.save_every}) must be a multiple of log_every ({self.log_every})")
 
     @property
-    def rows_of_a_step(self) -> int:
-        """Rows of an optimizer step, over all devices."""
-        assert self.rows_per_step is not None
-        return self.rows_per_step
-
-    @property
     def warmup_steps(self) -> int:
         """Steps of the warm-up, at most all but the last."""
         return min(round(self.warmup * self.steps), self.steps - 1)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step, over all devices."""
+        return self.rows_per_step * self.row_length
 
     def divided(self, processes: int) -> tuple[int, int]:
         """Rows of one forward pass, and forward passes per optimizer step, with the same rows in every step.
@@ -186,7 +183,7 @@ class OptimizationConfig:
         Raises:
             ValueError: the processes form no whole groups, or the rows of a step do not divide.
         """
-        size, total = self.context_parallel, self.rows_of_a_step
+        size, total = self.context_parallel, self.rows_per_step
         if processes % size:
             raise ValueError(
                 f"context_parallel={size} divides each forward pass among {size} processes, and {processes} "
@@ -433,17 +430,13 @@ def _apply(values: dict[str, Any], override: str) -> None:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError:  # for example **/*.py: in YAML * begins an alias
         value = text
-    if (
-        name == "tokenizer.kind"
-        and isinstance(values.get("tokenizer"), dict)
-        and values["tokenizer"].get("kind") != value
-    ):
-        values["tokenizer"] = {}
     *sections, key = name.split(".")
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             raise ValueError(f"the override {override!r} takes {section!r} for a section, and it holds a value")
+    if name == "tokenizer.kind" and values.get(key) != value:
+        values.clear()
     values[key] = value
 
 

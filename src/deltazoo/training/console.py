@@ -1,6 +1,6 @@
 """Messages and progress bars on standard error; bars appear on a terminal only."""
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -20,9 +20,7 @@ def say(line: str) -> None:
 
 def track(items: Iterable[T], description: str) -> Iterable[T]:
     """The items, with a bar on a terminal that disappears at the end."""
-    total = len(items) if isinstance(items, Sized) else None
-    hidden = not console.is_terminal
-    return progress.track(items, description, total=total, console=console, transient=True, disable=hidden)
+    return progress.track(items, description, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextmanager

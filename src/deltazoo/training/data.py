@@ -1,10 +1,12 @@
 """The text of a run as documents: their sources, and the choice of held-out ones. This module imports no torch."""
 
 import hashlib
+import math
 import mimetypes
+import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +86,7 @@ class Records:
     def __init__(self, data: DataConfig, path: str, left_out: int = 0, **options: Any) -> None:
         """``path`` and ``options`` are those of ``datasets.load_dataset``; ``left_out`` other files are not read."""
         self.description = f"column {data.text_field!r} of {data.text}"
-        self._data, self._path, self._options, self._left_out = data, path, options, left_out
+        self.data, self._path, self._options, self._left_out = data, path, options, left_out
 
     def documents(self) -> Iterator[Document]:
         """The documents, record after record, without empty ones."""
@@ -101,7 +103,7 @@ class Records:
         if "data_files" not in self._options and not Path(self._path).exists():
             check_on_hub(self._path, "dataset")
         try:
-            records = datasets.load_dataset(self._path, streaming=self._data.streaming, **self._options)
+            records = datasets.load_dataset(self._path, streaming=self.data.streaming, **self._options)
         except OSError as error:
             if error.errno is not None:  # an error of its cache, such as a full disk
                 raise
@@ -110,9 +112,9 @@ class Records:
             cause = error.__cause__ or error
             raise ValueError(f"cannot read {self.description}: {type(cause).__name__}: {cause}") from error
         columns = records.column_names
-        if columns is not None and self._data.text_field not in columns:
+        if columns is not None and self.data.text_field not in columns:
             raise ValueError(
-                f"{self._data.text}: {unknown('column', self._data.text_field, sorted(columns))}; data.text_field "
+                f"{self.data.text}: {unknown('column', self.data.text_field, sorted(columns))}; data.text_field "
                 "(or --text-field) names the column of the text"
             )
         return records
@@ -120,7 +122,7 @@ class Records:
     def documents_of(self, records: Any) -> Iterator[Document]:
         """The documents of an opened data set, whose position may have been restored."""
         for index, record in enumerate(records):
-            text = record.get(self._data.text_field)
+            text = record.get(self.data.text_field)
             if not isinstance(text, str):
                 found = "nothing" if text is None else f"{type(text).__name__} {str(text)[:40]}"
                 raise ValueError(
@@ -217,12 +219,14 @@ class Corpus:
     Attributes:
         train: texts to train on.
         validation: held-out texts.
-        description: the source of the texts.
+        description: the source of the texts, in words.
+        source: the source of both parts; None if they have none in common.
     """
 
     train: list[str]
     validation: list[str]
     description: str
+    source: TextFiles | Records | None = field(default=None, compare=False)
 
     @property
     def validation_bytes(self) -> int:
@@ -238,18 +242,18 @@ class Corpus:
         return digest.hexdigest()
 
 
-def read_corpus(source: TextFiles | Records, data: DataConfig) -> Corpus:
+def read_corpus(data: DataConfig) -> Corpus:
     """Both parts of a text, in memory; of a stream ``TOKENIZER_SAMPLE`` bytes to train on, and all the held-out text.
 
     A hash of each document's key decides its part. If that leaves one part empty (a single file, a few
     files), the last ``validation_fraction`` of the text is held out.
 
     Raises:
-        ValueError: there is no text, or too little to hold anything out.
+        ValueError: nothing readable there, no text, or too little to hold anything out.
     """
+    source = open_text(data)
     parts: dict[bool, list[str]] = {True: [], False: []}
-    limits = {True: data.max_validation_bytes, False: TOKENIZER_SAMPLE if data.streaming else None}
-    room = {part: float("inf") if limit is None else limit for part, limit in limits.items()}
+    room = {True: data.max_validation_bytes or math.inf, False: TOKENIZER_SAMPLE if data.streaming else math.inf}
     for document in track(source.documents(), f"reading {source.description}"):
         held_out = is_held_out(document.split_key, data.validation_fraction)
         if room[held_out] > 0:
@@ -268,7 +272,7 @@ def read_corpus(source: TextFiles | Records, data: DataConfig) -> Corpus:
             f"{sum(map(num_bytes, texts)):,} bytes; give more text, or another data.validation_fraction than "
             f"{data.validation_fraction:g}"
         )
-    return Corpus(parts[False], parts[True], source.description)
+    return Corpus(parts[False], parts[True], source.description, source)
 
 
 def num_bytes(text: str) -> int:
@@ -312,18 +316,16 @@ def first_texts(source: TextFiles | Records, max_bytes: int | None = None) -> li
         ValueError: there is no text.
     """
     texts: list[str] = []
-    room = max_bytes
+    room = sys.maxsize if max_bytes is None else max_bytes
     for text, _ in source.documents():
-        if room is not None:
-            size, text = num_bytes(text), text.encode("utf-8")[:room].decode("utf-8", errors="ignore")
-            room -= size
-        if text:
-            texts.append(text)
-        if room is not None and room <= 0:
+        size = num_bytes(text)
+        texts.append(text if size <= room else text.encode("utf-8")[:room].decode("utf-8", errors="ignore"))
+        room -= size
+        if room <= 0:
             break
-    if not texts:
+    if not any(texts):
         raise ValueError(f"{source.description} holds no text{'' if max_bytes is None else ' in so few bytes'}")
-    return texts
+    return [text for text in texts if text]
 
 
 def choose_documents(
@@ -348,7 +350,7 @@ def choose_documents(
         where = path if Path(path).expanduser().is_dir() else f"{path}, which is no folder here,"
         raise ValueError(f"{where} does not say what text it was trained on: name a text with --text")
     try:
-        corpus = read_corpus(open_text(config.data), config.data) if config else None
+        corpus = read_corpus(config.data) if config else None
     except ValueError as error:  # the model may have been trained on another machine
         if text is None:
             raise

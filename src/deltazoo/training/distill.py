@@ -28,7 +28,7 @@ from deltazoo.training.config import (
     TokenizerConfig,
 )
 from deltazoo.training.console import console, no_transformers_bars
-from deltazoo.training.data import open_text, read_corpus
+from deltazoo.training.data import read_corpus
 from deltazoo.training.evaluate import score_rows
 from deltazoo.training.folder import (
     RESULT,
@@ -118,9 +118,8 @@ class _Run:
     ) -> None:
         self.recipe, self.folder = recipe, Path(recipe.output)
         self.rule = next(iter(swapped_layers(model).values())).delta.spec.name
-        source = open_text(recipe.data)
-        corpus = read_corpus(source, recipe.data)
-        self.text = TokenizedText(source, recipe.data, corpus, tokenizer)
+        corpus = read_corpus(recipe.data)
+        self.text = TokenizedText(corpus, tokenizer)
         swap = {"model_type": model.config.model_type, "layers": model.config.delta_layers}
         if resume:
             refuse_other_text(corpus, self.folder, recipe.data)

@@ -32,6 +32,7 @@ from deltazoo.training.folder import write_json
 from deltazoo.training.loading import check_vocabulary
 from deltazoo.training.tokens import IGNORED, Row, collate, collate_side_by_side, encode_documents, pack_in_order
 
+_RANKED_AT_ONCE = 8  # rows of a forward pass
 _BYTES_PER_TOKEN = 16  # more than any tokenizer has on ordinary text, so that enough text is read
 
 
@@ -223,13 +224,8 @@ def baselines(train: Sequence[str], held_out: Sequence[str], *, primed: bool = F
         train: training texts; empty if unknown.
         held_out: scored texts.
         primed: whether to measure xz also after the training text, if there is any (seconds per 10 MB).
-
-    Raises:
-        ValueError: there is no byte to compress.
     """
     data, known = (b"".join(text.encode() for text in part) for part in (held_out, train))
-    if not data:
-        raise ValueError("there is no byte to compress")
     with console.status("measuring the baselines"):
         found = [
             # gzip's window is 32 KiB, the dictionary of xz reaches back 64 MiB.
@@ -271,7 +267,6 @@ class Ranking:
         """Write the ranking as JSON; null where a loss is NaN."""
         layers = [{"layer": n, "loss": loss, "rise": loss - self.loss} for n, loss in enumerate(self.losses)]
         figures = {"rule": self.rule, "loss": self.loss, "tokens": self.tokens, "layers": layers}
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, figures)
 
 
@@ -289,8 +284,6 @@ def rank_layers(
     model: PreTrainedModel,
     rule: str,
     rows: Sequence[Row],
-    *,
-    rows_at_once: int = 8,
     **options: Any,
 ) -> Ranking:
     """The losses of a model with each layer swapped alone, after which the original is restored.
@@ -299,7 +292,6 @@ def rank_layers(
         model: a model that is not swapped; it is unchanged afterwards.
         rule: rule of the new layers.
         rows: packed rows of text, see ``deltazoo.training.tokens.pack_in_order``.
-        rows_at_once: rows of a forward pass.
         options: further options of ``swap_attention``, such as ``init``.
 
     Raises:
@@ -311,7 +303,7 @@ def rank_layers(
     num_layers = len(decoder_layers_of(model, family_of(model.config)))
 
     def loss() -> tuple[float, int]:
-        nats, tokens = score_rows(model, rows, rows_at_once, collate_side_by_side)
+        nats, tokens = score_rows(model, rows, _RANKED_AT_ONCE, collate_side_by_side)
         return nats / tokens, tokens
 
     before, tokens = loss()

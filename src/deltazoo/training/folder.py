@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from pydantic_core import to_json
 from safetensors import SafetensorError, safe_open
 
@@ -30,14 +31,9 @@ from deltazoo.training.config import (
 from deltazoo.training.data import Corpus
 from deltazoo.training.loading import nearest_run
 
-try:
-    import fcntl
-except ImportError:  # Windows, where two runs in one folder are not noticed
-    fcntl = None  # type: ignore[assignment]
-
 RESULT, SCORES, SWAP, LOSS_PICTURE = "result.json", "scores.json", "swap.json", "loss.png"
 _TEXT, _LOCK = "text.json", ".lock"
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 _UNFINISHED = ".unfinished-"
 # Names of the files that a run writes before its first checkpoint, and of the picture at its end.
 _OF_A_TRAINING = (RUN_CONFIG, _TEXT, "tokenizer", LOSS_PICTURE)
@@ -69,7 +65,7 @@ def held(folder: Path) -> Iterator[None]:
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder, os.O_CREAT)
+        lock = _lock(folder)
     except OSError as error:
         raise ValueError(f"cannot write into {folder}: {error.strerror}") from error
     try:
@@ -82,29 +78,26 @@ def held(folder: Path) -> Iterator[None]:
     finally:
         if lock is not None:
             (folder / _LOCK).unlink(missing_ok=True)
-            os.close(lock)
+            lock.release()
         for path in new:
             with suppress(OSError):
                 path.rmdir()
 
 
-def _lock(folder: Path, flags: int = 0) -> int | None:
-    """A file descriptor that holds the folder; None where there is nothing to hold.
+def _lock(folder: Path) -> FileLock | None:
+    """A lock on the folder, acquired; None in all processes of a run but the first.
 
     Raises:
         ValueError: another process holds it.
     """
-    if fcntl is None or os.environ.get("RANK", "0") != "0" or not (flags or (folder / _LOCK).is_file()):
+    if os.environ.get("RANK", "0") != "0":
         return None
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | flags, 0o644)
+    lock = FileLock(folder / _LOCK, timeout=0)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
+        lock.acquire()
+    except Timeout as error:
         raise ValueError(f"another process trains in {folder}: wait for its end, or choose another output") from error
-    except OSError:
-        pass  # the file system has no locks
-    return descriptor
+    return lock
 
 
 def _full_disk(error: BaseException | None) -> str | None:
@@ -142,9 +135,8 @@ def check_run(config: Any, resume: bool) -> None:
             in it has another configuration.
     """
     folder, stages = Path(config.output), STAGES if isinstance(config, Recipe) else ()
-    lock = _lock(folder)
-    if lock is not None:  # a killed run may have left it
-        os.close(lock)
+    if (folder / _LOCK).is_file() and (lock := _lock(folder)):  # a killed run may have left it
+        lock.release()
     written, saved = folder / RUN_CONFIG, has_saved(folder, stages)
     if not resume:
         if saved:
@@ -211,12 +203,13 @@ def refuse_other_text(corpus: Corpus, folder: Path, data: DataConfig) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first; an empty folder is none."""
-    found = {}
-    for path in folder.glob("checkpoint-*"):
-        match = _CHECKPOINT.fullmatch(path.name)
-        if match and path.is_dir() and any(path.iterdir()):
-            found[int(match[1])] = path
-    return [found[step] for step in sorted(found)]
+    named = [path for path in folder.glob("checkpoint-*") if _CHECKPOINT.fullmatch(path.name)]
+    return sorted((path for path in named if path.is_dir() and any(path.iterdir())), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was saved."""
+    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def latest_checkpoint(folder: Path, steps: int) -> Path:
@@ -228,8 +221,7 @@ def latest_checkpoint(folder: Path, steps: int) -> Path:
     found = checkpoints(folder)
     if not found:
         raise ValueError(f"the run in {folder} is finished, and no checkpoint to go on from is left of it")
-    reached = int(found[-1].name.removeprefix("checkpoint-"))
-    if steps < reached:
+    if steps < (reached := step_of(found[-1])):
         raise ValueError(f"the run in {folder} has reached step {reached}, and training.steps is {steps}: give more")
     return found[-1]
 
@@ -251,12 +243,10 @@ def remove_oldest(folder: Path, keep: int, history: Sequence[Mapping[str, Any]] 
 
 def refuse_damaged(checkpoint: Path) -> None:
     """Raise ValueError if a file of a checkpoint is missing or cut short; the message says what to do."""
-    damaged = _damage(checkpoint)
-    if damaged is None:
-        return
-    before = [path for path in checkpoints(checkpoint.parent) if path != checkpoint]
-    advice = f"go on from {before[-1].name}" if before else "start over"
-    raise ValueError(f"{damaged}: remove the folder {checkpoint} to {advice}")
+    if damaged := _damage(checkpoint):
+        before = [path for path in checkpoints(checkpoint.parent) if path != checkpoint]
+        advice = f"go on from {before[-1].name}" if before else "start over"
+        raise ValueError(f"{damaged}: remove the folder {checkpoint} to {advice}")
 
 
 def _damage(checkpoint: Path) -> str | None:

@@ -27,7 +27,7 @@ from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import get_rule
 from deltazoo.training.config import RunConfig
 from deltazoo.training.console import say
-from deltazoo.training.data import Corpus, open_text, read_corpus
+from deltazoo.training.data import Corpus, read_corpus
 from deltazoo.training.folder import (
     RESULT,
     begin_run,
@@ -108,8 +108,7 @@ def _train(config: RunConfig, folder: Path, resume: bool) -> TrainingResult:
             context_parallel(model, ContextParallel())
     arguments = training_arguments(config)  # joins the other processes of a distributed run
     processes, steps = PartialState(), config.training.steps
-    source = open_text(config.data)
-    corpus = read_corpus(source, config.data)
+    corpus = read_corpus(config.data)
     if resume:
         refuse_other_text(corpus, folder, config.data)
     stored = _stored_result(folder, corpus) if resume else None
@@ -120,15 +119,15 @@ def _train(config: RunConfig, folder: Path, resume: bool) -> TrainingResult:
     processes.wait_for_everyone()  # all processes check the folder before one writes into it
     with processes.main_process_first():
         tokenizer = _tokenizer(config, corpus, folder, resume or not processes.is_main_process)
-    text = TokenizedText(source, config.data, corpus, tokenizer)
+    text = TokenizedText(corpus, tokenizer)
     set_seed(config.seed)
     model = build_model(_as_begun(config, latest), tokenizer, config.runtime)
     native = config.architecture is not None
     if native:
         refuse_replaced_tokenizer(model, tokenizer)
     else:
-        tokens = config.training.row_length * config.training.rows_of_a_step
-        model.config.training_data = f"{corpus.description}; {steps:,} steps of {tokens:,} tokens."
+        tokens = f"{config.training.tokens_per_step:,} tokens"
+        model.config.training_data = f"{corpus.description}; {steps:,} steps of {tokens}."
     # In one packed sequence transformers' softmax layers would compare each token with those of all rows.
     side_by_side = native and config.training.context_parallel == 1
     trainer = PackedTrainer(model, config, arguments, text, side_by_side=side_by_side)

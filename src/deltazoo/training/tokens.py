@@ -6,7 +6,7 @@ positions restart where a piece begins.
 
 import copy
 import re
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from deltazoo.training.config import DataConfig, OptimizationConfig, TokenizerConfig
+from deltazoo.training.config import OptimizationConfig, TokenizerConfig
 from deltazoo.training.console import console, say, track
-from deltazoo.training.data import Corpus, Records, TextFiles, is_held_out
+from deltazoo.training.data import Corpus, Records, is_held_out
 from deltazoo.training.loading import check_on_hub
 
 BOS, EOS = "<|bos|>", "<|eos|>"
@@ -116,25 +116,13 @@ def encode_documents(
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.int32
     first = [begin_id(tokenizer)]
     last = [tokenizer.eos_token_id] if with_end and tokenizer.eos_token_id is not None else []
-    pieces = [texts[i : i + _ENCODE_AT_ONCE] for i in range(0, len(texts), _ENCODE_AT_ONCE)]
+    options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
+    pieces = [[*texts[i : i + _ENCODE_AT_ONCE]] for i in range(0, len(texts), _ENCODE_AT_ONCE)]
     return [
         np.array(first + ids + last, dtype=dtype)
         for piece in (track(pieces, description) if len(pieces) > 1 else pieces)
-        for ids in _encode_texts(tokenizer, piece)
+        for ids in tokenizer(piece, **options, verbose=False)["input_ids"]
     ]
-
-
-def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    if isinstance(tokenizer, PreTrainedTokenizerFast):
-        backend = tokenizer.backend_tokenizer
-        previous = backend.encode_special_tokens
-        # A document that spells a special token, such as this file, is ordinary text.
-        backend.encode_special_tokens = True
-        try:
-            return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-        finally:
-            backend.encode_special_tokens = previous
-    return [tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] for text in texts]
 
 
 def text_batch(
@@ -169,8 +157,6 @@ class PackedRows:
     """
 
     def __init__(self, documents: Sequence[np.ndarray], row_length: int, *, num_rows: int, seed: int) -> None:
-        if not documents:
-            raise ValueError("there is no document to pack")
         self._tokens = np.concatenate(documents)
         lengths = np.array([len(document) for document in documents], dtype=np.int64)
         self._begins = np.concatenate([[0], np.cumsum(lengths)])
@@ -225,7 +211,6 @@ class StreamedRows:
     def __init__(
         self,
         source: Records,
-        data: DataConfig,
         tokenizer: PreTrainedTokenizerBase,
         row_length: int,
         *,
@@ -233,9 +218,9 @@ class StreamedRows:
         remembered: int,
     ) -> None:
         """``remembered``: number of the latest rows whose position is kept, at least those read ahead."""
-        self._source, self._data, self._tokenizer, self._row_length = source, data, tokenizer, row_length
-        self._num_rows, self._remembered = num_rows, remembered
-        self._positions: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self._source, self._tokenizer, self._row_length = source, tokenizer, row_length
+        self._num_rows = num_rows
+        self._positions: deque[tuple[int, dict[str, Any]]] = deque(maxlen=remembered)
         self.go_to({"num_rows": 0, "records": None, "pieces": []})
 
     def position_after(self, num_rows: int) -> dict[str, Any]:
@@ -246,7 +231,7 @@ class StreamedRows:
         """
         while self._read < num_rows:  # rows that only other processes read
             self._advance()
-        return self._positions[num_rows]
+        return dict(self._positions)[num_rows]
 
     def go_to(self, position: dict[str, Any]) -> None:
         """Begin at a ``position`` that ``position_after`` returned."""
@@ -276,16 +261,14 @@ class StreamedRows:
         pieces = deque(np.array(piece, dtype=np.int64) for piece in position["pieces"])
         while True:
             for document in self._source.documents_of(records):
-                if not is_held_out(document.split_key, self._data.validation_fraction):
+                if not is_held_out(document.split_key, self._source.data.validation_fraction):
                     pieces.extend(encode_documents(self._tokenizer, [document.text], with_end=True))
                 while num_tokens(pieces) >= self._row_length:
                     row = _take_row(pieces, self._row_length)
                     num_rows += 1
                     left = [piece.tolist() for piece in pieces]
                     found = {"num_rows": num_rows, "records": copy.deepcopy(records.state_dict()), "pieces": left}
-                    self._positions[num_rows] = found
-                    while len(self._positions) > self._remembered:
-                        self._positions.popitem(last=False)
+                    self._positions.append((num_rows, found))
                     yield row
             records = self._source.open()
 
@@ -325,13 +308,10 @@ class TokenizedText:
         bytes_per_token: bytes per token of the held-out text.
     """
 
-    def __init__(
-        self, source: TextFiles | Records, data: DataConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self._corpus = tokenizer, corpus
         self.validation = encode_documents(tokenizer, corpus.validation, "tokenizing the held-out text")
         self.bytes_per_token = corpus.validation_bytes / sum(len(ids) - 1 for ids in self.validation)
-        self._source, self._data, self._corpus = source, data, corpus
 
     @cached_property
     def _training(self) -> list[np.ndarray]:
@@ -339,10 +319,10 @@ class TokenizedText:
 
     def training_rows(self, settings: OptimizationConfig, seed: int) -> PackedRows | StreamedRows:
         """The rows that a run reads, the same for any number of processes; a stream is tokenized while it is read."""
-        size, count = settings.row_length, settings.steps * settings.rows_of_a_step
-        if self._data.streaming and isinstance(self._source, Records):
-            remembered = 4 * settings.rows_of_a_step
-            return StreamedRows(self._source, self._data, self.tokenizer, size, num_rows=count, remembered=remembered)
+        size, count, source = settings.row_length, settings.steps * settings.rows_per_step, self._corpus.source
+        if isinstance(source, Records) and source.data.streaming:
+            remembered = 4 * settings.rows_per_step
+            return StreamedRows(source, self.tokenizer, size, num_rows=count, remembered=remembered)
         return PackedRows(self._training, size, num_rows=count, seed=seed)
 
 

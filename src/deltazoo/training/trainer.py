@@ -19,18 +19,19 @@ from accelerate import PartialState
 from torch import distributed, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import PrinterCallback
 
 from deltazoo.compat.transformers import has_known_layers
 from deltazoo.compat.transformers.new_model import write_served_names
 from deltazoo.diagnosis import DiagnoseCallback
 from deltazoo.distributed.trainer import ShardedTrainer
 from deltazoo.layers import parameter_groups
-from deltazoo.training.config import MODEL_CONFIG, OptimizationConfig, RunConfig, save_config
+from deltazoo.training.config import MODEL_CONFIG, RunConfig, save_config
 from deltazoo.training.console import console, no_transformers_bars, say
 from deltazoo.training.evaluate import score_rows
 from deltazoo.training.folder import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
 from deltazoo.training.tokens import (
+    PackedRows,
     StreamedRows,
     TokenizedText,
     collate,
@@ -76,10 +77,9 @@ class PackedTrainer(ShardedTrainer):
     ) -> None:
         """``side_by_side``: whether rows of a batch stay apart, for models that cannot read them as one sequence."""
         settings = config.training
-        self._rows, self._accumulation = settings.divided(arguments.world_size)
         if settings.fully_shard and arguments.world_size == 1:  # a divided run may continue in one process
             say("training.fully_shard divides nothing in one process: torchrun starts several")
-        self.monitor = Monitor(tokens_per_step=settings.rows_of_a_step * settings.row_length)
+        self.monitor = Monitor(settings.tokens_per_step)
         self._stop = StopOnSignal()
         collate_rows = collate_side_by_side if side_by_side else collate
         held_out = pack_in_order(text.validation, settings.row_length)
@@ -99,7 +99,6 @@ class PackedTrainer(ShardedTrainer):
             context_parallel=settings.context_parallel,
             fully_shard=settings.fully_shard,
         )
-        self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
         self._model, self._config, self._settings = model, config, settings
         self._bytes_per_token = text.bytes_per_token
@@ -122,17 +121,16 @@ class PackedTrainer(ShardedTrainer):
                 self.save_model(str(staging))
                 if first:
                     save_config(self._config, staging / MODEL_CONFIG)
-        monitor, rows = self.monitor, self.train_dataset
-        tokens, size = self._settings.steps * monitor.tokens_per_step, getattr(rows, "tokens_per_epoch", None)
+        tokens, rows = self._settings.tokens_per_step, self.train_dataset
         return {
             "log_history": self.state.log_history,
             "num_parameters": self._model.num_parameters(),
-            "tokens_per_step": monitor.tokens_per_step,
-            "seconds": monitor.seconds,
-            "tokens_per_second": monitor.tokens_per_second,
+            "tokens_per_step": tokens,
+            "seconds": self.monitor.seconds,
+            "tokens_per_second": self.monitor.tokens_per_second,
             "device": device_name(self.args.device),
             "precision": "bf16" if self.args.bf16 else "fp32",
-            "passes": None if size is None else tokens / size,
+            "passes": self._settings.steps * tokens / rows.tokens_per_epoch if isinstance(rows, PackedRows) else None,
         }
 
     def _train_from(self, checkpoint: Path | None) -> None:
@@ -173,7 +171,7 @@ class PackedTrainer(ShardedTrainer):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         balancing = outputs.get("aux_loss")
         if balancing is not None and num_items_in_batch is not None:
-            too_much = self.accelerator.num_processes - 1 / self._accumulation
+            too_much = self.accelerator.num_processes - 1 / self.args.gradient_accumulation_steps
             loss = loss - too_much * self._model.config.router_aux_loss_coef * balancing
         return (loss, outputs) if return_outputs else loss
 
@@ -181,16 +179,15 @@ class PackedTrainer(ShardedTrainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Validation loss in nats per token and in bits per byte; each process scores its share of the rows."""
-        if eval_dataset is not None:
-            raise ValueError("the validation rows are fixed when the trainer is made: evaluate() takes no other data")
         size = self._settings.context_parallel
         groups = self.args.world_size // size
         with self.monitor.pause():
             share = self._validation_rows[self.args.process_index // size :: groups]
             # All processes of a sharded model run as many passes as the one with the largest share.
-            passes = math.ceil(math.ceil(len(self._validation_rows) / groups) / self._rows)
+            rows_at_once = self.args.per_device_train_batch_size
+            passes = math.ceil(math.ceil(len(self._validation_rows) / groups) / rows_at_once)
             empty_passes = [self._validation_rows[0]] * passes if self._shards else ()
-            found = score_rows(self._model, share, self._rows, self.data_collator, empty_passes=empty_passes)
+            found = score_rows(self._model, share, rows_at_once, self.data_collator, empty_passes=empty_passes)
             sums = torch.tensor(found, dtype=torch.float32)
             sums = self.accelerator.reduce(sums.to(self.args.device), reduction="sum").cpu()
         loss = float(sums[0] / sums[1])
@@ -216,7 +213,7 @@ class PackedTrainer(ShardedTrainer):
                 self._saving_below = staging.parent
                 super()._save_checkpoint(model, trial)
                 if first and isinstance(self.train_dataset, StreamedRows):
-                    position = self.train_dataset.position_after(self.state.global_step * self._settings.rows_of_a_step)
+                    position = self.train_dataset.position_after(self.state.global_step * self._settings.rows_per_step)
                     (staging / _STREAM_POSITION).write_text(json.dumps(position), encoding="utf-8")
                 self.accelerator.wait_for_everyone()
             if first:
@@ -365,13 +362,22 @@ class StopOnSignal(TrainerCallback):
 def training_arguments(config: RunConfig) -> TrainingArguments:
     """The Trainer's arguments, except those that the overrides above make redundant; this joins the other processes."""
     settings = config.training
+    lowest = settings.min_learning_rate_ratio
+    schedule, options = {
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": lowest}),
+        "linear": ("polynomial", {"lr_end": lowest * settings.learning_rate, "power": 1.0}),
+        "constant": ("constant_with_warmup", {}),
+    }[settings.schedule]
+    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     arguments = TrainingArguments(
         output_dir=config.output,
         max_steps=settings.steps,
         learning_rate=settings.learning_rate,
+        lr_scheduler_type=schedule,
+        lr_scheduler_kwargs=options,
         warmup_steps=settings.warmup_steps,
         max_grad_norm=settings.max_grad_norm,
-        bf16=use_bf16(settings.precision),
+        bf16=has_bf16 if settings.precision == "auto" else settings.precision == "bf16",
         use_cpu=not torch.accelerator.is_available(),  # otherwise Trainer refuses bf16 without an accelerator
         torch_compile=settings.compile,
         logging_steps=settings.log_every,
@@ -385,12 +391,12 @@ def training_arguments(config: RunConfig) -> TrainingArguments:
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
         report_to=[],
+        disable_tqdm=True,
         # The rows of a batch become one sequence, which must not be sliced over the processes.
         ddp_find_unused_parameters=False,
         accelerator_config={"dispatch_batches": False, "split_batches": False},
         # A stream restores its position; skipping batches would tokenize all earlier text again.
         ignore_data_skip=config.data.streaming,
-        **_schedule(settings),
     )
     rows, accumulation = settings.divided(PartialState().num_processes)
     arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = rows, accumulation
@@ -398,24 +404,6 @@ def training_arguments(config: RunConfig) -> TrainingArguments:
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
     return arguments
-
-
-def _schedule(settings: OptimizationConfig) -> dict[str, Any]:
-    """Arguments that choose the learning rate schedule among those of transformers."""
-    lowest = settings.min_learning_rate_ratio
-    if settings.schedule == "cosine":
-        return {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": lowest}}
-    if settings.schedule == "linear":
-        line = {"lr_end": lowest * settings.learning_rate, "power": 1.0}
-        return {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": line}
-    return {"lr_scheduler_type": "constant_with_warmup"}
-
-
-def use_bf16(precision: str) -> bool:
-    """Whether to train under bf16 autocast; ``auto``: on a GPU that supports it."""
-    if precision == "auto":
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    return precision == "bf16"
 
 
 def device_name(device: torch.device) -> str:

@@ -70,13 +70,21 @@ def meta_call(
 
 
 def launches(call: RuleCall) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """The launches of an inference call by kernel name: kernel and arguments by name."""
-    found = {}
+    """The first launches of an inference call by kernel name: kernel and arguments by name."""
+    found: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def record(kernel: Any, constants: Constants, *tensors: Any) -> None:
-        found[kernel.fn.__name__] = kernel, arguments_of(kernel, constants, tensors)
+        found.setdefault(kernel.fn.__name__, (kernel, arguments_of(kernel, constants, tensors)))
 
     with launched_by(record), routed(forward="fused"):
+        infer(Problem(call))
+    return found
+
+
+def launched(call: RuleCall) -> list[str]:
+    """The kernels of an inference call on a Hopper card, in their order."""
+    found: list[str] = []
+    with launched_by(lambda kernel, *_: found.append(kernel.fn.__name__)), routed(Card(gluon=True)):
         infer(Problem(call))
     return found
 
@@ -94,13 +102,24 @@ def launches(call: RuleCall) -> dict[str, tuple[Any, dict[str, Any]]]:
     ],
 )
 def test_compiles_with_products_in_flight(decay: str, strict: bool | None) -> None:
+    assert_fits(meta_call(decay, strict=strict))
+
+
+def assert_fits(call: RuleCall) -> None:
+    """The fused kernel, the first that is launched, compiles without what makes products wait."""
     from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel
 
-    compiled = compile_kernel(*launches(meta_call(decay, strict=strict))["hopper_forward_kernel"])
+    compiled = compile_kernel(*launches(call)["hopper_forward_kernel"])
     print(compiled)
     assert not compiled.warnings
     assert compiled.spilled <= 256  # addresses and counters
     assert compiled.shared <= SHARED_MEMORY
+
+
+@compiles
+@pytest.mark.parametrize("decay", ["scalar", *(pytest.param(x, marks=pytest.mark.sweep) for x in ("none", "channel"))])
+def test_ends_of_segments_compile_with_products_in_flight(decay: str) -> None:
+    assert_fits(meta_call(decay, B=1, T=32768))
 
 
 @compiles
@@ -120,13 +139,21 @@ def test_completing_has_the_limits_of_a_grid() -> None:
 
 
 def test_launches() -> None:
-    """Fast: one kernel; by gain three more, which complete what it leaves, per channel in any precision."""
+    """Fast: one kernel; by gain three more, which complete what it leaves, per channel in any precision.
+
+    In segments a first kernel, with others for what it leaves, a scan of transitions, and the chain come before.
+    """
     rest = ["prepare_rest_kernel", "invert_kernel", "scan_kernel"]
     if MISSING is None:
         assert list(launches(meta_call("none", strict=False))) == ["hopper_forward_kernel"]
         assert list(launches(meta_call("none"))) == ["hopper_forward_kernel", *rest]
         rest = ["prepare_channel_rest_kernel", "scan_kernel"]
         assert list(launches(meta_call("channel", strict=False))) == ["hopper_forward_kernel", *rest]
+        long, first = dict(B=1, T=32768), launched(meta_call("none", strict=False, B=1, T=32768))
+        scan, chain, forward = "hopper_scan_kernel", "chain_kernel", "hopper_forward_kernel"
+        assert first == [forward, scan, chain, forward]
+        rest = ["prepare_rest_kernel", "invert_kernel", scan]
+        assert launched(meta_call("scalar", **long)) == [forward, *rest, scan, scan, chain, forward, scan]
 
 
 def test_says_why_a_call_is_left_to_several_kernels() -> None:
@@ -139,9 +166,10 @@ def test_says_why_a_call_is_left_to_several_kernels() -> None:
     assert obstacle(B=1, HV=80) is None and obstacle(B=1, HV=264) is None
     for heads in (32, 79, 133, 158):
         assert obstacle(B=1, HV=heads) == f"{heads} heads in all leave multiprocessors idle"
-    # Of a card with fewer multiprocessors they keep enough busy, but rows are cut to make more scans of them.
-    few = dict(multiprocessors=78, decay="none", B=1, HV=60)
-    assert obstacle(**few, T=4096) == "long rows are cut into segments" and obstacle(**few, T=2048) is None
+    # Rows are cut to make more heads of them.
+    assert obstacle(B=1, T=32768) is None
+    assert obstacle(B=1, T=32768, decay="channel") == "long rows are cut into segments"
+    assert obstacle(B=1, T=8192) == "64 heads in all leave multiprocessors idle"
     assert obstacle(dtype=torch.float16) == "inputs are torch.float16"
     assert obstacle(strict=True) == "precision is strict"
     assert obstacle(D=64) == "heads have 64 key and 64 value channels, not 128"
@@ -310,6 +338,29 @@ def test_in_a_graph_the_gain_decides_at_every_replay(decay: str) -> None:
         before.beta.copy_(inputs.beta.clone())
         graph.replay()
         expected = call(before, backend="triton")
+        assert all(torch.equal(captured[name], expected[name]) for name in captured)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("precision", [None, "fast"])
+@pytest.mark.parametrize(
+    ("decay", "T", "state"), [("none", 512, False), ("scalar", 1000, True), ("channel", 650, True)]
+)
+def test_segments(decay: str, T: int, state: bool, precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right, with large gains in some segments, and the same bits in a graph."""
+    monkeypatch.setattr(plan, "segments_of", lambda chunks, programs: (-(-chunks // 3), 3))
+    inputs = shaped(T=T, groups=2, decay=decay, initial_state=state).make(device="cuda", dtype=torch.bfloat16)
+    assert_right(inputs, precision=precision)
+    if precision is None:
+        inputs.beta[1, [70, 200, 450], [1, 0, 0]] = 1.9
+        assert_right(inputs)
+    expected = call(inputs, backend="triton", precision=precision)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(inputs, backend="triton", precision=precision)
+    for _ in range(5):
+        graph.replay()
         assert all(torch.equal(captured[name], expected[name]) for name in captured)
 
 

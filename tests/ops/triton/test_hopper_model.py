@@ -266,10 +266,13 @@ MANY = [
         replace(SHORT, name="channel", decay="channel"),
         replace(SHORT, name="channel-uneven", decay="channel", log_decay="uneven", H=2, T=200, initial_state=False),
         replace(SHORT, name="channel-strong", decay="channel", log_decay=-2.0),  # about half a RANGE beyond one
+        SEGMENTS,
+        replace(SEGMENTS, name="segments-fresh", decay="none", initial_state=False, H=2, T=300),
     ],
     ids=str,
 )
 def test_fused_forward_pass(case: DeltaRuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_segments(case, monkeypatch)
     rest = {"prepare_channel_rest_kernel"} if case.decay == "channel" else {"prepare_rest_kernel"}
     kernels = {"hopper_forward_kernel", "invert_kernel", "hopper_scan_kernel"} | rest
     judge(case, torch.bfloat16, monkeypatch, kernels, some_zero_and_large, recorded=False)

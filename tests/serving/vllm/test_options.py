@@ -136,3 +136,13 @@ def test_a_checkpoint_that_lacks_a_parameter_is_refused(name, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=f"lacks weights of its model: model.{name}"), served(None, tmp_path):
         pass
+
+
+def test_a_parameter_of_another_size_is_refused(tmp_path):
+    small_model("kda", num_layers=1).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.attn.A_log"] = tensors["model.layers.0.attn.A_log"].repeat(2)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    message = r"layers.0.attn.A_log must have shape \(4,\), got \(8,\)"
+    with pytest.raises(ValueError, match=message), served(None, tmp_path):
+        pass

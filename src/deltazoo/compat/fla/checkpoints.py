@@ -19,15 +19,6 @@ from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.hub import config_class_of, model_class_of
 from deltazoo.models.modeling import DeltaRuleForCausalLM
 
-__all__ = [
-    "load_fla_checkpoint",
-    "missing_weights",
-    "model_of_weights",
-    "modernize_state_dict",
-    "read_weights",
-    "refuse_missing_weights",
-]
-
 _SHOWN = 5
 
 

@@ -16,17 +16,6 @@ from deltazoo.ops import delta_rule, delta_rule_step, fused
 from deltazoo.ops.decay import bounded_decay
 from deltazoo.ops.dtypes import at_least_float32
 
-__all__ = [
-    "chunk_delta_rule",
-    "chunk_gated_delta_rule",
-    "chunk_gdn",
-    "chunk_kda",
-    "fused_recurrent_delta_rule",
-    "fused_recurrent_gated_delta_rule",
-    "fused_recurrent_gdn",
-    "fused_recurrent_kda",
-]
-
 _HINTS = ("chunk_size", "chunk_indices", "cu_seqlens_cpu", "safe_gate", "disable_recompute")
 """Options by which flash-linear-attention chooses how to compute; they change no result, and we ignore them."""
 

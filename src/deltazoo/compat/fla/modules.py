@@ -18,16 +18,6 @@ from deltazoo.ops import fused
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import takes_kernel
 
-__all__ = [
-    "FusedRMSNormGated",
-    "RMSNorm",
-    "ShortConvolution",
-    "causal_conv1d",
-    "l2norm",
-    "refuse_context_parallelism",
-    "require_boundaries",
-]
-
 _ACTIVATIONS = ("silu", "swish")
 _BACKENDS = ("triton", "cuda", "mix")
 _GATE_ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}

@@ -35,8 +35,6 @@ from deltazoo.models.modeling import DeltaRuleForCausalLM
 from deltazoo.names import unknown
 from deltazoo.spec import get_rule
 
-__all__ = ["ExportCheck", "export", "load_native_checkpoint", "replaced_tokenizer"]
-
 _TOLERANCE = 1e-4
 _TOKENS, _NEW_TOKENS = 90, 16  # more than one chunk of every implementation
 _PROBE = "The 1st line,\n\n  and\tits 2 numbers: 12345, 0.6 don't. D\u00e9j\u00e0 vu \u4e2d\u6587 {x: y}  "

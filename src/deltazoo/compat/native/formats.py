@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from deltazoo.spec import get_rule
 
-__all__ = ["FORMATS", "TARGETS", "Format", "Need", "fla_type", "native_values", "needs_of", "targets_of"]
-
 
 class Need(NamedTuple):
     """A value that a format demands of a configuration key of ours, or the name of another key with that value."""

@@ -10,8 +10,6 @@ from torch import Size, Tensor
 from deltazoo.compat.native.formats import Format
 from deltazoo.models.modeling import DeltaRuleForCausalLM
 
-__all__ = ["BLOCK", "FORMS", "Row", "parameters_of", "rows_of"]
-
 BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 _OUTSIDE_LAYERS = {
     "model.embeddings": "model.embed_tokens",

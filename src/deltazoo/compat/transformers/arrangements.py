@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from deltazoo.ops import fused
 
-__all__ = ["LAYER_ARRANGEMENTS", "LayerArrangement", "Projections", "arrangement_of"]
-
 
 class Projections(NamedTuple):
     """Projections of a layer's input, before the convolution."""

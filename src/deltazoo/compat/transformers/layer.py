@@ -47,8 +47,6 @@ from deltazoo.ops.fused import takes_kernel
 from deltazoo.ops.linear_maps import is_hooked
 from deltazoo.spec import get_rule
 
-__all__ = ["AcceleratedLayer", "accelerated_class", "rule_of", "stored_state"]
-
 _PREFIX = "Accelerated"
 _KNOWN = (POSITIONS, SHARED_BATCH, "position_ids", "position_embeddings", "use_cache", "output_router_logits")
 """Arguments that decoder layers pass down: those of the model's hook, and those that tell a linear layer nothing."""

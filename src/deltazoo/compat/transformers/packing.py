@@ -31,18 +31,9 @@ from deltazoo.generation.batch import (
 )
 from deltazoo.generation.cache import CACHE, cache_in, check_cache
 from deltazoo.layers.sequences import describe_sequences
-from deltazoo.models.forward_arguments import refuse_several_documents, take_row_head
+from deltazoo.models.forward_arguments import ROW_HEAD, refuse_several_documents
 from deltazoo.ops import ContextParallel
 from deltazoo.ops.validation import check_tensor
-
-__all__ = [
-    "FORWARD_ARGUMENTS",
-    "POSITIONS",
-    "SHARED_BATCH",
-    "describe_documents",
-    "has_explicit_packing",
-    "layers_over_neighbours",
-]
 
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache")
 """The first arguments of every base model's forward, in order."""
@@ -66,7 +57,7 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
             contradict each other, or packing meets padding or a cache.
         NotImplementedError: other layers of this model would mix the documents.
     """
-    row_head = take_row_head(kwargs)
+    row_head = kwargs.pop(ROW_HEAD, None)
     call = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
     tokens = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
     if tokens is None:

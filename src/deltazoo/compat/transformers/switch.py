@@ -20,8 +20,6 @@ from deltazoo.models.captured_training import capture_library_blocks, release_li
 from deltazoo.models.forward_arguments import remove_pre_hook, tell_of_row_head, tells_of_row_head
 from deltazoo.ops import resolve_backend
 
-__all__ = ["accelerate", "has_known_layers", "keeps_documents_apart", "restore"]
-
 _PICTURES = ("mm_token_type_ids", "image_grid_thw", "video_grid_thw")
 """Arguments with the places of pictures and videos in a prompt."""
 

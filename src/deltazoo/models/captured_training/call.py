@@ -17,16 +17,14 @@ from transformers.cache_utils import Cache
 from deltazoo.generation.batch import PACKING_ARGUMENTS
 from deltazoo.ops.autograd_modes import scans_again
 
-__all__ = ["StackCall", "UnknownArgument", "autocast_of", "surroundings"]
-
 _UNREAD = (*PACKING_ARGUMENTS, "max_length_q", "max_length_k", "num_items_in_batch")
 """Arguments that transformers hands to every block for losses and for kernels of packed rows, neither of which a
 captured stack runs. They change with every batch."""
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
-class UnknownArgument(TypeError):
-    """An argument that cannot be taken apart."""
+class NotCapturedError(RuntimeError):
+    """The reason why blocks cannot be captured."""
 
 
 class StackCall:
@@ -41,7 +39,7 @@ class StackCall:
         form: everything else about the call, hashable.
 
     Raises:
-        UnknownArgument: an argument is neither a tensor nor plain, nor made of such.
+        NotCapturedError: an argument is neither a tensor nor plain, nor made of such.
     """
 
     def __init__(self, calls: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
@@ -92,9 +90,9 @@ class StackCall:
             names = getattr(kind, "_fields", None) or tuple(field.name for field in fields(value) if field.init)
             node = (kind, names, *[self._node(getattr(value, name)) for name in names])
         elif isinstance(value, Cache):
-            raise UnknownArgument("a cache is kept: pass use_cache=False")
+            raise NotCapturedError("a cache is kept: pass use_cache=False")
         else:
-            raise UnknownArgument(f"the blocks are given a {kind.__name__}")
+            raise NotCapturedError(f"the blocks are given a {kind.__name__}")
         self._nodes.append(node)
         self._alive.append(value)
         self._numbers[id(value)] = len(self._nodes) - 1
@@ -102,7 +100,7 @@ class StackCall:
 
     def _tensor(self, x: Tensor) -> tuple[Any, ...]:
         if type(x) is not Tensor or x.requires_grad:
-            raise UnknownArgument(f"the blocks are given a {type(x).__name__} with requires_grad={x.requires_grad}")
+            raise NotCapturedError(f"the blocks are given a {type(x).__name__} with requires_grad={x.requires_grad}")
         self.tensors.append(x)
         return "tensor", len(self.tensors) - 1, x.shape, x.stride(), x.dtype, x.device
 

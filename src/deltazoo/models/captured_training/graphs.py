@@ -23,18 +23,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deltazoo.generation.capture import beside_current, capture_graph, free_bytes
-from deltazoo.models.captured_training.blocks_state import BlocksState, modules_of
-from deltazoo.models.captured_training.call import StackCall, autocast_of
-from deltazoo.models.captured_training.conditions import checkpointing_of, why_not_blocks
-
-__all__ = ["CapturedStack", "GraphMemory", "NotCapturedError"]
+from deltazoo.models.captured_training.call import NotCapturedError, StackCall, autocast_of
+from deltazoo.models.captured_training.conditions import BlocksState, checkpointing_of, modules_of, why_not_blocks
 
 _SPARE = 2.2
 """Free memory that a capture needs, in multiples of what its graphs keep: an eager step must still fit beside them."""
-
-
-class NotCapturedError(RuntimeError):
-    """The reason why blocks cannot be captured."""
 
 
 class _ForwardPass:

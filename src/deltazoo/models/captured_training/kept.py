@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.generation.capture import graphs_run_on
-from deltazoo.models.captured_training.call import StackCall, UnknownArgument, surroundings
+from deltazoo.models.captured_training.call import NotCapturedError, StackCall, surroundings
 from deltazoo.models.captured_training.conditions import why_not_now
-from deltazoo.models.captured_training.graphs import CapturedStack, GraphMemory, NotCapturedError
-
-__all__ = ["forget_captured", "note_eager", "run_blocks"]
+from deltazoo.models.captured_training.graphs import CapturedStack, GraphMemory
 
 _Calls = Sequence[tuple[nn.Module, Mapping[str, Any]]]
 _ATTRIBUTE = "_captured_training"
@@ -118,7 +116,7 @@ class _KeptStacks:
             call = StackCall(calls)
             form = call.form, surroundings(x)
             stack = self.stacks.get(form) or self._capture(form, call, x, config)
-        except UnknownArgument as error:
+        except NotCapturedError as error:
             return str(error)
         if isinstance(stack, str):
             return stack

@@ -18,8 +18,6 @@ from deltazoo.generation.capture import graphs_run_on
 from deltazoo.models.captured_training.kept import forget_captured, note_eager, run_blocks
 from deltazoo.models.forward_arguments import remove_pre_hook
 
-__all__ = ["capture_library_blocks", "release_library_blocks"]
-
 _PUT = "_captures_blocks"
 """Attribute of a base model: whether its loop only passes hidden states on; None until a training step has shown it."""
 _KNOWN_ARGUMENTS = (

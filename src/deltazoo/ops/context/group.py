@@ -1,7 +1,7 @@
 """The ranks that share a sequence, the tokens of each, and the check that all ranks make the same call."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -91,10 +91,6 @@ class ContextParallel:
         assert self.lengths is not None
         return self.lengths
 
-    def with_lengths(self, lengths: Sequence[int]) -> "ContextParallel":
-        """The context with these lengths."""
-        return replace(self, lengths=tuple(lengths))
-
 
 def agreed_lengths(
     context: ContextParallel, num_tokens: int, call: object, error: Exception | None = None
@@ -118,7 +114,7 @@ def agreed_lengths(
     if context.size == 1:
         if error is not None:
             raise error
-        return context.with_lengths((num_tokens,))
+        return replace(context, lengths=(num_tokens,))
     if torch.compiler.is_compiling():
         raise ValueError(
             "compiled code cannot ask the other ranks how many tokens they have: pass ContextParallel(lengths=...)"
@@ -130,7 +126,7 @@ def agreed_lengths(
     mine = torch.tensor([number, zlib.crc32(said.encode())], device=where)
     lengths, hashes = finished(started_gather(mine, context), context).view(-1, 2).T.tolist()
     if min(lengths) > 0 and len(set(hashes)) == 1:
-        return context.with_lengths(lengths)
+        return replace(context, lengths=tuple(lengths))
     calls: list[tuple[int, str]] = [(0, "")] * context.size
     dist.all_gather_object(calls, (number, said), group=context.group)
     if error is not None:

@@ -147,7 +147,8 @@ def gated_rms_norm(
     """
     if activation in FUSED_ACTIVATIONS and takes_kernel(fused, x, gate, weight):
         return recomputable(_gated_operator, x, gate, weight, eps, activation == "silu")
-    function = function_of("gate_activation", activation, GATE_ACTIVATIONS)
+    known = GATE_ACTIVATIONS.get(activation) if isinstance(activation, str) else activation
+    function = known or function_of("gate_activation", activation, GATE_ACTIVATIONS)
     return recomputable(_gated_torch, x, gate, weight, eps, function)
 
 

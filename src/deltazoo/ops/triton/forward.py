@@ -7,7 +7,7 @@ from deltazoo.ops.triton.chunk.inverse import launch_invert
 from deltazoo.ops.triton.chunk.prepare import launch_prepare_rest
 from deltazoo.ops.triton.gluon import MISSING
 from deltazoo.ops.triton.problem import Kept, Problem
-from deltazoo.ops.triton.stages import prepare, scan, scan_once, segment_starts
+from deltazoo.ops.triton.stages import chain, prepare, scan, scan_once, segment_starts
 from deltazoo.ops.triton.tiles import CHUNK
 
 if MISSING is None:
@@ -54,23 +54,48 @@ def fused(p: Problem, kept: Kept | None) -> tuple[Tensor, Tensor]:
     stopped they return at once, so that the host need not know.
     """
     plan = p.plan
-    output, final = torch.empty_like(p.v), p.float32(plan.B, plan.HV, plan.K, plan.V)
-    stopped = p.v.new_empty(plan.B, plan.HV, dtype=torch.int32) if plan.by_gain or plan.per_channel else None
-    launch_forward(p, kept, output, final, stopped)
+    output, final = torch.empty_like(p.v), p.float32(plan.scans, plan.HV, plan.K, plan.V)
+    stopped = p.v.new_empty(plan.scans, plan.HV, dtype=torch.int32) if plan.by_gain or plan.per_channel else None
+    if plan.segments > 1:
+        kept = Kept.empty(plan, p.q, keep=False)
+        launch_forward(p, None, fused_starts(p, kept, stopped), output, final, stopped)
+        if stopped is not None:  # the other launch left the same chunks, which are prepared
+            scan_rest(p, kept, stopped, output, final)
+        return output, final.unflatten(0, (plan.N, plan.segments))[:, -1].contiguous()
+    launch_forward(p, kept, p.initial_state, output, final, stopped)
     if stopped is not None:
         complete(p, Kept.empty(plan, p.q, keep=False) if kept is None else kept, stopped, output, final)
     return output, final
 
 
-def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor, final: Tensor) -> None:
+def fused_starts(p: Problem, kept: Kept, stopped: Tensor | None) -> Tensor:
+    """The first state of each segment, from a fused kernel that prepares the chunks for the scan of transitions."""
+    assert kept.starts is not None and kept.transitions is not None
+    added = torch.empty_like(kept.starts)
+    launch_forward(p, kept, None, None, added, stopped)
+    if stopped is not None:
+        complete(p, kept, stopped, None, added)
+    scan(p, kept, None, None, kept.transitions)
+    return chain(p, kept, added)
+
+
+def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor | None, final: Tensor) -> None:
     """Complete the chunks that the fused forward pass left, from the states in `final`; strict unless per channel."""
     plan = p.plan
     if plan.per_channel:
         prepare(p, kept, stopped)
-        scan(p, kept, p.v, final, final, output, stopped=stopped)
+        scan_rest(p, kept, stopped, output, final)
         return
     # With heads of 128 the rows of L are as long as those of the states, which the last launch stores over them.
     strict_L = p.float32(plan.slots, CHUNK, CHUNK) if kept.states is None else kept.states[0].view(torch.float32)
     launch_prepare_rest(p, kept, stopped, strict_L)
     launch_invert(plan, kept.large_gain, strict_L, kept.AP)
-    scan_once(p, kept, "state", p.v, final, final, output, kept.U, kept.states, strict=True)
+    scan_rest(p, kept, stopped, output, final)
+
+
+def scan_rest(p: Problem, kept: Kept, stopped: Tensor, output: Tensor | None, final: Tensor) -> None:
+    """Scan the chunks that the fused forward pass left, which are prepared, from the states in `final`."""
+    if p.plan.per_channel:
+        scan(p, kept, p.v, final, final, output, stopped=stopped)
+    else:
+        scan_once(p, kept, "state", p.v, final, final, output, kept.U, kept.states, strict=True)

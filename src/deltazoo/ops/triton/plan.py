@@ -94,7 +94,8 @@ OBSTACLES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("forward recorded backward gradients", lambda p: p.dtype != torch.bfloat16, "inputs are {p.dtype}"),
     ("forward recorded backward", lambda p: p.strict, "precision is strict"),
     ("forward recorded backward", lambda p: p.reads_otherwise, "the erase reads with other keys or before the decay"),
-    ("forward recorded", lambda p: p.segments > 1, "long rows are cut into segments"),
+    ("recorded", lambda p: p.segments > 1, "long rows are cut into segments"),
+    ("forward", lambda p: p.segments > 1 and p.per_channel, "long rows are cut into segments"),
     ("forward recorded", lambda p: p.leaves_idle, "{p.row_heads} heads in all leave multiprocessors idle"),
     ("recorded backward", lambda p: p.heads * p.segments < MIN_HEADS, "there are few heads"),
 )
@@ -205,8 +206,8 @@ class Plan:
 
     @property
     def row_heads(self) -> int:
-        """Value heads of all rows: the number of programs of the fused forward pass."""
-        return self.B * self.HV
+        """Value heads of all rows or segments: the number of programs of the fused forward pass."""
+        return self.B * self.segments * self.HV
 
     @property
     def leaves_idle(self) -> bool:

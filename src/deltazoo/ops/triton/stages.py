@@ -26,6 +26,7 @@ if MISSING is None:
     from deltazoo.ops.triton.hopper.scan import launch_scan as launch_gluon_scan
 
 __all__ = [
+    "chain",
     "prepare",
     "prepared_again",
     "reverse_scan",
@@ -111,6 +112,8 @@ def reverse_scan(
 @per_plan
 def _chain(plan: Plan, reverse: bool) -> Constants:
     tiles = plan.tiles.chain
+    if plan.card.multiprocessors >= -(-plan.V // 16) * plan.HV * plan.N:  # narrow tiles still run all at once
+        tiles = tiles | dict(BV=16)
     return Constants(
         -(-plan.V // tiles["BV"]) * plan.HV * plan.N, segments=plan.segments, HV=plan.HV, K=plan.K, V=plan.V,
         REVERSE=reverse, **tiles,
@@ -123,7 +126,13 @@ def segment_starts(p: Problem, kept: Kept) -> Tensor:
     added = torch.empty_like(kept.starts)
     scan(p, kept, p.v, None, added)
     scan(p, kept, None, None, kept.transitions)
+    return chain(p, kept, added)
+
+
+def chain(p: Problem, kept: Kept, added: Tensor) -> Tensor:
+    """The first state of each segment, from the transitions in `kept` and the states that segments add."""
     launch(chain_kernel, _chain(p.plan, False), kept.transitions, added, p.initial_state, kept.starts)
+    assert kept.starts is not None
     return kept.starts
 
 

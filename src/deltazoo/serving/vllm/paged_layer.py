@@ -195,11 +195,18 @@ class PagedLayer(JoinedMaps, MambaBase):
         """Make each parameter left in the layer load the rows of this rank's heads, or all rows if heads share it."""
         shapes = {name: x.shape for name, x in whole.named_parameters()}
         for name, parameter in self.layer.named_parameters():
-            rows = len(parameter)
-            start = 0 if shapes[name] == parameter.shape else rank * rows
+            start = 0 if shapes[name] == parameter.shape else rank * len(parameter)
 
-            def load(parameter: Tensor, loaded: Tensor, start: int = start, rows: int = rows) -> None:
-                parameter.data.copy_(loaded.reshape(-1, *parameter.shape[1:])[start : start + rows])
+            def load(
+                parameter: Tensor,
+                loaded: Tensor,
+                start: int = start,
+                name: str = name,
+                shape: torch.Size = shapes[name],
+            ) -> None:
+                if loaded.numel() != shape.numel():
+                    raise ValueError(f"{self.prefix}.{name} must have shape {tuple(shape)}, got {tuple(loaded.shape)}")
+                parameter.data.copy_(loaded.reshape(shape)[start : start + len(parameter)])
 
             parameter.weight_loader = load  # type: ignore[attr-defined]
 

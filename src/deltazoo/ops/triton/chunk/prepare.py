@@ -112,29 +112,31 @@ def prepare_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["chunks", "T", "NT", "H", "HV"])
+@triton.jit(do_not_specialize=["chunks", "T", "NT", "segments", "segment_chunks", "H", "HV"])
 def prepare_rest_kernel(
-    q, k, beta, log_decay, stopped, AP, chunk_beta, G, large_gain, strict_L, chunks, scale, T, NT, H, HV,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, GROUPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, beta, log_decay, stopped, AP, chunk_beta, G, large_gain, strict_L, chunks, scale, T, NT, segments,
+    segment_chunks, H, HV, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the results of `prepare_kernel` for the chunks from the one on at which a fused kernel stopped.
 
-    `stopped [B, HV]` has the first such chunk of every head, or NT. It counts as a chunk with a large erase gain, so
+    `stopped [B * segments, HV]` has the first such chunk of every head of a row or segment, or the number of its
+    chunks. It counts as a chunk with a large erase gain, so
     that the strict scan begins there. There are few programs, each for up to 16 `chunks` of a head, since there is
-    nearly always nothing to do. Grid (HV, programs, B).
+    nearly always nothing to do. Grid (HV, programs, B * segments).
     """
-    i_h, start, i_b = tl.program_id(0), tl.program_id(1) * chunks, tl.program_id(2)
-    begin = tl.load(stopped + i_b * HV + i_h)
-    end = tl.minimum(start + chunks, NT)
-    slots, o = i_b.to(tl.int64) * NT * HV + i_h, start + tl.arange(0, 16)
+    i_h, start, i_n = tl.program_id(0), tl.program_id(1) * chunks, tl.program_id(2)
+    i_b, before = i_n // segments, i_n % segments * segment_chunks
+    begin = tl.load(stopped + i_n * HV + i_h)
+    end = tl.minimum(start + chunks, tl.minimum(NT - before, segment_chunks))
+    slots, o = (i_b.to(tl.int64) * NT + before) * HV + i_h, start + tl.arange(0, 16)
     tl.store(large_gain + slots + o.to(tl.int64) * HV, 0, mask=o < tl.minimum(begin, end))
     for i_t in tl.range(tl.maximum(begin, start), end, num_stages=1):
-        first, slot = i_b.to(tl.int64) * T + i_t * C, slots + tl.cast(i_t, tl.int64) * HV
+        first, slot = i_b.to(tl.int64) * T + (before + i_t) * C, slots + tl.cast(i_t, tl.int64) * HV
         prepare_chunk(
             q, k, None, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, slot, first,
-            tl.minimum(T - i_t * C, C), i_h, tl.where(i_t == begin, float("inf"), 0.0), scale, H, HV, K, BK, C, DECAY,
-            True, False, True, 1, False, GROUPED, PRECISION,
+            tl.minimum(T - (before + i_t) * C, C), i_h, tl.where(i_t == begin, float("inf"), 0.0), scale, H, HV, K, BK,
+            C, DECAY, True, False, True, 1, False, GROUPED, PRECISION,
         )  # fmt: skip
 
 
@@ -162,10 +164,11 @@ def launch_prepare(p: Problem, kept: Kept, strict_L: Tensor | None) -> None:
 @per_plan
 def _constants_of_rest(plan: Plan) -> Constants:
     chunks = plan.neighbours
-    HV, NT, B = plan.chunk_grid()
+    HV, _, B = plan.chunk_grid()
     return Constants(
-        HV, -(-NT // chunks), B, chunks=chunks, scale=plan.scale, T=plan.T, NT=plan.NT, H=plan.H, HV=plan.HV,
-        K=plan.K, BK=plan.tiles.BK, C=CHUNK, DECAY=plan.decay, GROUPED=plan.grouped, PRECISION="tf32", maxnreg=168,
+        HV, -(-plan.segment_chunks // chunks), B * plan.segments, chunks=chunks, scale=plan.scale, T=plan.T,
+        NT=plan.NT, segments=plan.segments, segment_chunks=plan.segment_chunks, H=plan.H, HV=plan.HV, K=plan.K,
+        BK=plan.tiles.BK, C=CHUNK, DECAY=plan.decay, GROUPED=plan.grouped, PRECISION="tf32", maxnreg=168,
         **plan.tiles.prepare,
     )  # fmt: skip
 

@@ -73,24 +73,27 @@ def _read_scalar(x, warps: gl.constexpr):
 
 
 @jit
-def copy_chunks(copied, DECAY: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.constexpr, STAGES: gl.constexpr):
+def copy_chunks(
+    copied, DECAY: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.constexpr, QUERIES: gl.constexpr, STAGES: gl.constexpr
+):
     """Copy q, k and v of every chunk, and store its step sizes and factors of decay, by one warp."""
-    tiles, rings, channel, bars, factors, large, beta, chunk_beta, chunk_G, scale, i_b, i_k, i_h, T, HV, NC = copied
+    tiles, rings, channel, bars, factors, large, steps, chunk_beta, chunk_G, scale, place, i_k, T, HV = copied
+    i_b, i_h, first, slot, NC = place
     q_tiles, k_tiles, v_tiles, log_decay = tiles
     q_ring, k_ring, v_ring = rings
     _, _, _, gates, gates_full, gates_empty, _ = channel
     full, empty = bars
     TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, C, TOKENS)
-    base = i_b.to(gl.int64) * T * HV + i_h
-    slots = (i_b.to(gl.int64) * NC * HV + i_h) * C
+    base = (i_b.to(gl.int64) * T + first) * HV + i_h
+    slots = slot.to(gl.int64) * C
     c = 0
     end = NC
     while c < end:
         stage = c % STAGES
-        token = c * C
+        token = first + c * C
         m_t = token + o_t < T
-        b_beta = gl.load(beta + base + o_t * HV, mask=m_t, other=0.0).to(gl.float32)
+        b_beta = gl.load(steps + base + o_t * HV, mask=m_t, other=0.0).to(gl.float32)
         if DECAY == "scalar":
             g = gl.load(log_decay + base + o_t * HV, mask=m_t, other=0.0).to(gl.float32) * LOG2E
             g = gl.maximum(g, LOG2_FLOOR)
@@ -99,9 +102,10 @@ def copy_chunks(copied, DECAY: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.const
             end = gl.where(_read_scalar(large.index(stage), 1) != 0, c, end)  # the head stopped at chunk c - STAGES
         if c < end:
             bar = full.index(stage)
-            mbarrier.expect(bar, 3 * C * D * 2)
+            mbarrier.expect(bar, (2 + QUERIES) * C * D * 2)
             tma.async_copy_global_to_shared(k_tiles, [i_b, token, i_k * D], bar, as_tile(k_ring.index(stage), D))
-            tma.async_copy_global_to_shared(q_tiles, [i_b, token, i_k * D], bar, as_tile(q_ring.index(stage), D))
+            if QUERIES:
+                tma.async_copy_global_to_shared(q_tiles, [i_b, token, i_k * D], bar, as_tile(q_ring.index(stage), D))
             for half in gl.static_range(2):
                 column = i_h * D + half * HALF
                 v_half = v_ring.index(2 * stage + half)
@@ -158,10 +162,11 @@ def _store_output(tiles, coordinates, buffer, O):
 @jit
 def carry_state(
     carried, PART: gl.constexpr, DECAY: gl.constexpr, INITIAL: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.constexpr,
-    STAGES: gl.constexpr,
+    QUERIES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The state of value channels `PART * 64` on, from chunk to chunk, and store their outputs, by four warps."""
-    tiles, rings, channel, bars, prepared, factors, large, buffers, ends, scale, i_b, i_h, B, NC = carried
+    tiles, rings, channel, bars, prepared, factors, large, buffers, ends, scale, place, B = carried
+    i_b, i_h, first, _, NC = place
     initial, final, stopped = ends
     o_tiles, U_tiles, states_tiles = tiles
     output, U_buffers, states_buffers = buffers
@@ -204,16 +209,16 @@ def carry_state(
         S_left = gl.convert_layout(S.to(DTYPE), CHUNK_LEFT)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
         Y = warpgroup_mma(S_left, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if KEEP:  # output and corrections of the chunk before, and the state
+        if KEEP and QUERIES:  # output and corrections of the chunk before, and the state
             buffer.permute((1, 0)).store(O_before)
             states_buffer.store(S.to(DTYPE))
             fence_async_shared()
             barrier()
             tma.async_copy_shared_to_global(o_tiles, [i_b, token, column], as_tile(buffer, HALF))
             tma.async_copy_shared_to_global(U_tiles, [i_b, token, column], as_tile(U_buffer, HALF))
-            at_state = [i_b + PART * B, c * C, i_h * D]
+            at_state = [i_b + PART * B, first + c * C, i_h * D]
             tma.async_copy_shared_to_global(states_tiles, at_state, as_tile(states_buffer, D))
-        else:
+        elif QUERIES:
             _store_output(o_tiles, [i_b, token, column], buffer, O_before)
         v = v_ring.index(2 * stage + PART).permute((1, 0)).load(CHUNK)
         Y = warpgroup_mma_wait(0, deps=[Y])
@@ -226,29 +231,34 @@ def carry_state(
         R1, R2 = halves(R, C)
         R1_left = gl.convert_layout(gl.convert_layout(R1, BLOCK).to(DTYPE), BLOCK_LEFT)
         R2 = gl.convert_layout(R2, BLOCK)
-        O = warpgroup_mma(S_left, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if QUERIES:
+            O = warpgroup_mma(S_left, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(ready.index(stage), (c // STAGES) & 1)
-        O = warpgroup_mma_wait(0, deps=[O])
+        if QUERIES:
+            O = warpgroup_mma_wait(0, deps=[O])
         if STOPS:  # in a chunk that this kernel must not process, T is zero and the state stays unchanged
             is_large = _read_scalar(large.index(stage), 4) != 0
             end = gl.where(is_large, c + 1, end)
             stopped_at = gl.where(is_large, c, stopped_at)
         U1 = warpgroup_mma(R1_left, T.slice(0, 32, dim=0).permute((1, 0)), none, use_acc=False, is_async=True)
+        if QUERIES:
+            if DECAY == "scalar":
+                O = O * factors.index(vectors + OUTPUT).load(gl.SliceLayout(0, CHUNK))[None, :]
+            else:
+                O = O * scale
         if DECAY == "scalar":
-            O = O * factors.index(vectors + OUTPUT).load(gl.SliceLayout(0, CHUNK))[None, :]
             total = factors.index(vectors + TOTAL).load(gl.SliceLayout(1, STATE))
             S = S * total[:, None]
-        else:
-            O = O * scale
         U1 = warpgroup_mma_wait(0, deps=[U1])
         U1_left = gl.convert_layout(U1.to(DTYPE), BLOCK_LEFT)
-        if KEEP:
+        if KEEP and QUERIES:
             tma.store_wait(0)
             barrier()
             U_buffer.slice(0, 32, dim=0).permute((1, 0)).store(U1.to(DTYPE))
         R2 = warpgroup_mma(U1_left, L.slice(32, 32, dim=0).permute((1, 0)), R2, is_async=True)
         # The products of S and O take U1 from registers of their own; otherwise ptxas makes all products wait (C7512).
-        U1_out = U1_left if DECAY == "scalar" else gl.convert_layout((U1 * scale).to(DTYPE), BLOCK_LEFT)
+        if QUERIES:
+            U1_out = U1_left if DECAY == "scalar" else gl.convert_layout((U1 * scale).to(DTYPE), BLOCK_LEFT)
         if DECAY == "scalar":
             to_end = factors.index(vectors + TO_END)
             U1 = U1 * to_end.slice(0, 32).load(gl.SliceLayout(0, BLOCK))[None, :]
@@ -257,26 +267,33 @@ def carry_state(
         R2_left = gl.convert_layout(R2.to(DTYPE), BLOCK_LEFT)
         U2 = warpgroup_mma(R2_left, T.slice(32, 32, dim=0).permute((1, 0)), none, use_acc=False, is_async=True)
         S = warpgroup_mma(U1, written.slice(0, 32, dim=0), S, is_async=True)
-        U1_out = gl.convert_layout(U1_out, CHUNK_LEFT)
-        O = warpgroup_mma(U1_out, P.slice(0, 32, dim=1).permute((1, 0)), O, is_async=True)
-        U2, S, O = warpgroup_mma_wait(0, deps=[U2, S, O])
-        if KEEP:
-            U_buffer.slice(32, 32, dim=0).permute((1, 0)).store(U2.to(DTYPE))
-        U2_out = gl.convert_layout((U2 if DECAY == "scalar" else U2 * scale).to(DTYPE), CHUNK_LEFT)
+        if QUERIES:
+            U1_out = gl.convert_layout(U1_out, CHUNK_LEFT)
+            O = warpgroup_mma(U1_out, P.slice(0, 32, dim=1).permute((1, 0)), O, is_async=True)
+            U2, S, O = warpgroup_mma_wait(0, deps=[U2, S, O])
+            if KEEP:
+                U_buffer.slice(32, 32, dim=0).permute((1, 0)).store(U2.to(DTYPE))
+            U2_out = gl.convert_layout((U2 if DECAY == "scalar" else U2 * scale).to(DTYPE), CHUNK_LEFT)
+        else:
+            U2, S = warpgroup_mma_wait(0, deps=[U2, S])
         if DECAY == "scalar":
             U2 = U2 * to_end.slice(32, 32).load(gl.SliceLayout(0, BLOCK))[None, :]
         S = warpgroup_mma(gl.convert_layout(U2.to(DTYPE), STATE_LEFT), written.slice(32, 32, dim=0), S, is_async=True)
-        O = warpgroup_mma(U2_out, P.slice(32, 32, dim=1).permute((1, 0)), O, is_async=True)
-        S, O = warpgroup_mma_wait(0, deps=[S, O])
-        O_before = O.to(DTYPE)
-        token = c * C
+        if QUERIES:
+            O = warpgroup_mma(U2_out, P.slice(32, 32, dim=1).permute((1, 0)), O, is_async=True)
+            S, O = warpgroup_mma_wait(0, deps=[S, O])
+            O_before = O.to(DTYPE)
+            token = first + c * C
+        else:
+            S = warpgroup_mma_wait(0, deps=[S])
         barrier()  # all warps have read the operands
         mbarrier.arrive(empty.index(stage), count=1)
         c += 1
     if DECAY == "channel":
         S = S * totals.index((c - 1) % (2 * STAGES)).load(gl.SliceLayout(0, STATE))[None, :]
-    _store_output(o_tiles, [i_b, token, column], buffer, O_before)
-    if KEEP:
+    if QUERIES:
+        _store_output(o_tiles, [i_b, token, column], buffer, O_before)
+    if KEEP and QUERIES:
         tma.async_copy_shared_to_global(U_tiles, [i_b, token, column], as_tile(U_buffer, HALF))
     gl.store(final + o_state, S)
     if STOPS and PART == 0:
@@ -284,36 +301,46 @@ def carry_state(
     tma.store_wait(0)
 
 
-@jit(do_not_specialize=["T", "H", "HV"])
+@jit(do_not_specialize=["T", "segments", "chunks", "H", "HV"])
 def hopper_forward_kernel(
     q_tiles, k_tiles, v_tiles, o_tiles, beta, log_decay, initial, final, stopped, U_tiles, states_tiles, AP_tiles,
-    chunk_beta, chunk_G, scale, T, H, HV, DECAY: gl.constexpr, INITIAL: gl.constexpr, BY_GAIN: gl.constexpr,
-    KEEP: gl.constexpr, STAGES: gl.constexpr, STATE_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
-    COPY_REGISTERS: gl.constexpr,
+    chunk_beta, chunk_G, k_in_tiles, k_out_tiles, scale, T, segments, chunks, H, HV, DECAY: gl.constexpr,
+    INITIAL: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, QUERIES: gl.constexpr, STAGES: gl.constexpr,
+    STATE_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Store output and final states; DECAY is "none", "scalar" (per head) or "channel". Grid (B * HV,).
+    """Store output and final states; DECAY is "none", "scalar" (per head) or "channel". Grid (B * segments * HV,).
+
+    Rows are cut into segments of `chunks` chunks, with states of their own: `initial` and `final [B * segments, HV, K,
+    V]`.
 
     A program stops at the first chunk that it must not process: with BY_GAIN one whose largest erase gain needs strict
-    precision, per channel one that decays too far (`decayed_keys`). It stores the number of this chunk in `stopped
-    [B, HV]` (the number of chunks if there is none), and the state that enters it in `final`. Outputs from this chunk
-    on are not valid. With KEEP, without decay or with one per head, it also stores tensors for the backward pass.
+    precision, per channel one that decays too far (`decayed_keys`). It stores the number of this chunk, from the
+    segment's start, in `stopped [B * segments, HV]` (the number of chunks if there is none), and the state that enters
+    it in `final`. Outputs from this chunk on are not valid. With KEEP, without decay or with one per head, it also
+    stores tensors for the backward pass. Without QUERIES, with KEEP, it stores of all this the final states and what
+    other scans of the segments read of the chunks but P.
     """
-    DTYPE: gl.constexpr = q_tiles.dtype
+    DTYPE: gl.constexpr = k_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     NARROW: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     i = gl.program_id(0)
-    i_b = i // HV
+    i_n = i // HV
     i_h = i % HV
     i_k = i_h // (HV // H)
-    NC = (T + C - 1) // C
+    i_b, first_chunk = i_n // segments, i_n % segments * chunks
+    NT = (T + C - 1) // C
+    NC = gl.minimum(NT - first_chunk, chunks)
+    first, slot = first_chunk * C, (i_b * NT + first_chunk) * HV + i_h
     STOPS: gl.constexpr = BY_GAIN or DECAY == "channel"
-    q_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
     k_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
     v_ring = gl.allocate_shared_memory(DTYPE, [2 * STAGES, C, HALF], OPERAND)
-    output = gl.allocate_shared_memory(DTYPE, [2, C, HALF], OPERAND)
-    P_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, C], OPERAND)
+    q_ring, output, P_ring = (k_ring,) * 3
+    if QUERIES:
+        q_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
+        output = gl.allocate_shared_memory(DTYPE, [2, C, HALF], OPERAND)
+        P_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, C], OPERAND)
     T_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, 32], NARROW)
     L_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, 32], NARROW)
     factors = gl.allocate_shared_memory(gl.float32, [VECTORS * STAGES, C], VECTOR)
@@ -322,12 +349,15 @@ def hopper_forward_kernel(
     large = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
     diagonal = gl.allocate_shared_memory(gl.float32, [C, 16], PLAIN)
     inverses = gl.allocate_shared_memory(DTYPE, [4, 16, 16], gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0]))
-    written_ring, entries, totals, gates, fewest, gates_full, gates_empty = (factors,) * 7
+    written_ring, entries, totals, gates, fewest, gates_full, gates_empty, k_in, k_out = (factors,) * 9
     if DECAY == "channel":
         written_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
         entries = gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR)
         totals = gl.allocate_shared_memory(gl.float32, [2 * STAGES, D], VECTOR)
         gates = gl.allocate_shared_memory(log_decay.dtype, [C, D], _tile_layout(log_decay.dtype, 2))
+        if not QUERIES:
+            k_in = gl.allocate_shared_memory(DTYPE, [C, D], OPERAND)
+            k_out = gl.allocate_shared_memory(DTYPE, [C, D], OPERAND)
         fewest = gl.allocate_shared_memory(gl.float32, [4], VECTOR)
         gates_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         gates_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -335,10 +365,11 @@ def hopper_forward_kernel(
         mbarrier.init(gates_empty.index(0), count=1)
     U_buffers, states_buffers, A_buffer, P_buffer, corner = (output,) * 5
     if KEEP:
-        U_buffers = gl.allocate_shared_memory(DTYPE, [2, C, HALF], OPERAND)
-        states_buffers = gl.allocate_shared_memory(DTYPE, [2, HALF, D], OPERAND)
+        if QUERIES:
+            U_buffers = gl.allocate_shared_memory(DTYPE, [2, C, HALF], OPERAND)
+            states_buffers = gl.allocate_shared_memory(DTYPE, [2, HALF, D], OPERAND)
+            P_buffer = gl.allocate_shared_memory(DTYPE, [C, C], OPERAND)
         A_buffer = gl.allocate_shared_memory(DTYPE, [C, C], OPERAND)
-        P_buffer = gl.allocate_shared_memory(DTYPE, [C, C], OPERAND)
         corner = gl.allocate_shared_memory(DTYPE, [C, 32], NARROW)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -365,26 +396,27 @@ def hopper_forward_kernel(
     bars = (full, empty)
     prepared = (T_ring, L_ring, P_ring, ready)
     scratch = (diagonal, inverses, gains, order)
-    kept = (AP_tiles, A_buffer, P_buffer, corner, i_b * NC * HV + i_h, HV)
+    place = (i_b, i_h, first, slot, NC)
+    kept = (AP_tiles, A_buffer, P_buffer, corner, (k_in, k_out, k_in_tiles, k_out_tiles, chunk_G), place, HV)
     out_tiles, buffers, B = (
         (o_tiles, U_tiles, states_tiles),
         (output, U_buffers, states_buffers),
-        gl.num_programs(0) // HV,
+        gl.num_programs(0) // HV // segments,
     )
     carried = (
         out_tiles, rings, channel, bars, prepared, factors, large, buffers, (initial, final, stopped), scale,
-        i_b, i_h, B, NC,
+        place, B,
     )  # fmt: skip
     copied = (
-        tiles, rings, channel, bars, factors, large, beta, chunk_beta, chunk_G, scale, i_b, i_k, i_h, T, HV, NC
+        tiles, rings, channel, bars, factors, large, beta, chunk_beta, chunk_G, scale, place, i_k, T, HV
     )  # fmt: skip
     prepared_chunks = (rings, channel, bars, prepared, factors, large, scratch, kept, scale, NC)
     gl.warp_specialize(
         [
-            (carry_state, (carried, 0, DECAY, INITIAL, STOPS, KEEP, STAGES)),
-            (carry_state, (carried, 1, DECAY, INITIAL, STOPS, KEEP, STAGES)),
-            (prepare_chunks, (prepared_chunks, DECAY, BY_GAIN, KEEP, STAGES)),
-            (copy_chunks, (copied, DECAY, STOPS, KEEP, STAGES)),
+            (carry_state, (carried, 0, DECAY, INITIAL, STOPS, KEEP, QUERIES, STAGES)),
+            (carry_state, (carried, 1, DECAY, INITIAL, STOPS, KEEP, QUERIES, STAGES)),
+            (prepare_chunks, (prepared_chunks, DECAY, BY_GAIN, KEEP, QUERIES, STAGES)),
+            (copy_chunks, (copied, DECAY, STOPS, KEEP, QUERIES, STAGES)),
         ],
         [4, 4, 1],
         [STATE_REGISTERS, PREPARE_REGISTERS, COPY_REGISTERS],
@@ -392,28 +424,37 @@ def hopper_forward_kernel(
 
 
 @per_plan
-def _constants(plan: Plan, initial: bool, keep: bool) -> Constants:
+def _constants(plan: Plan, initial: bool, keep: bool, output: bool) -> Constants:
     return Constants(
-        plan.row_heads, scale=plan.scale, T=plan.T, H=plan.H, HV=plan.HV, DECAY=plan.decay, INITIAL=initial,
-        BY_GAIN=plan.by_gain, KEEP=keep, **fused_forward_options(keep, plan.decay),
+        plan.scans * plan.HV, scale=plan.scale, T=plan.T, segments=plan.segments, chunks=plan.segment_chunks, H=plan.H,
+        HV=plan.HV, DECAY=plan.decay, INITIAL=initial, BY_GAIN=plan.by_gain, KEEP=keep, QUERIES=output,
+        **fused_forward_options(keep, plan.decay, output),
     )  # fmt: skip
 
 
-def launch_forward(p: Problem, kept: Kept | None, output: Tensor, final: Tensor, stopped: Tensor | None) -> None:
-    """Fill output, final state, the number of the chunk at which each head `stopped`, and `kept` if it is given."""
+def launch_forward(
+    p: Problem, kept: Kept | None, initial: Tensor | None, output: Tensor | None, final: Tensor, stopped: Tensor | None
+) -> None:
+    """Fill output, final state, the number of the chunk at which each head `stopped`, and `kept` if it is given.
+
+    Without `output`, of `kept` it fills A, step sizes and decay only.
+    """
     plan, log_decay = p.plan, p.log_decay
-    filled: tuple[TileView | Tensor | None, ...] = (None,) * 5
+    filled: tuple[TileView | Tensor | None, ...] = (None,) * 7
     if kept is not None:
-        assert kept.U is not None and kept.states is not None and kept.AP is not None
-        U, states, AP = token_tiles(kept.U, plan.V // 2), states_tiles(kept.states), matrix_tiles(kept.AP, CHUNK)
-        filled = U, states, AP, kept.beta, kept.G
+        assert kept.AP is not None
+        U = None if kept.U is None else token_tiles(kept.U, plan.V // 2)
+        states = None if kept.states is None else states_tiles(kept.states)
+        keys = (None if x is None else token_tiles(x, plan.K) for x in (kept.k_in, kept.k_out))
+        filled = U, states, matrix_tiles(kept.AP, CHUNK), kept.beta, kept.G, *keys
     gates: TileView | Tensor | None = log_decay
     if plan.per_channel:
         assert log_decay is not None
         gates = token_tiles(contiguous(log_decay if log_decay.itemsize < 8 else log_decay.float(), plan), plan.K)
     launch(
-        hopper_forward_kernel, _constants(plan, p.initial_state is not None, kept is not None),
-        token_tiles(p.q, plan.K), token_tiles(p.k, plan.K),
-        token_tiles(p.v, plan.V // 2), token_tiles(output, plan.V // 2),
-        p.beta, gates, p.initial_state, final, stopped, *filled,
+        hopper_forward_kernel, _constants(plan, initial is not None, kept is not None, output is not None),
+        None if output is None else token_tiles(p.q, plan.K),
+        token_tiles(p.k, plan.K), token_tiles(p.v, plan.V // 2),
+        None if output is None else token_tiles(output, plan.V // 2),
+        p.beta, gates, initial, final, stopped, *filled,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from deltazoo.ops.triton.gluon import (
     warpgroup_mma_wait,
 )
 from deltazoo.ops.triton.hopper.decayed_keys import RANGE, decay_keys
-from deltazoo.ops.triton.hopper.scan import C
+from deltazoo.ops.triton.hopper.scan import C, as_tile
 
 __all__ = ["halves", "prepare_chunks"]
 
@@ -71,7 +71,9 @@ def _twice(x, LAYOUT: gl.constexpr):
 
 
 @jit
-def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, STAGES: gl.constexpr):
+def prepare_chunks(
+    chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, QUERIES: gl.constexpr, STAGES: gl.constexpr
+):
     """Compute P, T11, T22 and -L21 of every chunk, and whether its largest gain is too large, by four warps."""
     rings, channel, bars, prepared, factors, large, scratch, kept, scale, NC = chunks
     q_ring, k_ring, _ = rings
@@ -79,8 +81,11 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
     full, _ = bars
     T_ring, L_ring, P_ring, ready = prepared
     diagonal, inverses, gains, order = scratch
-    AP_tiles, A_buffer, P_buffer, corner, slot, HV = kept
+    AP_tiles, A_buffer, P_buffer, corner, keys, place, HV = kept
+    k_in, k_out, k_in_tiles, k_out_tiles, chunk_G = keys
+    i_b, i_h, first_token, slot, _ = place
     DTYPE: gl.constexpr = T_ring.dtype
+    K: gl.constexpr = k_ring.shape[2]
     # Every warp has 16 rows in all of these layouts.
     SQUARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     PAIR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
@@ -131,10 +136,19 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
         if DECAY == "channel":
             mbarrier.wait(gates_full.index(0), c & 1)
             entry, total = entries.index(stage), totals.index(c % (2 * STAGES))
-            decay_keys(q, k, written, gates, entry, total, fewest)
+            G_last = chunk_G
+            if not QUERIES:
+                G_last = chunk_G + (slot + c * HV).to(gl.int64) * K
+                tma.store_wait(0)  # waits for the stores of the chunk before
+                barrier()
+            decay_keys(q, k, written, gates, entry, total, fewest, k_in, k_out, G_last, QUERIES)
             fence_async_shared()
             barrier()
             mbarrier.arrive(gates_empty.index(0), count=1)
+            if not QUERIES:
+                at_keys = [i_b, first_token + c * C, i_h * K]
+                tma.async_copy_shared_to_global(k_in_tiles, at_keys, as_tile(k_in, K))
+                tma.async_copy_shared_to_global(k_out_tiles, at_keys, as_tile(k_out, K))
         L = warpgroup_mma(k, written.permute((1, 0)), zero, use_acc=False, is_async=True)
         # exp(G_i - G_j) on and below the diagonal, 0 above it. `order` holds i * 2^30. As comparisons of indices the
         # masks would stay in registers from chunk to chunk, 64 packed predicates (docs/log.md).
@@ -148,8 +162,9 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
             L = L * E
         if KEEP:
             L = L * factors.index(vectors + STEP).load(gl.SliceLayout(1, SQUARE))[:, None]
-            tma.store_wait(0)  # waits for the store of the chunk before
-            barrier()
+            if DECAY != "channel":
+                tma.store_wait(0)  # waits for the store of the chunk before
+                barrier()
         left, right = halves(L, C)
         B0, B1 = halves(left, 32)
         B2, B3 = halves(right, 32)
@@ -160,16 +175,17 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
         below = gl.convert_layout(gl.where(warp < 2, B0, B2).to(DTYPE).reshape([4, 16, 16]), RIGHT)
         diagonal.store(own.reshape([4, 16, 16]).permute((1, 0, 2)).reshape([C, 16]))
         L_ring.index(stage).store(gl.convert_layout(left.to(DTYPE), PAIR))
-        P = warpgroup_mma(q, written.permute((1, 0)), zero, use_acc=False, is_async=True)
-        P = warpgroup_mma_wait(0, deps=[P])
-        if DECAY == "scalar":
-            P = P * (E * scale)
-        else:
-            i_row, i_column = order.load(gl.SliceLayout(1, SQUARE)), order.load(gl.SliceLayout(0, SQUARE))
-            P = gl.where(i_row[:, None] >= i_column[None, :], P, 0.0)
-        P_ring.index(stage).store(P.to(DTYPE))
-        if KEEP:
-            P_buffer.permute((1, 0)).store((P if DECAY == "scalar" else P * scale).to(DTYPE))
+        if QUERIES:
+            P = warpgroup_mma(q, written.permute((1, 0)), zero, use_acc=False, is_async=True)
+            P = warpgroup_mma_wait(0, deps=[P])
+            if DECAY == "scalar":
+                P = P * (E * scale)
+            else:
+                i_row, i_column = order.load(gl.SliceLayout(1, SQUARE)), order.load(gl.SliceLayout(0, SQUARE))
+                P = gl.where(i_row[:, None] >= i_column[None, :], P, 0.0)
+            P_ring.index(stage).store(P.to(DTYPE))
+            if KEEP:
+                P_buffer.permute((1, 0)).store((P if DECAY == "scalar" else P * scale).to(DTYPE))
         # Rows of (1 / beta - L)^-1 from the first to the last: b_r (e_r + sum_n -L_rn x_n); A has no b_r.
         steps = _split16(factors.index(vectors + STEP).reshape([4, 16]).load(STEPS))
         gain = gl.full([4], 0.0, gl.float32, gl.SliceLayout(1, COLUMN))
@@ -244,7 +260,8 @@ def prepare_chunks(chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.
         if KEEP:
             row = (slot + c * HV) * (2 * C)
             tma.async_copy_shared_to_global(AP_tiles, [row, 0], A_buffer)
-            tma.async_copy_shared_to_global(AP_tiles, [row + C, 0], P_buffer)
+            if QUERIES:
+                tma.async_copy_shared_to_global(AP_tiles, [row + C, 0], P_buffer)
         c += 1
     if KEEP:
         tma.store_wait(0)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from benchmarks.numerics import relative_errors
-from deltazoo.checks.errors import plain_torch
-from deltazoo.checks.kernel_check import Case, case_inputs, case_results
+from deltazoo.checks.kernel_check import Case, case_inputs, case_results, plain_torch
 
 CASES = [
     Case("none", 8, 12, T=70),

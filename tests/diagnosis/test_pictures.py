@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from deltazoo.training.pictures import curves, draw_loss_curve
+from deltazoo.diagnosis.pictures import curves, draw_loss_curve
 
 HISTORY = [
     {"step": 10, "loss": 5.0, "learning_rate": 0.1},
@@ -42,8 +42,3 @@ def test_the_picture_shows_both_losses_with_labelled_axes(tmp_path: Path, monkey
     (tokens,) = axes.child_axes
     assert tokens.get_xlabel() == "training tokens (millions)"
     assert tokens.get_xlim() == pytest.approx([limit / 1000 for limit in axes.get_xlim()])
-
-
-def test_a_history_without_losses_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no training loss"):
-        draw_loss_curve([{"step": 1, "eval_loss": 3.0}], tmp_path / "loss.png", "", 1)
