@@ -111,7 +111,8 @@ def whole_model(path: str | Path, **kwargs: Any) -> Any:
 
     `kwargs` are for `from_pretrained`.
     """
-    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
+    model, info = loaded
     refuse_missing_weights(info["missing_keys"], path)
     return model
 
