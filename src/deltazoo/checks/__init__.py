@@ -1,5 +1,5 @@
 """Checks of a rule, on a CPU in under a minute, and of the kernels on this machine."""
 
-from deltazoo.checks.rule_check import CHECKS, Finding, check_rule
+from deltazoo.checks.promises import CHECKS, Finding, check_rule
 
 __all__ = ["CHECKS", "Finding", "check_rule"]
