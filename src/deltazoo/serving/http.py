@@ -11,9 +11,10 @@ import resource
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, TypeVar
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import h11
 import uvicorn
@@ -55,8 +56,8 @@ most of it one call of the system, so three quarters of its time are left for re
 piece."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers that ask proxies to pass every event on at once; nginx obeys the second."""
-_HEADERS_WAIT = 1.0
-"""Most seconds that the headers of a stream wait for its first event."""
+_AT_ONCE = 8
+"""Parts of requests that are taken in one turn of the event loop."""
 _BACKLOG = 4096
 """Connections that may wait to be accepted. They are many, so that the engine's queue refuses, with a reason."""
 _KEEP_ALIVE = 75
@@ -108,9 +109,6 @@ def check_key(key: str | None) -> None:
         )
 
 
-_AnyBody = TypeVar("_AnyBody", CompletionBody, ChatBody)
-
-
 class _Endpoints:
     def __init__(self, engine: Any, model: str) -> None:
         self._engine, self._model, self._tokenizer = engine, model, engine.tokenizer
@@ -122,7 +120,8 @@ class _Endpoints:
 
     async def completions(self, request: HTTPRequest) -> Response:
         """The response to a request for continued prompts."""
-        body = await self._body(request, CompletionBody)
+        body = CompletionBody.of(await request.body(), request.headers)
+        self._check_model(body.model)
         prompts = [await self._prompts.of_text(x) if isinstance(x, str) else x for x in body.prompt]
         echoes = None
         if body.echo:
@@ -132,7 +131,8 @@ class _Endpoints:
 
     async def chat_completions(self, request: HTTPRequest) -> Response:
         """The response to a request for the next message of a chat."""
-        body = await self._body(request, ChatBody)
+        body = ChatBody.of(await request.body(), request.headers)
+        self._check_model(body.model)
         if not self._tokenizer.chat_template:
             raise ApiError(
                 400,
@@ -161,11 +161,6 @@ class _Endpoints:
     async def metrics(self, _: HTTPRequest) -> Response:
         """The engine's counters in Prometheus' text format."""
         return PlainTextResponse(self._metrics.text(await self._engine.status()), media_type=CONTENT_TYPE_LATEST)
-
-    async def _body(self, request: HTTPRequest, kind: type[_AnyBody]) -> _AnyBody:
-        body = kind.of(await request.body(), request.headers.get("content-type", ""))
-        self._check_model(body.model)
-        return body
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._model):
@@ -198,9 +193,6 @@ class _Endpoints:
         answer = Answer(body, self._model, self._tokenizer, choices, echoes)
         pieces = self._pieces(choices, news, last)
         if body.stream:
-            with suppress(TimeoutError):  # the first event travels with the headers
-                async with asyncio.timeout(_HEADERS_WAIT):
-                    await news.wait()
             return _Events(self._events(answer, pieces), headers=_HEADERS)
         found: list[list[Piece]] = [[] for _ in choices]
         async with aclosing(pieces):
@@ -223,7 +215,6 @@ class _Endpoints:
     ) -> AsyncGenerator[tuple[int, Piece]]:
         """Pieces with the number of their choice, with pauses in between that grow with the number of open choices."""
         began, left, reason = time.monotonic(), dict(enumerate(choices)), "cancelled"
-        loop = asyncio.get_running_loop()
         self._open += len(choices)
         try:
             while left:
@@ -244,7 +235,7 @@ class _Endpoints:
                         self._metrics.end(piece.finish_reason, began)
                     yield index, piece
                 if left:
-                    timer = loop.call_later(_PAUSE * self._open, last.set)
+                    timer = asyncio.get_running_loop().call_later(_PAUSE * self._open, last.set)
                     await last.wait()
                     timer.cancel()
         except EngineError:
@@ -387,33 +378,6 @@ class _Gate:
         )
 
 
-class _Joined:
-    """A transport that sends all that is written in one turn of the event loop by one call of the system."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._parts: list[bytes] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        """Send data at the end of this turn."""
-        if not self._parts:
-            self._loop.call_soon(self._flush)
-        self._parts.append(data)
-
-    def close(self) -> None:
-        """Send what has been written, then close."""
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        if self._parts:
-            self._transport.write(b"".join(self._parts))
-            self._parts.clear()
-
-
 class _Connection(H11Protocol):
     """A connection that is closed if a request takes too long to arrive, or to make room for another connection."""
 
@@ -421,9 +385,10 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for a request."""
-        super().connection_made(_Joined(transport, self.loop))  # type: ignore[arg-type]
+        super().connection_made(transport)
         self._receiving: asyncio.TimerHandle | None = None
         self._heard = self.loop.time()
+        self._arrived: deque[tuple[_Connection, bytes]] = vars(self.server_state).setdefault("arrived", deque())
         self._watch()
         if len(self.connections) > self.most:
             others: Any = self.connections
@@ -431,10 +396,22 @@ class _Connection(H11Protocol):
             min(idle, key=lambda other: other._heard).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request."""
+        """Take a part of a request when its turn comes: some of them in one turn of the event loop.
+
+        Of many requests that come at once, the first are so with the engine before the last are parsed.
+        """
         self._heard = self.loop.time()
-        super().data_received(data)
-        self._watch()
+        self._arrived.append((self, data))
+        if len(self._arrived) == 1:
+            self.loop.call_soon(self._take)
+
+    def _take(self) -> None:
+        for connection, data in [self._arrived.popleft() for _ in range(min(_AT_ONCE, len(self._arrived)))]:
+            if not connection.transport.is_closing():
+                H11Protocol.data_received(connection, data)
+                connection._watch()
+        if self._arrived:
+            self.loop.call_soon(self._take)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""
