@@ -11,9 +11,10 @@ import resource
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, TypeVar
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import h11
 import uvicorn
@@ -55,8 +56,8 @@ most of it one call of the system, so three quarters of its time are left for re
 piece."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers that ask proxies to pass every event on at once; nginx obeys the second."""
-_HEADERS_WAIT = 1.0
-"""Most seconds that the headers of a stream wait for its first event."""
+_AT_ONCE = 8
+"""Parts of requests that are taken in one turn of the event loop."""
 _BACKLOG = 4096
 """Connections that may wait to be accepted. They are many, so that the engine's queue refuses, with a reason."""
 _KEEP_ALIVE = 75
@@ -108,9 +109,6 @@ def check_key(key: str | None) -> None:
         )
 
 
-_AnyBody = TypeVar("_AnyBody", CompletionBody, ChatBody)
-
-
 class _Endpoints:
     def __init__(self, engine: Any, model: str) -> None:
         self._engine, self._model, self._tokenizer = engine, model, engine.tokenizer
@@ -121,8 +119,8 @@ class _Endpoints:
         """Number of choices that are being made."""
 
     async def completions(self, request: HTTPRequest) -> Response:
-        """The response to a request for continued prompts."""
-        body = await self._body(request, CompletionBody)
+        body = CompletionBody.of(await request.body(), request.headers)
+        self._check_model(body.model)
         prompts = [await self._prompts.of_text(x) if isinstance(x, str) else x for x in body.prompt]
         echoes = None
         if body.echo:
@@ -131,8 +129,8 @@ class _Endpoints:
         return await self._answer(body, prompts, echoes)
 
     async def chat_completions(self, request: HTTPRequest) -> Response:
-        """The response to a request for the next message of a chat."""
-        body = await self._body(request, ChatBody)
+        body = ChatBody.of(await request.body(), request.headers)
+        self._check_model(body.model)
         if not self._tokenizer.chat_template:
             raise ApiError(
                 400,
@@ -159,13 +157,7 @@ class _Endpoints:
         return JSONResponse({"status": "ok" if running else "stopped"}, 200 if running else 503)
 
     async def metrics(self, _: HTTPRequest) -> Response:
-        """The engine's counters in Prometheus' text format."""
         return PlainTextResponse(self._metrics.text(await self._engine.status()), media_type=CONTENT_TYPE_LATEST)
-
-    async def _body(self, request: HTTPRequest, kind: type[_AnyBody]) -> _AnyBody:
-        body = kind.of(await request.body(), request.headers.get("content-type", ""))
-        self._check_model(body.model)
-        return body
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._model):
@@ -175,7 +167,6 @@ class _Endpoints:
     async def _answer(
         self, body: CompletionBody | ChatBody, prompts: Sequence[list[int]], echoes: Sequence[str] | None = None
     ) -> Response:
-        """The response to the requests of all choices, whole or streamed."""
         requests = [request for prompt in prompts for request in body.requests(prompt)]
         if len(requests) > (most := self._engine.max_queue):
             raise ApiError(400, f"this request makes {len(requests)} choices, and at most {most} can wait here")
@@ -198,9 +189,6 @@ class _Endpoints:
         answer = Answer(body, self._model, self._tokenizer, choices, echoes)
         pieces = self._pieces(choices, news, last)
         if body.stream:
-            with suppress(TimeoutError):  # the first event travels with the headers
-                async with asyncio.timeout(_HEADERS_WAIT):
-                    await news.wait()
             return _Events(self._events(answer, pieces), headers=_HEADERS)
         found: list[list[Piece]] = [[] for _ in choices]
         async with aclosing(pieces):
@@ -223,7 +211,6 @@ class _Endpoints:
     ) -> AsyncGenerator[tuple[int, Piece]]:
         """Pieces with the number of their choice, with pauses in between that grow with the number of open choices."""
         began, left, reason = time.monotonic(), dict(enumerate(choices)), "cancelled"
-        loop = asyncio.get_running_loop()
         self._open += len(choices)
         try:
             while left:
@@ -244,7 +231,7 @@ class _Endpoints:
                         self._metrics.end(piece.finish_reason, began)
                     yield index, piece
                 if left:
-                    timer = loop.call_later(_PAUSE * self._open, last.set)
+                    timer = asyncio.get_running_loop().call_later(_PAUSE * self._open, last.set)
                     await last.wait()
                     timer.cancel()
         except EngineError:
@@ -260,7 +247,6 @@ class _Events(EventSourceResponse):
     """A response of events. `_Gate` notices a client that hangs up, so it does not listen for that."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events."""
         await self.stream_response(send)
 
 
@@ -306,21 +292,17 @@ class _Metrics(Collector):
         self._finished = {reason: finished.labels(model, reason) for reason in ("stop", "length", "cancelled", "error")}
 
     def first_token(self, began: float) -> None:
-        """Count a choice, begun at `time.monotonic()`, that has its first token."""
         self._time_to_first_token.observe(time.monotonic() - began)
 
     def end(self, reason: str, began: float) -> None:
-        """Count a choice that has ended."""
         self._finished[reason].inc()
         self._request_seconds.observe(time.monotonic() - began)
 
     def text(self, status: Status) -> bytes:
-        """All numbers, with the engine's counters, in Prometheus' text format."""
         self._status = status
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's counters."""
         for kind, names in ((GaugeMetricFamily, _NOW), (CounterMetricFamily, _TOTALS)):
             for name, description in names.items():
                 family = kind(f"deltazoo_{name}", description, labels=["model"])
@@ -339,7 +321,6 @@ class _Gate:
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer with status 401 or 413."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
@@ -387,43 +368,16 @@ class _Gate:
         )
 
 
-class _Joined:
-    """A transport that sends all that is written in one turn of the event loop by one call of the system."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._parts: list[bytes] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        """Send data at the end of this turn."""
-        if not self._parts:
-            self._loop.call_soon(self._flush)
-        self._parts.append(data)
-
-    def close(self) -> None:
-        """Send what has been written, then close."""
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        if self._parts:
-            self._transport.write(b"".join(self._parts))
-            self._parts.clear()
-
-
 class _Connection(H11Protocol):
     """A connection that is closed if a request takes too long to arrive, or to make room for another connection."""
 
     most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 100)
 
     def connection_made(self, transport: Any) -> None:
-        """Begin to wait for a request."""
-        super().connection_made(_Joined(transport, self.loop))  # type: ignore[arg-type]
+        super().connection_made(transport)
         self._receiving: asyncio.TimerHandle | None = None
         self._heard = self.loop.time()
+        self._arrived: deque[tuple[_Connection, bytes]] = vars(self.server_state).setdefault("arrived", deque())
         self._watch()
         if len(self.connections) > self.most:
             others: Any = self.connections
@@ -431,13 +385,24 @@ class _Connection(H11Protocol):
             min(idle, key=lambda other: other._heard).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request."""
+        """Take a part of a request when its turn comes: some of them in one turn of the event loop.
+
+        Of many requests that come at once, the first are so with the engine before the last are parsed.
+        """
         self._heard = self.loop.time()
-        super().data_received(data)
-        self._watch()
+        self._arrived.append((self, data))
+        if len(self._arrived) == 1:
+            self.loop.call_soon(self._take)
+
+    def _take(self) -> None:
+        for connection, data in [self._arrived.popleft() for _ in range(min(_AT_ONCE, len(self._arrived)))]:
+            if not connection.transport.is_closing():
+                H11Protocol.data_received(connection, data)
+                connection._watch()
+        if self._arrived:
+            self.loop.call_soon(self._take)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
         if self._receiving is not None:
             self._receiving.cancel()
         super().connection_lost(exc)
