@@ -11,7 +11,6 @@ import resource
 import secrets
 import socket
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -56,8 +55,6 @@ most of it one call of the system, so three quarters of its time are left for re
 piece."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers that ask proxies to pass every event on at once; nginx obeys the second."""
-_AT_ONCE = 8
-"""Parts of requests that are taken in one turn of the event loop."""
 _BACKLOG = 4096
 """Connections that may wait to be accepted. They are many, so that the engine's queue refuses, with a reason."""
 _KEEP_ALIVE = 75
@@ -377,7 +374,6 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         self._receiving: asyncio.TimerHandle | None = None
         self._heard = self.loop.time()
-        self._arrived: deque[tuple[_Connection, bytes]] = vars(self.server_state).setdefault("arrived", deque())
         self._watch()
         if len(self.connections) > self.most:
             others: Any = self.connections
@@ -385,22 +381,9 @@ class _Connection(H11Protocol):
             min(idle, key=lambda other: other._heard).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request when its turn comes: some of them in one turn of the event loop.
-
-        Of many requests that come at once, the first are so with the engine before the last are parsed.
-        """
         self._heard = self.loop.time()
-        self._arrived.append((self, data))
-        if len(self._arrived) == 1:
-            self.loop.call_soon(self._take)
-
-    def _take(self) -> None:
-        for connection, data in [self._arrived.popleft() for _ in range(min(_AT_ONCE, len(self._arrived)))]:
-            if not connection.transport.is_closing():
-                H11Protocol.data_received(connection, data)
-                connection._watch()
-        if self._arrived:
-            self.loop.call_soon(self._take)
+        super().data_received(data)
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._receiving is not None:
