@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
+import pytest
 import torch
 from foreign_models import FUSED, SPARSE_SOFTMAX, foreign_model
 from tiny_families import tiny_original, tokens
@@ -12,7 +14,7 @@ from tiny_models import OPTIONS, tiny_model
 from torch import Tensor
 
 import deltazoo
-from deltazoo.generation import Sampling
+from deltazoo.generation import Sampling, Snapshot
 from deltazoo.generation.row_table import PromptRows, RowTable
 from deltazoo.generation.sampling import Way
 
@@ -24,6 +26,7 @@ SWAPPED = [
 ]
 """With all layers swapped, nothing is left of softmax attention but the model's masks; windows are 5 tokens long."""
 ACCELERATED = [family for family in FUSED if family not in SPARSE_SOFTMAX]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 IDS = tokens(2, 7)
 PADDED = torch.tensor([[1] * 7, [0] * 4 + [1] * 3])
 
@@ -91,6 +94,16 @@ def own(model: Any, ids: Tensor, mask: Tensor, count: int, **options: Any) -> Te
     """`deltazoo.generate`."""
     options = {"eos_token_id": [], "pad_token_id": 0, **options}
     return deltazoo.generate(model, ids, mask, max_new_tokens=count, **options)
+
+
+def same(one: Snapshot, other: Snapshot) -> bool:
+    """Whether two snapshots are equal bit for bit."""
+    pairs = list(zip_longest(one.layers, other.layers, fillvalue={}))
+    return (
+        one.num_tokens == other.num_tokens
+        and one.kinds == other.kinds
+        and all(x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x) for x, y in pairs)
+    )
 
 
 PIECE = 4

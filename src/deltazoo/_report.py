@@ -96,7 +96,7 @@ def report(model: nn.Module) -> ModelReport:
         rule = _description(module)
         if rule is not None:
             update = describe_update(rule.spec, rule.num_micro_steps)
-            backend, reason = _backend_of(rule)
+            backend, reason = backend_of(rule)
             if methods := replaced_methods(module):
                 names = ", ".join(methods)
                 reason += f"; but {names} of this layer did not come with deltazoo and may call no operator"
@@ -112,7 +112,7 @@ def _told(model: nn.Module, method: str) -> str | None:
     return next((getattr(module, method)() for module in model.modules() if hasattr(module, method)), None)
 
 
-def _backend_of(rule: RuleDescription) -> tuple[str, str]:
+def backend_of(rule: RuleDescription) -> tuple[str, str]:
     """The backend that a rule's calls run, and the reason."""
     device, dtype, K, V = rule.device, rule.dtype, rule.head_k_dim, rule.head_v_dim
     undecayed = rule.spec.erase_reads == "undecayed"

@@ -281,7 +281,7 @@ def test_a_pure_model_of_transformers_loads_as_ours(tmp_path):
 @pytest.mark.parametrize(
     ("target", "values", "message"),
     [
-        ("qwen3_5_text", QWEN, "its softmax layers gate their output"),
+        ("qwen3_5_text", QWEN, "softmax layers of this model gate their output"),
         ("qwen3_5_text", {**QWEN, "attention_bias": True}, "with attention_bias=True, only with False"),
         ("qwen3_5_text", {**QWEN, "head_dim": 16}, "with head_dim=16, only with 8"),
         ("qwen3_next", {**QWEN, "num_experts": 2, "num_experts_per_tok": 1}, "with num_experts=2, only with 0"),

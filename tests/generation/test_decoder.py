@@ -1,10 +1,11 @@
 """`deltazoo.generate` and `model.generate` give the tokens of the forward pass, for every kind of model."""
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
-from decoding_loops import ACCELERATED, PADDED, SWAPPED, assert_decodes_like_forward, model_of, ordinary, own
+from decoding_loops import ACCELERATED, DEVICES, PADDED, SWAPPED, assert_decodes_like_forward, model_of, ordinary, own
 from foreign_models import foreign_model
 from peft import LoraConfig, get_peft_model
 from tiny_families import tiny_original
@@ -13,19 +14,6 @@ from transformers.generation.streamers import BaseStreamer
 
 import deltazoo
 from deltazoo.generation import Decoder, Sampling
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-class Collector(BaseStreamer):
-    def __init__(self):
-        self.received, self.ended = [], False
-
-    def put(self, value):
-        self.received.append(value)
-
-    def end(self):
-        self.ended = True
 
 
 def plain(model, ids, max_new_tokens=9, **options):
@@ -139,10 +127,11 @@ def test_sampled_tokens_are_not_the_same_draw_over_and_over(device):
 
 
 def test_streaming_hands_out_the_prompt_and_every_token():
-    model, ids, streamer = tiny_model("gated_deltanet"), tokens(1, 6), Collector()
+    model, ids, streamer = tiny_model("gated_deltanet"), tokens(1, 6), Mock(spec=BaseStreamer)
     made = deltazoo.generate(model, ids, max_new_tokens=5, streamer=streamer)
-    assert streamer.ended and [len(x.flatten()) for x in streamer.received] == [6, 1, 1, 1, 1, 1]
-    assert torch.equal(torch.cat([x.flatten() for x in streamer.received]), made[0])
+    received = [call.args[0].flatten() for call in streamer.put.call_args_list]
+    assert list(map(len, received)) == [6, 1, 1, 1, 1, 1] and torch.equal(torch.cat(received), made[0])
+    streamer.end.assert_called_once_with()
 
 
 def test_tokens_come_one_by_one():

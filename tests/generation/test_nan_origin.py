@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from decoding_loops import ACCELERATED, model_of
+from decoding_loops import ACCELERATED, DEVICES, model_of
 from tiny_models import VOCAB, tiny_model, tokens
 
 import deltazoo
 from deltazoo.generation import Decoder, Sampling
-from deltazoo.generation.nan_origin import origin_of_nan, watch_for_nan
+from deltazoo.generation.conditions import origin_of_nan, watch_for_nan
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = ["kda", "hybrid", "llama 1:1", *ACCELERATED[:1]]
 WAYS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}]
 NAN = float("nan")

@@ -5,7 +5,16 @@ from functools import partial
 
 import pytest
 import torch
-from decoding_loops import ACCELERATED, assert_decodes_like_forward, in_a_table, model_of, own, state_after
+from decoding_loops import (
+    ACCELERATED,
+    DEVICES,
+    assert_decodes_like_forward,
+    in_a_table,
+    model_of,
+    own,
+    same,
+    state_after,
+)
 from tiny_families import tiny_original
 from tiny_models import CASES, STATES, tiny_model, tokens
 
@@ -14,7 +23,6 @@ from deltazoo.generation import Sampling, row_table, step
 from deltazoo.generation.row_table import PromptRows, RowTable
 from deltazoo.generation.sampling import Way
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HYBRID = ["softmax_only", "hybrid", "hybrid_softmax_first", "hybrid_without_conv"]
 FAMILIES = [family for family in ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear") if family in ACCELERATED]
 MOST = 40
@@ -35,10 +43,6 @@ def continued(table, row, width, count, way=Way.GREEDY):
 
 def tensors(state):
     return [x for layer in state.layers for x in layer.values()]
-
-
-def equal(a, b):
-    return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
 
 
 UNPADDED = [*FEW, "pkda", *HYBRID, "llama 1:1", *FAMILIES]
@@ -102,7 +106,7 @@ def test_passes_keep_rows_apart(case, device):
             together.load(row, states[row])
         together.run(chosen)
         states |= {row: together.take(row, start + len(x)) for row, (_, x) in chosen.items()}
-    assert all(equal(states[row], state) for row, state in expected.items())
+    assert all(same(states[row], state) for row, state in expected.items())
     found, plain = (
         torch.cat([x.flatten() for x in tensors(state)]) for state in (expected[1], state_after(exact, 1, ids[1][:27]))
     )
@@ -122,12 +126,12 @@ def test_sizes_of_passes_differ_by_rounding(case, device):
         prompts.load(row, None)
     prompts.run({0: (0, piece), 1: (0, piece), 3: (0, piece)})
     widest = [prompts.take(row, PIECE) for row in (0, 1, 3)]
-    assert equal(widest[0], widest[1]) and equal(widest[0], widest[2])
+    assert same(widest[0], widest[1]) and same(widest[0], widest[2])
     for row in (0, 1):
         prompts.load(row, None)
         prompts.run({row: (0, piece)})
         torch.testing.assert_close(tensors(prompts.take(row, PIECE)), tensors(widest[0]), rtol=1e-4, atol=1e-5)
-    assert equal(prompts.take(3, PIECE), widest[2])
+    assert same(prompts.take(3, PIECE), widest[2])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -148,6 +152,7 @@ def test_other_rows_change_no_bit(kind, way, device):
         table.step(8, Way.FILTERED if len(rows) > 1 else way)
         table.step(8, way)
         chances = table.read_log_probabilities(8, [2], 3)()
+        assert [x.shape for x in chances] == [(1,), (1, 3), (1, 3)]
         return table.read_tokens(8)()[2].item(), [x.tolist() for x in chances]
 
     assert run([2]) == run(range(8))
@@ -235,7 +240,7 @@ def test_a_pass_that_waits_runs_without_padding(captures, monkeypatch, caplog):
     prompts.capture()
     assert len(captures) == 1 and not prompts.padded and not prompts._passes
     assert "prompts run one by one and without CUDA graphs, which makes them slower: nonzero" in caplog.text
-    assert equal(state_after(prompts, 0, ids), expected)
+    assert same(state_after(prompts, 0, ids), expected)
 
 
 @pytest.mark.gpu

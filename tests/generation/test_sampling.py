@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from decoding_loops import DEVICES
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from deltazoo.generation import Sampling
 from deltazoo.generation.sampling import NO_TOKEN, Sampler, Way, uniform_numbers
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SETTINGS = [
     Sampling(),
     Sampling(1.0),

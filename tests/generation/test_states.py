@@ -2,11 +2,10 @@
 
 import copy
 import json
-from itertools import zip_longest
 
 import pytest
 import torch
-from decoding_loops import ACCELERATED, model_of
+from decoding_loops import ACCELERATED, DEVICES, model_of, same
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_models import STATES, tiny_model, tokens
@@ -28,16 +27,6 @@ def run(model, cache, ids):
     with torch.no_grad():
         output = model(ids, past_key_values=cache, use_cache=True)
     return output.logits, output.past_key_values
-
-
-def same(one, other):
-    """Whether two snapshots are equal bit for bit."""
-    pairs = list(zip_longest(one.layers, other.layers, fillvalue={}))
-    return (
-        one.num_tokens == other.num_tokens
-        and one.kinds == other.kinds
-        and all(x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x) for x, y in pairs)
-    )
 
 
 @pytest.mark.parametrize("kind", [*STATES, *SWAPPED, *ACCELERATED])
@@ -166,7 +155,7 @@ def test_a_row_joins_a_longer_batch(kind, static):
     torch.testing.assert_close(together, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["gated_deltanet", "kda_without_conv", "longhorn", "hybrid"])
 def test_rows_are_those_of_snapshots(kind, device):
     """Taken, put, moved and emptied one by one, to the last bit; no other row changes. Weights of half the precision
@@ -216,7 +205,7 @@ def test_room_for_a_longer_row():
     torch.testing.assert_close(together, torch.cat([run(model, None, ids)[0][:, -1:] for ids in rows]))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["kda_without_conv", "hybrid", "llama 1:1", "qwen3_next"])
 def test_captured_steps_go_on_from_restored_states(kind, device):
     """Also where the rows have changed places."""

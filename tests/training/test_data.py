@@ -186,7 +186,7 @@ def test_files_of_a_folder_that_are_not_text_are_left_out_and_named(
     list(open_text(DataConfig(text=str(folder), pattern="**/*.txt")).documents())
     assert not capsys.readouterr().err
     with pytest.raises(
-        ValueError, match=r"there is no UTF-8 text in .*picture.png: convert it, for example with iconv"
+        ValueError, match=r"there is no UTF-8 text in .*picture.png: unpack it, or convert it, for example with iconv"
     ):
         list(open_text(DataConfig(text=str(folder / "picture.png"))).documents())
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deltazoo.diagnosis.rule_calls import RecordedCall, delta_rule_layers, recorded_calls
 from deltazoo.diagnosis.rule_figures import CHUNK, Figures, Quantiles, figure_of, measure
-from deltazoo.generation.nan_origin import watch_for_nan
+from deltazoo.generation.conditions import watch_for_nan
 from deltazoo.models.delta_layers import evaluation_mode
 
 _EXPANDS = 1.01

@@ -1,13 +1,18 @@
-"""Reasons, in words, why a model cannot be decoded by our own loops or by a captured step in `generate`.
+"""Reasons, in words: why a model is not decoded by our own loops or by a captured step in `generate`, and where NaN of
+its logits comes from.
 
 A graph repeats the work that the device was given during the capture. Everything else that Python does happens once, at
 the capture: hooks, counts on the host, choices made from attributes. If that would matter, the ordinary loop runs.
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -32,6 +37,8 @@ __all__ = [
     "check_positions",
     "learned_positions",
     "max_positions",
+    "origin_of_nan",
+    "watch_for_nan",
     "why_not_this_call",
     "why_not_this_model",
 ]
@@ -79,8 +86,9 @@ def check_model(model: Any) -> None:
     if not any(isinstance(x, DeltaRuleAttention | RunsDeltaRule) or hasattr(x, "describe_decoding") for x in layers):
         instead = "pass its get_base_model()" if hasattr(model, "get_base_model") else "use its generate"
         raise ValueError(
-            "the loop is for causal language models with our delta-rule layers (deltazoo.swap_attention puts them in, "
-            f"deltazoo.accelerate makes them of transformers' own), got {type(model).__name__}: {instead}"
+            "deltazoo.generate and the server take causal language models with our delta-rule layers "
+            "(deltazoo.swap_attention puts them in, deltazoo.accelerate makes them of transformers' own), got "
+            f"{type(model).__name__}: {instead}"
         )
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
@@ -217,3 +225,46 @@ def check_positions(model: Any, num_tokens: int, what: str) -> None:
     limit = learned_positions(model)
     if limit is not None and num_tokens > limit:
         raise ValueError(f"{what} exceed the {limit} learned positions of {type(model).__name__}")
+
+
+@contextmanager
+def watch_for_nan(model: nn.Module) -> Iterator[list[str]]:
+    """A context whose list gets a clause about the first module whose output holds NaN or infinity.
+
+    It waits for the device after each module. -inf alone is no fault, since it hides tokens.
+    """
+    found: list[str] = []
+
+    def look(name: str, module: nn.Module, _: Any, output: Any) -> None:
+        if not found and (kind := _kind_in(tree_leaves(output))) is not None:
+            weights = [(own, _kind_in([x])) for own, x in module.named_parameters(recurse=False)]
+            cause = next((f", whose {own} holds {kind}" for own, kind in weights if kind is not None), "")
+            found.append(f"{kind} comes first in the output of {name or type(module).__name__}{cause}")
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_hook(partial(look, name)).remove)
+        yield found
+
+
+@torch.no_grad()
+def origin_of_nan(model: Any, input_ids: Tensor) -> str:
+    """A clause for the message that a model computed NaN: "; NaN comes first in the output of ...", or nothing.
+
+    It runs one forward pass over the tokens; if that computes no NaN, or fails, there is no clause.
+
+    Args:
+        model: a causal language model.
+        input_ids: `[1, T]`.
+    """
+    with watch_for_nan(model) as found, suppress(Exception), torch.compiler.set_stance("force_eager"):
+        options = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        model(input_ids=input_ids, use_cache=False, **options)
+    return f"; {found[0]}" if found else ""
+
+
+def _kind_in(values: Iterable[Any]) -> str | None:
+    for x in values:
+        if isinstance(x, Tensor) and x.is_floating_point() and not bool((x < torch.inf).all()):
+            return "NaN" if bool(x.isnan().any()) else "infinity"
+    return None

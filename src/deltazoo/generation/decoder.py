@@ -22,9 +22,8 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
 from deltazoo.generation.capture import read_later
-from deltazoo.generation.conditions import check_model, check_positions
+from deltazoo.generation.conditions import check_model, check_positions, origin_of_nan
 from deltazoo.generation.hf_generate import without_single_tokens
-from deltazoo.generation.nan_origin import origin_of_nan
 from deltazoo.generation.sampling import Sampler, Sampling, Way
 from deltazoo.generation.static_cache import fixed_cache
 from deltazoo.generation.step import CapturedStep, next_logits, prepared_inputs

@@ -56,7 +56,7 @@ _making = threading.Lock()
 
 
 def steps_of(model: Any) -> ModelSteps:
-    """What is held for the steps of a model; a copy of the model starts with nothing."""
+    """The record of a model's captured steps; a copy of the model starts with an empty one."""
     with _making:
         return _steps.setdefault(model, ModelSteps())
 

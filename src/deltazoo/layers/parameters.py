@@ -100,13 +100,12 @@ class Float32Parameters(nn.Module):
         return [p for name in self.float32_parameters if (p := self._parameters.get(name)) is not None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        buffers = [getattr(self, name, None) for name in self.float32_buffers]
-        gradients = [parameter.grad for parameter in self.kept_in_float32()]
-        kept = [tensor for tensor in (*self.kept_in_float32(), *gradients, *buffers) if tensor is not None]
+        parameters, buffers = self.kept_in_float32(), [getattr(self, name, None) for name in self.float32_buffers]
+        kept = [x for x in (*parameters, *(p.grad for p in parameters), *buffers) if x is not None]
 
         def move_without_narrowing(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            if any(tensor is k for k in kept) and torch.finfo(moved.dtype).bits < 32:
+            if any(tensor is x for x in kept) and torch.finfo(moved.dtype).bits < 32:
                 return tensor.to(moved.device, torch.float32)
             return moved
 

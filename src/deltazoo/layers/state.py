@@ -18,8 +18,7 @@ class LayerState(NamedTuple):
 
     def rows(self, rows: Tensor) -> "LayerState":
         """The state of the given rows `[M]` of the batch."""
-        conv, auxiliary = (None if x is None else x[rows] for x in (self.conv, self.auxiliary))
-        return LayerState(conv, self.recurrent[rows], auxiliary)
+        return LayerState(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
     def detach(self) -> "LayerState":
         """The state without the graph that computed it; no tensor is copied."""

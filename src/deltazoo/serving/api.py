@@ -4,6 +4,7 @@ A null field counts as left out. A field of OpenAI's API that this server does n
 request nothing (`tools: []`), and refused by name with any other. An unknown field is refused, as in OpenAI's API.
 """
 
+import json
 import math
 import reprlib
 import time
@@ -11,15 +12,14 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from fastapi.sse import format_sse_event
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import to_json
+from starlette.responses import JSONResponse
 
 from deltazoo import __version__
 from deltazoo.serving.requests import EngineError, EngineStopped, Piece, QueueFull, Request, RequestError
@@ -58,12 +58,10 @@ class ApiError(Exception):
 
     @staticmethod
     def of(error: Exception) -> "ApiError":
-        """The error for the client that describes an error of a body, the engine or the program."""
+        """The error for the client that describes an error of the engine or the program."""
         match error:
             case ApiError():
                 return error
-            case RequestValidationError():
-                return _body_error(error.errors()[0])
             case QueueFull():
                 return ApiError(429, str(error), code="queue_full", retry_after=error.retry_after)
             case RequestError():
@@ -84,12 +82,8 @@ class ApiError(Exception):
 
 def _body_error(error: Any) -> ApiError:
     """The error for the first fault of a body, with a sentence that names the field."""
-    path = [piece for piece in error["loc"][1:] if piece is not None]  # after "body"
-    if error["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}")
-    if not path:
-        return ApiError(400, "the body must be a JSON object, sent with the header Content-Type: application/json")
-    param = "".join(f"[{piece}]" if isinstance(piece, int) else f".{piece}" for piece in path).removeprefix(".")
+    path = [f"[{piece}]" if isinstance(piece, int) else f".{piece}" for piece in error["loc"]]
+    param = "".join(path).removeprefix(".")
     if error["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
     if error["type"] == "extra_forbidden":
@@ -113,188 +107,9 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class StreamOptions(_Strict):
-    """The field `stream_options`."""
-
-    include_usage: bool = False
-    include_obfuscation: Literal[False] = False
-
-
-class _Body(_Strict):
-    """The fields of both endpoints."""
-
-    asks_for_nothing: ClassVar[dict[str, tuple[Any, ...]]]
-    without_effect: ClassVar[tuple[str, ...]] = ("user",)
-
-    model: str | None = None
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(
-        None, ge=1, lt=2**31, description="Not in OpenAI's API: draw from this many of the likeliest."
-    )
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[str], PlainValidator(lambda value: _stop_strings(value), json_schema_input_type=Any)] = []
-    ignore_eos: bool = Field(False, description="Not in OpenAI's API: go on after an end token.")
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_is_not_computed(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        given = {name: value for name, value in fields.items() if value is not None and name not in cls.without_effect}
-        for name, accepted in cls.asks_for_nothing.items():
-            if name in given and (value := given.pop(name)) not in accepted:
-                raise ApiError(
-                    400,
-                    f"{name} is not computed by this server: leave it out, got {_shortened(value)}",
-                    param=name,
-                    code="unsupported_parameter",
-                )
-        for name in given:  # pydantic would list all unknown fields
-            if name not in cls.model_fields:
-                param = _shortened(name)[1:-1]
-                raise ApiError(400, f"{param}: there is no such field", param=param, code="unknown_parameter")
-        return given
-
-    @model_validator(mode="after")
-    def _check(self) -> "_Body":
-        _refuse(
-            self.stream_options is not None and not self.stream,
-            "stream_options",
-            "stream_options acts on stream=true only",
-        )
-        return self
-
-    @abstractmethod
-    def limits(self) -> dict[str, Any]:
-        """`max_tokens` and `logprobs` of the requests."""
-
-    def requests(self, prompt: list[int]) -> list[Request]:
-        """The requests of a prompt, one per choice; with a seed, choice i draws with `seed + i`."""
-        # With temperature 0 filters keep the likeliest token, so they change nothing.
-        filters = {} if self.temperature == 0 else {"top_p": self.top_p, "top_k": self.top_k}
-        options = {"temperature": self.temperature, "ignore_eos": self.ignore_eos, **filters, **self.limits()}
-        request = Request(prompt=tuple(prompt), **options)
-        return [replace(request, seed=None if self.seed is None else self.seed + i) for i in range(self.n)]
-
-
 def _refuse(wrong: bool, param: str, message: str) -> None:
     if wrong:
         raise ApiError(400, message, param=param)
-
-
-class CompletionBody(_Body):
-    """The body of `/v1/completions`."""
-
-    asks_for_nothing: ClassVar[dict[str, tuple[Any, ...]]] = {**_ASKS_FOR_NOTHING, "suffix": ("",)}
-
-    prompt: Annotated[list[str | list[int]], PlainValidator(lambda value: _prompts(value), json_schema_input_type=Any)]
-    max_tokens: int = Field(16, ge=1)
-    best_of: int | None = None
-    echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=20)
-
-    @model_validator(mode="after")
-    def _check_completion(self) -> "CompletionBody":
-        _refuse(self.best_of not in (None, self.n), "best_of", f"best_of must equal n={self.n}, got {self.best_of}")
-        _refuse(
-            self.echo and self.logprobs is not None,
-            "echo",
-            "logprobs of the prompt are not computed: give echo or logprobs, not both",
-        )
-        _refuse(
-            len(self.prompt) * self.n > MOST_CHOICES,
-            "prompt",
-            f"one request makes at most {MOST_CHOICES} choices, got {len(self.prompt)} prompts times n={self.n}",
-        )
-        return self
-
-    def limits(self) -> dict[str, Any]:
-        """`max_tokens` and `logprobs` of the requests, as in the body."""
-        return {"max_tokens": self.max_tokens, "logprobs": self.logprobs}
-
-
-class Message(_Strict):
-    """A message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, PlainValidator(lambda value: _content(value), json_schema_input_type=Any)]
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_is_empty(cls, fields: Any) -> Any:
-        """Drop empty fields: clients send an answer back with all of them, `tool_calls: []` among them."""
-        if not isinstance(fields, dict):
-            return fields
-        fields = {name: value for name, value in fields.items() if value is not None and value != []}
-        if "tool_calls" in fields or "function_call" in fields or fields.get("role") in ("tool", "function"):
-            raise ValueError("this server makes no tool calls, and reads no messages with them or their results")
-        return fields
-
-    def for_template(self) -> dict[str, str]:
-        """The fields that chat templates read; a developer's message becomes the system's."""
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        return message if self.name is None else {**message, "name": self.name}
-
-
-class ChatBody(_Body):
-    """The body of `/v1/chat/completions`."""
-
-    asks_for_nothing: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **_ASKS_FOR_NOTHING,
-        "audio": (),
-        "function_call": ("none",),
-        "functions": ([],),
-        "modalities": (["text"],),
-        "moderation": (),
-        "reasoning_effort": (),
-        "response_format": ({"type": "text"},),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
-        "verbosity": (),
-        "web_search_options": (),
-    }
-    without_effect: ClassVar[tuple[str, ...]] = (
-        *("user", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"),
-        *("prompt_cache_retention", "safety_identifier", "service_tier"),
-    )
-
-    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens.")
-    logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="Not in OpenAI's API: variables of the chat template, such as enable_thinking."
-    )
-
-    @model_validator(mode="after")
-    def _check_chat(self) -> "ChatBody":
-        _refuse(
-            self.top_logprobs is not None and not self.logprobs,
-            "top_logprobs",
-            "top_logprobs acts on logprobs=true only",
-        )
-        _refuse(
-            self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens),
-            "max_tokens",
-            f"max_tokens is the older name of max_completion_tokens: give one, got {self.max_tokens} and "
-            f"{self.max_completion_tokens}",
-        )
-        return self
-
-    def limits(self) -> dict[str, Any]:
-        """`max_tokens` and `logprobs` of the requests; the body may have either name of `max_tokens`."""
-        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return {"max_tokens": most, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -327,6 +142,187 @@ def _stop_strings(value: Any) -> list[str]:
     if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(stop, str) and stop for stop in stops):
         raise ValueError("must be a text or a list of up to four, none of them empty")
     return stops
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Strict):
+    """The field `stream_options`."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class _Body(_Strict):
+    """The fields of both endpoints; `top_k` and `ignore_eos` are not in OpenAI's API."""
+
+    asks_for_nothing: ClassVar[dict[str, tuple[Any, ...]]]
+    without_effect: ClassVar[tuple[str, ...]] = ("user",)
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1, lt=2**31)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[list[str], PlainValidator(_stop_strings)] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @classmethod
+    def of(cls, content: bytes, kind: str) -> Self:
+        """The body of a request with this content and this `Content-Type`; ApiError for a bad one."""
+        try:
+            fields = json.loads(content) if "json" in kind.lower() else None
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is not valid JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise ApiError(400, "the body must be a JSON object, sent with the header Content-Type: application/json")
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise _body_error(error.errors(include_url=False)[0]) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_computed(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        given = {name: value for name, value in fields.items() if value is not None and name not in cls.without_effect}
+        for name, accepted in cls.asks_for_nothing.items():
+            if name in given and (value := given.pop(name)) not in accepted:
+                raise ApiError(
+                    400,
+                    f"{name} is not computed by this server: leave it out, got {_shortened(value)}",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        for name in given:  # pydantic would list all unknown fields
+            if name not in cls.model_fields:
+                param = _shortened(name)[1:-1]
+                raise ApiError(400, f"{param}: there is no such field", param=param, code="unknown_parameter")
+        return given
+
+    @model_validator(mode="after")
+    def _check(self) -> "_Body":
+        wrong = self.stream_options is not None and not self.stream
+        _refuse(wrong, "stream_options", "stream_options acts on stream=true only")
+        return self
+
+    @abstractmethod
+    def limits(self) -> dict[str, Any]:
+        """`max_tokens` and `logprobs` of the requests."""
+
+    def requests(self, prompt: list[int]) -> list[Request]:
+        """The requests of a prompt, one per choice; with a seed, choice i draws with `seed + i`."""
+        # With temperature 0 filters keep the likeliest token, so they change nothing.
+        filters = {} if self.temperature == 0 else {"top_p": self.top_p, "top_k": self.top_k}
+        options = {"temperature": self.temperature, "ignore_eos": self.ignore_eos, **filters, **self.limits()}
+        request = Request(prompt=tuple(prompt), **options)
+        return [replace(request, seed=None if self.seed is None else self.seed + i) for i in range(self.n)]
+
+
+class CompletionBody(_Body):
+    """The body of `/v1/completions`."""
+
+    asks_for_nothing: ClassVar[dict[str, tuple[Any, ...]]] = {**_ASKS_FOR_NOTHING, "suffix": ("",)}
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    max_tokens: int = Field(16, ge=1)
+    best_of: int | None = None
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> "CompletionBody":
+        _refuse(self.best_of not in (None, self.n), "best_of", f"best_of must equal n={self.n}, got {self.best_of}")
+        _refuse(
+            self.echo and self.logprobs is not None,
+            "echo",
+            "logprobs of the prompt are not computed: give echo or logprobs, not both",
+        )
+        _refuse(
+            len(self.prompt) * self.n > MOST_CHOICES,
+            "prompt",
+            f"one request makes at most {MOST_CHOICES} choices, got {len(self.prompt)} prompts times n={self.n}",
+        )
+        return self
+
+    def limits(self) -> dict[str, Any]:
+        """`max_tokens` and `logprobs` of the requests, as in the body."""
+        return {"max_tokens": self.max_tokens, "logprobs": self.logprobs}
+
+
+class Message(_Strict):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, PlainValidator(_content)]
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_is_empty(cls, fields: Any) -> Any:
+        """Drop empty fields: clients send an answer back with all of them, `tool_calls: []` among them."""
+        if not isinstance(fields, dict):
+            return fields
+        fields = {name: value for name, value in fields.items() if value is not None and value != []}
+        if "tool_calls" in fields or "function_call" in fields or fields.get("role") in ("tool", "function"):
+            raise ValueError("this server makes no tool calls, and reads no messages with them or their results")
+        return fields
+
+    def for_template(self) -> dict[str, str]:
+        """The fields that chat templates read; a developer's message becomes the system's."""
+        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+class ChatBody(_Body):
+    """The body of `/v1/chat/completions`; `chat_template_kwargs` is not in OpenAI's API."""
+
+    asks_for_nothing: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **_ASKS_FOR_NOTHING,
+        "audio": (),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "moderation": (),
+        "reasoning_effort": (),
+        "response_format": ({"type": "text"},),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "verbosity": (),
+        "web_search_options": (),
+    }
+    without_effect: ClassVar[tuple[str, ...]] = (
+        *("user", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"),
+        *("prompt_cache_retention", "safety_identifier", "service_tier"),
+    )
+
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> "ChatBody":
+        wrong = self.top_logprobs is not None and not self.logprobs
+        _refuse(wrong, "top_logprobs", "top_logprobs acts on logprobs=true only")
+        _refuse(
+            self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens),
+            "max_tokens",
+            f"max_tokens is the older name of max_completion_tokens: give one, got {self.max_tokens} and "
+            f"{self.max_completion_tokens}",
+        )
+        return self
+
+    def limits(self) -> dict[str, Any]:
+        """`max_tokens` and `logprobs` of the requests; the body may have either name of `max_tokens`."""
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return {"max_tokens": most, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
 
 class _TextPart(CompletionChoice):

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deltazoo.generation import Sampling
-from deltazoo.generation.conditions import max_positions
-from deltazoo.generation.nan_origin import origin_of_nan
+from deltazoo.generation.conditions import max_positions, origin_of_nan
 from deltazoo.generation.row_table import PromptRows, RowTable, has_softmax_layers
 from deltazoo.generation.sampling import NO_TOKEN
 from deltazoo.models import DeltaRuleForCausalLM

@@ -13,21 +13,22 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import h11
 import uvicorn
-from fastapi import FastAPI
-from fastapi import Request as HTTPRequest
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -65,36 +66,37 @@ _RECEIVE_TIME = 30.0
 """Seconds within which a request must arrive, headers and body."""
 
 
-def app_of(engine: Any, *, model: str, api_key: str | None = None, max_body: int = MAX_BODY) -> FastAPI:
+def app_of(engine: Any, *, model: str, api_key: str | None = None, max_body: int = MAX_BODY) -> Starlette:
     """The application of `create_app` for a `RemoteEngine`."""
     check_key(api_key)
     check_tokenizer(engine.tokenizer)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         engine.begin()
         yield
         engine.close()
 
-    async def of_http(request: HTTPRequest, error: Any) -> JSONResponse:
-        return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
-
-    async def of_others(request: HTTPRequest, error: Exception) -> JSONResponse:
+    async def refuse(request: HTTPRequest, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException):
+            error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
         return ApiError.of(error).response()
 
-    kinds = (ApiError, RequestValidationError, QueueFull, RequestError, EngineStopped, EngineError, Exception)
-    handlers: dict[Any, Any] = {HTTPException: of_http, **dict.fromkeys(kinds, of_others)}
-    # FastAPI's pages of documentation would load scripts from other servers.
-    app = FastAPI(title="deltazoo", docs_url=None, redoc_url=None, lifespan=lifespan, exception_handlers=handlers)
-    app.add_middleware(_Gate, api_key=api_key, max_body=max_body)
     endpoints = _Endpoints(engine, model)
-    app.post("/v1/completions")(endpoints.completions)
-    app.post("/v1/chat/completions")(endpoints.chat_completions)
-    app.get("/v1/models")(endpoints.models)
-    app.get("/v1/models/{name:path}")(endpoints.model_named)
-    app.get("/health")(endpoints.health)
-    app.get("/metrics")(endpoints.metrics)
-    return app
+    kinds = HTTPException, ApiError, QueueFull, RequestError, EngineStopped, EngineError, Exception
+    return Starlette(
+        routes=[
+            Route("/v1/completions", endpoints.completions, methods=["POST"]),
+            Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
+            Route("/v1/models", endpoints.models),
+            Route("/v1/models/{name:path}", endpoints.models),
+            Route("/health", endpoints.health),
+            Route("/metrics", endpoints.metrics),
+        ],
+        middleware=[Middleware(_Gate, api_key=api_key, max_body=max_body)],
+        exception_handlers=dict.fromkeys(kinds, refuse),
+        lifespan=lifespan,
+    )
 
 
 def check_key(key: str | None) -> None:
@@ -106,6 +108,9 @@ def check_key(key: str | None) -> None:
         )
 
 
+_AnyBody = TypeVar("_AnyBody", CompletionBody, ChatBody)
+
+
 class _Endpoints:
     def __init__(self, engine: Any, model: str) -> None:
         self._engine, self._model, self._tokenizer = engine, model, engine.tokenizer
@@ -115,9 +120,9 @@ class _Endpoints:
         self._open = 0
         """Number of choices that are being made."""
 
-    async def completions(self, body: CompletionBody) -> Response:
+    async def completions(self, request: HTTPRequest) -> Response:
         """The response to a request for continued prompts."""
-        self._check_model(body.model)
+        body = await self._body(request, CompletionBody)
         prompts = [await self._prompts.of_text(x) if isinstance(x, str) else x for x in body.prompt]
         echoes = None
         if body.echo:
@@ -125,9 +130,9 @@ class _Endpoints:
             echoes = [text for text in texts for _ in range(body.n)]
         return await self._answer(body, prompts, echoes)
 
-    async def chat_completions(self, body: ChatBody) -> Response:
+    async def chat_completions(self, request: HTTPRequest) -> Response:
         """The response to a request for the next message of a chat."""
-        self._check_model(body.model)
+        body = await self._body(request, ChatBody)
         if not self._tokenizer.chat_template:
             raise ApiError(
                 400,
@@ -138,16 +143,14 @@ class _Endpoints:
         messages = [message.for_template() for message in body.messages]
         return await self._answer(body, [await self._prompts.of_chat(messages, body.chat_template_kwargs)])
 
-    async def models(self) -> dict[str, Any]:
-        """The list of models, which has one."""
-        return {"object": "list", "data": [await self.model_named(self._model)]}
-
-    async def model_named(self, name: str) -> dict[str, Any]:
-        """The model of a name."""
+    async def models(self, request: HTTPRequest) -> Response:
+        """The list of models, which has one, or the model of a name."""
+        name = request.path_params.get("name")
         self._check_model(name)
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "deltazoo"}
+        model = {"id": self._model, "object": "model", "created": self._created, "owned_by": "deltazoo"}
+        return JSONResponse({"object": "list", "data": [model]} if name is None else model)
 
-    async def health(self) -> Response:
+    async def health(self, _: HTTPRequest) -> Response:
         """Status 200 while the engine takes requests, else 503."""
         try:
             running = (await self._engine.status()).running
@@ -155,9 +158,14 @@ class _Endpoints:
             running = False
         return JSONResponse({"status": "ok" if running else "stopped"}, 200 if running else 503)
 
-    async def metrics(self) -> Response:
+    async def metrics(self, _: HTTPRequest) -> Response:
         """The engine's counters in Prometheus' text format."""
         return PlainTextResponse(self._metrics.text(await self._engine.status()), media_type=CONTENT_TYPE_LATEST)
+
+    async def _body(self, request: HTTPRequest, kind: type[_AnyBody]) -> _AnyBody:
+        body = kind.of(await request.body(), request.headers.get("content-type", ""))
+        self._check_model(body.model)
+        return body
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._model):

@@ -23,7 +23,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from deltazoo.serving.http import MAX_BODY, app_of, bind, server_config, url_of
@@ -237,7 +237,7 @@ class RemoteEngine:
             self._on_end()
 
 
-def create_app(engine: Any, *, model: str, api_key: str | None = None, max_body: int = MAX_BODY) -> FastAPI:
+def create_app(engine: Any, *, model: str, api_key: str | None = None, max_body: int = MAX_BODY) -> Starlette:
     """The endpoints `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and `/metrics` of an engine.
 
     Args:

@@ -70,7 +70,8 @@ class TextFiles:
         count = len(self._left_out)
         if count == len(self.paths):
             raise ValueError(
-                f"there is no UTF-8 text in {self._name}: convert it, for example with iconv -f latin1 -t utf-8"
+                f"there is no UTF-8 text in {self._name}: unpack it, or convert it, for example with iconv -f latin1 "
+                "-t utf-8"
             )
         if count:
             more = f" and {count - 5} more" if count > 5 else ""

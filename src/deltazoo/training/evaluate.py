@@ -20,8 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from deltazoo.compat.transformers import accelerate, keeps_documents_apart
 from deltazoo.diagnosis.rule_calls import delta_rule_layers
 from deltazoo.generation.cache import CACHE
-from deltazoo.generation.conditions import learned_positions, max_positions
-from deltazoo.generation.nan_origin import origin_of_nan
+from deltazoo.generation.conditions import learned_positions, max_positions, origin_of_nan
 from deltazoo.models import DeltaRuleConfig
 from deltazoo.models.delta_layers import evaluation_mode
 from deltazoo.swap.families import decoder_layers_of, family_of

@@ -84,7 +84,9 @@ def _beside_gate(parts: Sequence[Tensor], config: Any) -> Tensor:
 def _without_gate(x: Tensor, rows: Sequence[int], config: Any) -> list[Tensor]:
     queries, gate = x.unflatten(0, (config.num_attention_heads, -1)).chunk(2, dim=1)
     if gate.any():
-        raise ValueError("its softmax layers gate their output, ours do not")
+        raise ValueError(
+            "softmax layers of this model gate their output, and ours do not: it cannot become one of ours"
+        )
     return [queries.flatten(0, 1)]
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 
-from deltazoo._report import ModelReport, RuleDescription, report
+from deltazoo._report import ModelReport, backend_of, report
 from deltazoo.compat.transformers.arrangements import LAYER_ARRANGEMENTS, LayerArrangement, arrangement_of
 from deltazoo.compat.transformers.layer import AcceleratedLayer, accelerated_class, rule_of
 from deltazoo.compat.transformers.packing import describe_documents, layers_over_neighbours
@@ -18,7 +18,6 @@ from deltazoo.generation.hf_generate import CapturedGeneration
 from deltazoo.generation.step import steps_of
 from deltazoo.models.captured_training import capture_library_blocks, release_library_blocks
 from deltazoo.models.forward_arguments import remove_pre_hook, tell_of_row_head, tells_of_row_head
-from deltazoo.ops import resolve_backend
 
 _PICTURES = ("mm_token_type_ids", "image_grid_thw", "video_grid_thw")
 """Arguments with the places of pictures and videos in a prompt."""
@@ -158,22 +157,11 @@ def _check(module: Any, known: LayerArrangement, name: str, backend: str | None,
     own = module.__dict__.get("forward")
     if own is not None and not _is_own_forward(module, own) and not hasattr(module, "_hf_hook"):
         raise ValueError(f"{name}: its forward has been replaced by {own!r}, which accelerating would undo")
-    rule = rule_of(module, known, backend)
-    _resolve(rule, backend)
+    backend_of(rule_of(module, known, backend))  # raises if the named one cannot run
     if fused_kernels:
-        best, reason = _resolve(rule, None)
+        best, reason = backend_of(rule_of(module, known, None))
         if best != "triton":
             raise NotImplementedError(f"{name}: the fused kernels run where the triton backend does, but {reason}")
-
-
-def _resolve(rule: RuleDescription, backend: str | None) -> tuple[str, str]:
-    return resolve_backend(
-        backend,
-        device=rule.device,
-        dtype=rule.dtype,
-        head_k_dim=rule.head_k_dim,
-        head_v_dim=rule.head_v_dim,
-    )
 
 
 def _become(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -1,17 +1,18 @@
 """Short convolutions of a piece, whose first outputs depend on the last inputs of the ranks before.
 
 Those travel while everything else is computed. Forward the piece is convolved as if nothing came before it, then the
-few first outputs anew. Backward the gradients of the tokens before, which follow from those of the first outputs, are
-computed and sent first.
+few first outputs anew. Backward the last inputs get their gradients anew, from the first outputs of the ranks after. So
+outputs and gradients of inputs have the bits of whole rows.
 """
 
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.ops.autograd_modes import refuse_second_derivative
-from deltazoo.ops.context.exchange import add_to_last_tokens, started_last_tokens, tokens_before_piece
+from deltazoo.ops.context.exchange import started_last_tokens, tokens_after_piece, tokens_before_piece
 from deltazoo.ops.context.group import ContextParallel, started_gather
 from deltazoo.ops.fused.choice import REFUSAL
 from deltazoo.ops.fused.short_conv_kernels import short_convs
@@ -99,12 +100,13 @@ class _Convolved(torch.autograd.Function):
         gathered = started_last_tokens(inputs, width, context)
         outputs = short_convs(*inputs, *weights, None, *packing, *options)
         before = tokens_before_piece(gathered, context, context.rank)
-        head, packing_of_head = _head(before, inputs, here), bounds.packing(bounds.begin - width, width + here)
+        head = [torch.cat([part, x[:, :here]], 1) for part, x in zip(_split(before, inputs), inputs, strict=True)]
+        packing_of_head = bounds.packing(bounds.begin - width, width + here)
         for y, first in zip(outputs, short_convs(*head, *weights, None, *packing_of_head, *options), strict=True):
             y[:, :here] = first[:, width:]
         past = bounds.past(before)
         ctx.mark_non_differentiable(past)
-        ctx.context, ctx.packing, ctx.packing_of_head, ctx.options = context, packing, packing_of_head, options
+        ctx.bounds, ctx.packing, ctx.options = bounds, packing, options
         ctx.save_for_backward(*tensors, before, past)
         return *outputs, past
 
@@ -113,16 +115,28 @@ class _Convolved(torch.autograd.Function):
         refuse_second_derivative(*REFUSAL)
         *tensors, before, past = ctx.saved_tensors
         inputs, weights, d_outputs, width = tensors[:3], tensors[3:], gradients[:3], before.shape[1]
-        here = min(width, inputs[0].shape[1])
-        head, d_head = _head(before, inputs, here), _head(torch.zeros_like(before), d_outputs, here)
-        d_before = short_convs.backward(*head, *weights, None, *ctx.packing_of_head, *ctx.options, *d_head)[:3]
-        gathered = started_gather(torch.cat([d[:, :width] for d in d_before], 2), ctx.context)
+        num_tokens, context = inputs[0].shape[1], ctx.bounds.context
+        here = min(width, num_tokens)
+        first = torch.cat([x[:, :width] for x in (*inputs, *d_outputs)], 2)
+        gathered = started_gather(F.pad(first, (0, 0, 0, width - here)), context)
         found = short_convs.backward(*inputs, *weights, past, *ctx.packing, *ctx.options, *d_outputs)
-        add_to_last_tokens(found[:3], gathered, ctx.context)
+
+        # The last tokens once more, after those that their convolutions reach back to and before those that reach them.
+        after, d_after = tokens_after_piece(gathered, context).tensor_split(2, 2)
+        known = width + here
+        parts = zip(_split(before, inputs), inputs, _split(after, inputs), strict=True)
+        tail = [torch.cat([torch.cat([old, x[:, -known:]], 1)[:, -known:], new], 1) for old, x, new in parts]
+        d_parts = zip(d_outputs, _split(d_after, inputs), strict=True)
+        d_known = [torch.cat([d[:, num_tokens - here :], d_new], 1) for d, d_new in d_parts]
+        packing = ctx.bounds.packing(ctx.bounds.begin + num_tokens - known, tail[0].shape[1])
+        again = short_convs.backward(
+            *tail, *weights, None, *packing, *ctx.options, *(F.pad(d, (0, 0, width, 0)) for d in d_known)
+        )
+        for d, last in zip(found[:3], again[:3], strict=True):
+            d[:, num_tokens - here :] = last[:, width:known]
         return None, None, None, *found
 
 
-def _head(before: Tensor, inputs: tuple[Tensor, ...], here: int) -> list[Tensor]:
-    """The tokens before the piece, and `here` of its own, of each input."""
-    parts = before.split([x.shape[2] for x in inputs], 2)
-    return [torch.cat([part, x[:, :here]], 1) for part, x in zip(parts, inputs, strict=True)]
+def _split(x: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """x `[B, n, channels of all inputs]` by input."""
+    return x.split([one.shape[2] for one in inputs], 2)

@@ -10,11 +10,11 @@ from torch import Tensor
 from deltazoo.ops.context.group import ContextParallel, finished, started_gather
 
 __all__ = [
-    "add_to_last_tokens",
     "all_tokens",
     "last_tokens",
     "next_tokens",
     "started_last_tokens",
+    "tokens_after_piece",
     "tokens_before",
     "tokens_before_piece",
 ]
@@ -72,8 +72,17 @@ class _TokensBefore(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_before: Tensor) -> Any:
+        context, width = ctx.context, ctx.width
+        d_befores = _gathered(d_before, context)
+        d_last = torch.zeros_like(d_before)
+        for rank in range(context.rank + 1, context.size):
+            for index, (source, index_there) in _sources(context, rank, width).items():
+                if source == context.rank:
+                    d_last[:, index_there] += d_befores[rank, :, index]
         gradients = [d_before.new_zeros(shape) for shape in ctx.shapes]
-        add_to_last_tokens(gradients, started_gather(d_before, ctx.context), ctx.context)
+        here = min(width, gradients[0].shape[1])
+        for d, found in zip(gradients, d_last.split([d.shape[2] for d in gradients], 2), strict=True):
+            d[:, d.shape[1] - here :] = found[:, width - here :]
         return None, None, *gradients
 
 
@@ -91,24 +100,17 @@ def tokens_before_piece(gathered: Tensor, context: ContextParallel, rank: int) -
     return before
 
 
-def add_to_last_tokens(gradients: Sequence[Tensor], gathered: Tensor, context: ContextParallel) -> None:
-    """Add to the gradients of this rank's inputs those that the ranks after it found for their tokens before.
+def tokens_after_piece(gathered: Tensor, context: ContextParallel) -> Tensor:
+    """The tokens `[B, up to width, C]` after this rank's piece, of which there are fewer at the end of the row.
 
     Args:
-        gradients: `[B, T, C_i]` each, changed in place.
-        gathered: the gradients of every rank's `tokens_before_piece`, side by side, on their way.
+        gathered: the first `width` tokens of every rank, after them zeros if it has fewer, on their way.
         context: the ranks.
     """
-    d_befores = finished(gathered, context).unflatten(0, (context.size, -1))
-    d_last = torch.zeros_like(d_befores[0])
-    width = d_last.shape[1]
-    for rank in range(context.rank + 1, context.size):
-        for index, (source, index_there) in _sources(context, rank, width).items():
-            if source == context.rank:
-                d_last[:, index_there] += d_befores[rank, :, index]
-    here = min(width, gradients[0].shape[1])
-    for d, found in zip(gradients, d_last.split([d.shape[2] for d in gradients], 2), strict=True):
-        d[:, d.shape[1] - here :] += found[:, width - here :]
+    first_of_ranks = finished(gathered, context).unflatten(0, (context.size, -1))
+    later = range(context.rank + 1, context.size)
+    after = [first_of_ranks[rank, :, : context.known_lengths[rank]] for rank in later]
+    return torch.cat([first_of_ranks[0, :, :0], *after], 1)[:, : first_of_ranks.shape[2]]
 
 
 def _last(x: Tensor, width: int) -> Tensor:

@@ -61,7 +61,7 @@ class JoinedMaps(nn.Module):
     """A module that joins linear maps of a checkpoint into fewer products."""
 
     joined: Mapping[str, Mapping[str, Any]]
-    """For each product, the names of its maps in the checkpoint, each with vLLM's name of the part."""
+    """The names of each product's maps in the checkpoint, each with vLLM's name of the part."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load parameters by the names of a checkpoint; returns the names of the filled parameters in vLLM."""
