@@ -275,7 +275,8 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
         options = self.layer_options
         if "linear_attention" not in self.layer_types:  # options of linear layers do not act and may disagree
             options = {"rule": "gated_deltanet", **{name: options[name] for name in _CHECKED_IN_ALL_MODELS}}
-        _check_layer(layer_class(options["rule"]), **options, num_layers=self.num_hidden_layers)
+        layer: Any = layer_class(options["rule"])  # hashable, which mypy does not see
+        _check_layer(layer, **options, num_layers=self.num_hidden_layers)
 
     def validate_rope(self) -> None:
         """Run transformers' check of `rope_parameters` with the size of softmax heads in place of `head_dim`."""
