@@ -152,7 +152,7 @@ def test_the_command_says_what_is_wrong_and_exits_with_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = {title: CHECKS[title] for title in list(CHECKS)[:4]}
-    monkeypatch.setattr("deltazoo.checks.rule_check.CHECKS", first)
+    monkeypatch.setattr("deltazoo.checks.promises.CHECKS", first)
     with forget_rules():
         assert call("check", str(RULES / "reads_the_future.py")) == 1
     shown = " ".join(capsys.readouterr().out.split())

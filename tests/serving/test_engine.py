@@ -343,7 +343,7 @@ class TestEnds:
         made = tokens_of(engine_of().submit(request(max_tokens=8)))
         end = made[4]
         count = made.index(end) + 1
-        engine = engine_of(eos_token_id=end)
+        engine = engine_of(ends=[end])
         assert result_of(engine.submit(request(max_tokens=8))) == (made[:count], [], "stop")
         assert tokens_of(engine.submit(request(max_tokens=8, ignore_eos=True))) == made
 

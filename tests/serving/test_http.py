@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -10,19 +11,21 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 from fake_engine import CONTEXT, FakeEngine, byte_tokenizer, expected_text
 
 REASON = "needs the extras serve and test: pip install 'deltazoo[test]'"
-for package in ("uvicorn", "prometheus_client"):
-    pytest.importorskip(package, reason=REASON)
+pytest.importorskip("prometheus_client", reason=REASON)
+uvicorn = pytest.importorskip("uvicorn", reason=REASON)
 fastapi = pytest.importorskip("fastapi", reason=REASON)
 httpx = pytest.importorskip("httpx", reason=REASON)
 openai = pytest.importorskip("openai", reason=REASON)
 
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: E402
 
 from deltazoo.serving import EngineError, Piece, RequestError, TokenLogprob, background_server, create_app  # noqa: E402
 from deltazoo.serving import http as http_module  # noqa: E402
@@ -502,6 +505,29 @@ def test_a_request_that_does_not_come_whole_ends_its_connection(monkeypatch: pyt
         assert client.post("/v1/completions", json=ASK).status_code == 200
         time.sleep(0.4)
         assert client.get("/health").status_code == 200
+
+
+def test_of_many_requests_that_come_at_once_the_first_do_not_wait_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop goes on with the first ones before it parses the last."""
+    taken: list[bytes] = []
+    monkeypatch.setattr(H11Protocol, "data_received", lambda connection, data: taken.append(data))
+    config, state = uvicorn.Config(lambda: None), uvicorn.server.ServerState()
+
+    async def run() -> None:
+        closed = 3
+        for number in range(30):
+            transport = Mock(is_closing=lambda number=number: number == closed, get_extra_info=lambda name: None)
+            connection = _Connection(config=config, server_state=state, app_state={})
+            connection.connection_made(transport)
+            connection.data_received(bytes([number]))
+        counts = []
+        while len(taken) < 29:
+            await asyncio.sleep(0)
+            counts.append(len(taken))
+        assert counts == [7, 15, 23, 29]
+        assert taken == [bytes([number]) for number in range(30) if number != closed]
+
+    asyncio.run(run())
 
 
 def test_idle_connections_give_way(monkeypatch: pytest.MonkeyPatch) -> None:

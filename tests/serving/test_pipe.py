@@ -158,7 +158,7 @@ def test_a_pipe_that_nobody_reads_does_not_hold_up_the_engine() -> None:
     engine, (ours, theirs) = FakeEngine(byte_tokenizer(), seconds=0), socket.socketpair()
     with engine:
         threading.Thread(target=EngineEnd(engine, ours).serve).start()
-        _Messages(theirs).send([("enter", 0, [(number, request(max_tokens=4000)) for number in range(1, 9)])])
+        _Messages(theirs).send(("enter", 0, [(number, request(max_tokens=4000)) for number in range(1, 9)]))
         end = time.monotonic() + 30
         while engine.finished["length"] < 8:
             assert time.monotonic() < end

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from deltazoo._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from deltazoo.checks.rule_check import CHECKS, Finding, check_rule
+    from deltazoo.checks.promises import CHECKS, Finding, check_rule
 
 __all__ = ["CHECKS", "Finding", "check_rule"]
 
-__getattr__ = lazy_names(__name__, {"rule_check": __all__})
+__getattr__ = lazy_names(__name__, {"promises": __all__})

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from deltazoo._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from deltazoo.diagnosis.diagnose_callback import DiagnoseCallback as DiagnoseCallback
+    from deltazoo.diagnosis.diagnosis import DiagnoseCallback as DiagnoseCallback
     from deltazoo.diagnosis.diagnosis import Diagnosis as Diagnosis
     from deltazoo.diagnosis.diagnosis import LayerDiagnosis as LayerDiagnosis
     from deltazoo.diagnosis.diagnosis import diagnose as diagnose
@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["DiagnoseCallback", "Diagnosis", "Figures", "GateShares", "LayerDiagnosis", "Quantiles", "diagnose"]
 
-# The callback needs transformers' Trainer, which takes seconds to import.
 __getattr__ = lazy_names(
     __name__,
     {
-        "diagnose_callback": ("DiagnoseCallback",),
-        "diagnosis": ("Diagnosis", "LayerDiagnosis", "diagnose"),
+        "diagnosis": ("DiagnoseCallback", "Diagnosis", "LayerDiagnosis", "diagnose"),
         "rule_figures": ("Figures", "GateShares", "Quantiles"),
     },
 )

@@ -1,19 +1,23 @@
-"""`deltazoo.diagnose`: figures of the delta-rule layers of a model on a batch, per head, and warnings."""
+"""`deltazoo.diagnose`: figures of the delta-rule layers of a model on a batch, per head, and warnings; its callback."""
 
 import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from deltazoo.diagnosis.rule_calls import RecordedCall, delta_rule_layers, recorded_calls
 from deltazoo.diagnosis.rule_figures import CHUNK, Figures, Quantiles, figure_of, measure
 from deltazoo.generation.conditions import watch_for_nan
 from deltazoo.models.delta_layers import evaluation_mode
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 _EXPANDS = 1.01
 """Eigenvalue along the key beyond which the state expands by more than rounding explains."""
@@ -165,6 +169,48 @@ def diagnose(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> Diagnosis:
     if not found:
         raise ValueError("the forward pass called no delta-rule layer")
     return Diagnosis(tuple(found[name] for name in layers if name in found), *counts[0], next(iter(not_finite), None))
+
+
+class DiagnoseCallback(TrainerCallback):
+    """A callback that logs figures of `diagnose`, such as `diagnose_gain_max` (`Diagnosis.summary`).
+
+        trainer.add_callback(deltazoo.DiagnoseCallback(trainer, batch, every=100))
+
+    Args:
+        trainer: the Trainer whose `log` writes the figures, so that they reach its history and every tracker.
+        batch: the argument of `diagnose`, always the same, so that the curves show the model and not the text.
+        every: steps between two measurements; the first one is before training.
+
+    Raises:
+        ValueError: `every` below 1.
+    """
+
+    def __init__(self, trainer: "Trainer", batch: Tensor | Mapping[str, Any], every: int = 100) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1 step, got {every}")
+        self.trainer, self.batch, self.every = trainer, batch, every
+        self.latest: Diagnosis | None = None
+        """The last measurement, with its `warnings`."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Measure the model before training; a resumed run has measured it before."""
+        if state.global_step == 0:
+            self.measure(kwargs["model"], control)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Measure every `every` steps."""
+        if state.global_step % self.every == 0:
+            self.measure(kwargs["model"], control)
+
+    def measure(self, model: nn.Module | None, control: TrainerControl) -> None:
+        """Diagnose the model and log the summary."""
+        assert model is not None
+        self.latest = diagnose(model, self.batch)
+        due = control.should_log  # `log` clears the request for the loss of this step
+        self.trainer.log({f"diagnose_{name}": value for name, value in self.latest.summary().items()})
+        control.should_log = due
 
 
 def _call(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> None:

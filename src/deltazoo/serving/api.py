@@ -49,7 +49,7 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        retry_after: float | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.retry_after = status, retry_after
@@ -74,7 +74,7 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         """The error as a whole response."""
-        headers = {} if self.retry_after is None else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body, self.status, headers)

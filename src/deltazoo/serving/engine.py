@@ -75,7 +75,7 @@ class Engine:
     Args:
         model: a causal language model with delta-rule layers, in evaluation mode, on the device where it stays. It must
             not change while the engine runs.
-        tokenizer: tokenizer of the model.
+        tokenizer: tokenizer of the model. Its end token ends an answer if the model's `generation_config` has none.
         widths: numbers of rows that a step can have; the largest is the most requests that run at once. With a single
             width tokens are equal at any load.
         prompt_piece: most tokens of a prompt in one pass, and the distance of the positions where prefixes are found.
@@ -84,7 +84,6 @@ class Engine:
             configuration's `max_position_embeddings`. Softmax layers reserve keys and values of so many tokens for
             every row.
         prefix_memory: most bytes of states that the prefix cache keeps on the model's device; 0: no cache.
-        eos_token_id: tokens that end an answer; default: the model's, else the tokenizer's.
 
     Raises:
         ValueError: a model that the engine cannot run, or an option out of its range.
@@ -100,7 +99,6 @@ class Engine:
         max_queue: int = 256,
         context_limit: int | None = None,
         prefix_memory: int = 2**30,
-        eos_token_id: int | Sequence[int] | None = None,
     ) -> None:
         for name, value, least in (
             ("widths", min(widths, default=0), 1),
@@ -120,7 +118,9 @@ class Engine:
         sizes = _sizes_of_passes(model, several=len(self.table.widths) > 1) if padded else (1,)
         self.prompts = PromptRows(self.table, sizes, prompt_piece, padded=padded)
         self.prefixes = PrefixCache(prefix_memory)
-        self._ends = _end_tokens(model, tokenizer, eos_token_id)
+        ends = model.generation_config.eos_token_id
+        ends = tokenizer.eos_token_id if ends is None else ends
+        self._ends = frozenset([ends] if ends is None or isinstance(ends, int) else ends)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._thread: threading.Thread | None = None
 
@@ -511,11 +511,3 @@ def _sizes_of_passes(model: Any, *, several: bool) -> tuple[int, ...]:
     if unlimited(model):
         return (1, 2, 4, 8, 16) if several else (8,)
     return (1, 2, 4) if several else (4,)
-
-
-def _end_tokens(model: Any, tokenizer: Any, given: int | Sequence[int] | None) -> frozenset[int]:
-    """Tokens that end an answer: those given, else the model's, else the tokenizer's."""
-    for ends in (given, model.generation_config.eos_token_id, tokenizer.eos_token_id):
-        if ends is not None:
-            return frozenset([ends] if isinstance(ends, int) else ends)
-    return frozenset()

@@ -11,8 +11,9 @@ import resource
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 import h11
@@ -55,8 +56,8 @@ most of it one call of the system, so three quarters of its time are left for re
 piece."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers that ask proxies to pass every event on at once; nginx obeys the second."""
-_HEADERS_WAIT = 1.0
-"""Most seconds that the headers of a stream wait for its first event."""
+_AT_ONCE = 8
+"""Parts of requests that are taken in one turn of the event loop."""
 _BACKLOG = 4096
 """Connections that may wait to be accepted. They are many, so that the engine's queue refuses, with a reason."""
 _KEEP_ALIVE = 75
@@ -198,9 +199,6 @@ class _Endpoints:
         answer = Answer(body, self._model, self._tokenizer, choices, echoes)
         pieces = self._pieces(choices, news, last)
         if body.stream:
-            with suppress(TimeoutError):  # the first event travels with the headers
-                async with asyncio.timeout(_HEADERS_WAIT):
-                    await news.wait()
             return _Events(self._events(answer, pieces), headers=_HEADERS)
         found: list[list[Piece]] = [[] for _ in choices]
         async with aclosing(pieces):
@@ -387,33 +385,6 @@ class _Gate:
         )
 
 
-class _Joined:
-    """A transport that sends all that is written in one turn of the event loop by one call of the system."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._parts: list[bytes] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        """Send data at the end of this turn."""
-        if not self._parts:
-            self._loop.call_soon(self._flush)
-        self._parts.append(data)
-
-    def close(self) -> None:
-        """Send what has been written, then close."""
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        if self._parts:
-            self._transport.write(b"".join(self._parts))
-            self._parts.clear()
-
-
 class _Connection(H11Protocol):
     """A connection that is closed if a request takes too long to arrive, or to make room for another connection."""
 
@@ -421,9 +392,10 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for a request."""
-        super().connection_made(_Joined(transport, self.loop))  # type: ignore[arg-type]
+        super().connection_made(transport)
         self._receiving: asyncio.TimerHandle | None = None
         self._heard = self.loop.time()
+        self._arrived: deque[tuple[_Connection, bytes]] = vars(self.server_state).setdefault("arrived", deque())
         self._watch()
         if len(self.connections) > self.most:
             others: Any = self.connections
@@ -431,10 +403,22 @@ class _Connection(H11Protocol):
             min(idle, key=lambda other: other._heard).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request."""
+        """Take a part of a request when its turn comes: some of them in one turn of the event loop.
+
+        Of many requests that come at once, the first are so with the engine before the last are parsed.
+        """
         self._heard = self.loop.time()
-        super().data_received(data)
-        self._watch()
+        self._arrived.append((self, data))
+        if len(self._arrived) == 1:
+            self.loop.call_soon(self._take)
+
+    def _take(self) -> None:
+        for connection, data in [self._arrived.popleft() for _ in range(min(_AT_ONCE, len(self._arrived)))]:
+            if not connection.transport.is_closing():
+                H11Protocol.data_received(connection, data)
+                connection._watch()
+        if self._arrived:
+            self.loop.call_soon(self._take)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""

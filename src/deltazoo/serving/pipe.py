@@ -97,7 +97,7 @@ class EngineEnd:
         """Obey the other end until it is gone, then cancel its requests."""
         threading.Thread(target=self._send_all, name="deltazoo pipe", daemon=True).start()
         while (messages := self._pipe.receive()) is not None:
-            for kind, number, content in itertools.chain.from_iterable(messages):
+            for kind, number, content in messages:
                 if kind == "enter":
                     refusal = self._enter(content)
                     self._outputs.put([(number, refusal), *((key, refusal) for key, _ in content if refusal)])
@@ -152,7 +152,6 @@ class RemoteEngine:
         self.tokenizer, self.max_queue, self.context_limit = tokenizer, max_queue, context_limit
         self._connect, self._on_end = connect, on_end
         self._pipe: _Messages | None = None
-        self._unsent: list[tuple[str, int, Any]] = []
         self._numbers = itertools.count()
         self._receivers: dict[int, Callable[[Any], None]] = {}
         """Functions that take the messages with a number: outputs of a request, or the answer to a question."""
@@ -163,7 +162,7 @@ class RemoteEngine:
         if self._pipe is None:
             self._pipe = _Messages(self._connect())
             asyncio.get_running_loop().add_reader(self._pipe.socket, self._receive, self._pipe)
-            self._pipe.send([("ready", 0, None)])
+            self._send("ready")
 
     def close(self) -> None:
         """Close the pipe."""
@@ -215,14 +214,8 @@ class RemoteEngine:
         return await answer
 
     def _send(self, kind: str, number: int = 0, content: Any = None) -> None:
-        if not self._unsent:  # all of one turn of the event loop travels together
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._unsent.append((kind, number, content))
-
-    def _flush(self) -> None:
-        unsent, self._unsent = self._unsent, []
         if self._pipe is not None:
-            self._pipe.send(unsent)
+            self._pipe.send((kind, number, content))
 
     def _receive(self, pipe: _Messages) -> None:
         messages = pipe.receive()

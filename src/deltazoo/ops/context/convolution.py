@@ -99,7 +99,7 @@ class _Convolved(torch.autograd.Function):
         here = min(width, inputs[0].shape[1])
         gathered = started_last_tokens(inputs, width, context)
         outputs = short_convs(*inputs, *weights, None, *packing, *options)
-        before = tokens_before_piece(gathered, context, context.rank)
+        before = tokens_before_piece(gathered, context)
         head = [torch.cat([part, x[:, :here]], 1) for part, x in zip(_split(before, inputs), inputs, strict=True)]
         packing_of_head = bounds.packing(bounds.begin - width, width + here)
         for y, first in zip(outputs, short_convs(*head, *weights, None, *packing_of_head, *options), strict=True):
