@@ -10,7 +10,7 @@ import reprlib
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -173,10 +173,10 @@ class _Body(_Strict):
     stream_options: StreamOptions | None = None
 
     @classmethod
-    def of(cls, content: bytes, kind: str) -> Self:
-        """The body of a request with this content and this `Content-Type`; ApiError for a bad one."""
+    def of(cls, content: bytes, headers: Mapping[str, str]) -> Self:
+        """The body of a request with this content; ApiError for a bad one."""
         try:
-            fields = json.loads(content) if "json" in kind.lower() else None
+            fields = json.loads(content) if "json" in headers.get("content-type", "").lower() else None
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is not valid JSON: {error}") from None
         if not isinstance(fields, dict):

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import h11
 import uvicorn
@@ -109,9 +109,6 @@ def check_key(key: str | None) -> None:
         )
 
 
-_AnyBody = TypeVar("_AnyBody", CompletionBody, ChatBody)
-
-
 class _Endpoints:
     def __init__(self, engine: Any, model: str) -> None:
         self._engine, self._model, self._tokenizer = engine, model, engine.tokenizer
@@ -123,7 +120,8 @@ class _Endpoints:
 
     async def completions(self, request: HTTPRequest) -> Response:
         """The response to a request for continued prompts."""
-        body = await self._body(request, CompletionBody)
+        body = CompletionBody.of(await request.body(), request.headers)
+        self._check_model(body.model)
         prompts = [await self._prompts.of_text(x) if isinstance(x, str) else x for x in body.prompt]
         echoes = None
         if body.echo:
@@ -133,7 +131,8 @@ class _Endpoints:
 
     async def chat_completions(self, request: HTTPRequest) -> Response:
         """The response to a request for the next message of a chat."""
-        body = await self._body(request, ChatBody)
+        body = ChatBody.of(await request.body(), request.headers)
+        self._check_model(body.model)
         if not self._tokenizer.chat_template:
             raise ApiError(
                 400,
@@ -162,11 +161,6 @@ class _Endpoints:
     async def metrics(self, _: HTTPRequest) -> Response:
         """The engine's counters in Prometheus' text format."""
         return PlainTextResponse(self._metrics.text(await self._engine.status()), media_type=CONTENT_TYPE_LATEST)
-
-    async def _body(self, request: HTTPRequest, kind: type[_AnyBody]) -> _AnyBody:
-        body = kind.of(await request.body(), request.headers.get("content-type", ""))
-        self._check_model(body.model)
-        return body
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._model):
@@ -221,7 +215,6 @@ class _Endpoints:
     ) -> AsyncGenerator[tuple[int, Piece]]:
         """Pieces with the number of their choice, with pauses in between that grow with the number of open choices."""
         began, left, reason = time.monotonic(), dict(enumerate(choices)), "cancelled"
-        loop = asyncio.get_running_loop()
         self._open += len(choices)
         try:
             while left:
@@ -242,7 +235,7 @@ class _Endpoints:
                         self._metrics.end(piece.finish_reason, began)
                     yield index, piece
                 if left:
-                    timer = loop.call_later(_PAUSE * self._open, last.set)
+                    timer = asyncio.get_running_loop().call_later(_PAUSE * self._open, last.set)
                     await last.wait()
                     timer.cancel()
         except EngineError:

@@ -68,14 +68,10 @@ class _Messages:
             new = self.socket.recv(2**20)
         except OSError:
             new = b""
-        content, messages, start = self._unread + new, [], 0
-        while start + 4 <= len(content):
-            end = start + 4 + int.from_bytes(content[start : start + 4], "big")
-            if end > len(content):
-                break
-            messages.append(pickle.loads(content[start + 4 : end]))
-            start = end
-        self._unread = content[start:]
+        messages, self._unread = [], self._unread + new
+        while len(self._unread) >= max(4, end := 4 + int.from_bytes(self._unread[:4], "big")):
+            messages.append(pickle.loads(self._unread[4:end]))
+            self._unread = self._unread[end:]
         return messages if new else None
 
 

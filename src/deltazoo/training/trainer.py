@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import distributed, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
 
+from deltazoo.compat.fla.checkpoints import whole_model
 from deltazoo.compat.transformers import has_known_layers
 from deltazoo.compat.transformers.new_model import write_served_names
 from deltazoo.diagnosis import DiagnoseCallback
@@ -234,7 +235,7 @@ class PackedTrainer(ShardedTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights by `from_pretrained`: Trainer expects parameters' own names, and models may save others."""
-        self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(resume_from_checkpoint).state_dict())
+        self._model.load_state_dict(whole_model(resume_from_checkpoint).state_dict())
 
 
 class Monitor(TrainerCallback):
