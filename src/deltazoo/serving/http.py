@@ -6,6 +6,7 @@ cancels the requests in the engine (`_Endpoints._answer`).
 
 import asyncio
 import json
+import logging
 import re
 import resource
 import secrets
@@ -47,6 +48,8 @@ from deltazoo.serving.requests import (
 from deltazoo.serving.text import PromptTokens, TextStream, check_tokenizer
 
 __all__ = ["app_of", "bind", "check_key", "server_config", "url_of"]
+
+_log = logging.getLogger(__name__)
 
 MAX_BODY = 4_000_000
 """Most bytes of a request's body by default."""
@@ -398,20 +401,35 @@ class _Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Take a part of a request when its turn comes: some of them in one turn of the event loop.
 
-        Of many requests that come at once, the first are so with the engine before the last are parsed.
+        Of many requests that come at once, the first are so with the engine before the last are parsed. A connection
+        is not read on while many parts wait.
         """
         self._heard = self.loop.time()
         self._arrived.append((self, data))
         if len(self._arrived) == 1:
             self.loop.call_soon(self._take)
+        elif len(self._arrived) > _AT_ONCE:
+            self.transport.pause_reading()
 
     def _take(self) -> None:
-        for connection, data in [self._arrived.popleft() for _ in range(min(_AT_ONCE, len(self._arrived)))]:
-            if not connection.transport.is_closing():
-                H11Protocol.data_received(connection, data)
-                connection._watch()
+        for _ in range(min(_AT_ONCE, len(self._arrived))):
+            connection, data = self._arrived.popleft()
+            connection._take_part(data)
         if self._arrived:
             self.loop.call_soon(self._take)
+
+    def _take_part(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        try:
+            super().data_received(data)
+        except Exception as error:  # such as a fault in a body that has been answered
+            _log.warning("a connection is closed, as what it sent could not be read: %s", error)
+            self.transport.abort()
+            return
+        self._watch()
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""
