@@ -274,7 +274,8 @@ def _attend_within_documents(
     of_queries = (sequences.cu_seqlens - sequences.begin).clamp(0, T).int()
     q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
     bounds = of_queries, sequences.cu_seqlens.clamp(max=seen).int()
-    return varlen_attn(q, k, v, *bounds, T, seen, scale=scaling, window_size=(-1, 0))[None]
+    output = varlen_attn(q, k, v, *bounds, T, seen, scale=scaling, window_size=(-1, 0))
+    return output[None]  # type: ignore[call-overload]
 
 
 def _visible(sequences: SharedSequences, begin: int, end: int, device: torch.device) -> Tensor:
