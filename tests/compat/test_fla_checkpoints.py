@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from deltazoo import swap_attention
 from deltazoo.compat import load_fla_checkpoint
-from deltazoo.compat.fla.checkpoints import missing_weights
+from deltazoo.compat.fla.checkpoints import missing_weights, whole_model
+from deltazoo.training.loading import load_model
+from deltazoo.training.trainer import PackedTrainer
 
 # What fla's configuration classes write into config.json, at the sizes of the tiny models.
 COMMON = {
@@ -270,6 +273,24 @@ class TestMissingWeights:
         assert not missing_weights(model.config, names) and not missing_weights(model.config, model.state_dict())
         for name in names:
             assert missing_weights(model.config, names - {name}) == {name}
+
+    @pytest.mark.parametrize(
+        "gone", ["model.layers.1.attn.A_log", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
+    )
+    def test_our_doors_refuse_a_checkpoint_without_them(self, gone, tmp_path):
+        model = tiny_model("gated_deltanet")
+        model.save_pretrained(tmp_path)
+        state = load_file(tmp_path / "model.safetensors")
+        del state[gone]
+        save_file(state, tmp_path / "model.safetensors")
+        doors = (
+            whole_model,
+            lambda path: load_model(str(path)),
+            lambda path: PackedTrainer._load_from_checkpoint(SimpleNamespace(_model=model), str(path)),
+        )
+        for door in doors:
+            with pytest.raises(ValueError, match=f"lacks weights of its model: {gone}"):
+                door(tmp_path)
 
     def test_packed_weights_are_not_missed(self):
         model = tiny_model("gated_deltanet")

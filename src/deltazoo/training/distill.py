@@ -12,8 +12,9 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from deltazoo.compat.fla.checkpoints import whole_model
 from deltazoo.generation.conditions import check_positions
 from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.layer import swapped_layers
@@ -105,7 +106,7 @@ def distill(
             # Reloaded after every stage, so that a resumed run continues from exactly the same weights.
             with no_transformers_bars():
                 runtime = model.runtime.given()  # type: ignore[union-attr, operator]
-                model = AutoModelForCausalLM.from_pretrained(path, **runtime).to(device)
+                model = whole_model(path, **runtime).to(device)
             run.score(name, model)
     return Distillation(folder / "model", run.scores, histories)
 

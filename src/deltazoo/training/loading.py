@@ -255,20 +255,17 @@ def load_model(path: str, device: str | None = None, dtype: torch.dtype | None =
 
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     import deltazoo.models  # noqa: F401  (registers our model types with the Auto classes)
-    from deltazoo.compat.fla.checkpoints import refuse_missing_weights
+    from deltazoo.compat.fla.checkpoints import whole_model
     from deltazoo.compat.transformers import accelerate, has_known_layers
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         with no_transformers_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", output_loading_info=True)
+            model = whole_model(path, dtype=dtype or "auto")
     except SafetensorError as error:
         raise ValueError(f"the weights in {path} are damaged or incomplete: {error}") from error
-    model, info = loaded
-    refuse_missing_weights(info["missing_keys"], path)
     model.to(torch.device(device))
     if has_known_layers(model):
         try:

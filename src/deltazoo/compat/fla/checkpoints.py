@@ -106,6 +106,17 @@ def modernize_state_dict(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return modern
 
 
+def whole_model(path: str | Path, **kwargs: Any) -> Any:
+    """The causal language model of a checkpoint; ValueError if it lacks weights, which transformers would draw anew.
+
+    `kwargs` are for `from_pretrained`.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
+    model, info = loaded
+    refuse_missing_weights(info["missing_keys"], path)
+    return model
+
+
 _PACKED = re.compile(r"\.(weight_packed|qweight)$")
 
 
