@@ -41,6 +41,18 @@ layer = DeltaRuleAttention(rule="gated_deltanet", hidden_size=32, num_heads=2, h
 layer(torch.randn(2, 10, 32)).sum().backward()
 """
 
+ASK_FOR_TRITON = """
+from deltazoo.ops import resolve_backend
+
+call = dict(device="cuda", dtype=torch.float32, head_k_dim=64, head_v_dim=64)
+name, reason = resolve_backend(None, **call)
+assert name == "chunkwise" and "triton" in reason.lower(), (name, reason)
+try:
+    resolve_backend("triton", **call)
+except NotImplementedError as error:
+    print(error)
+"""
+
 
 def run_without(missing: str, code: str) -> str:
     return run_python(WITHOUT + textwrap.dedent(code), missing)
@@ -51,13 +63,11 @@ def test_blocking_a_module_works() -> None:
         run_without("triton", "import triton")
 
 
-def test_the_cpu_path_runs_without_triton() -> None:
-    run_without("triton", "import deltazoo" + RUN_THE_OPERATOR + RUN_A_LAYER)
-
-
 def test_operators_and_layers_need_torch_and_einops_alone() -> None:
+    """Asking for Triton where there is none says so."""
     others = "triton,transformers,datasets,tokenizers,accelerate,safetensors,matplotlib,yaml,rich,typer"
-    run_without(others, "import deltazoo" + RUN_THE_OPERATOR + RUN_A_LAYER)
+    said = run_without(others, "import deltazoo" + RUN_THE_OPERATOR + RUN_A_LAYER + ASK_FOR_TRITON)
+    assert "triton" in said
 
 
 def test_the_package_and_its_registry_need_neither_torch_nor_transformers() -> None:
@@ -84,29 +94,12 @@ def test_what_the_root_offers_is_imported_when_asked_for() -> None:
     run_python(textwrap.dedent(code))
 
 
-def test_asking_for_triton_where_there_is_none_says_so() -> None:
+def test_importing_loads_neither_triton_nor_the_training_side_and_a_first_call_no_compiler() -> None:
+    """torch itself loads Triton once it compiles or calls a custom operator, and takes seconds for torch._dynamo."""
     code = """
-    import torch
-    from deltazoo.ops import resolve_backend
-    call = dict(device="cuda", dtype=torch.float32, head_k_dim=64, head_v_dim=64)
-    name, reason = resolve_backend(None, **call)
-    assert name == "chunkwise" and "triton" in reason.lower(), (name, reason)
-    try:
-        resolve_backend("triton", **call)
-    except NotImplementedError as error:
-        print(error)
+    import sys, deltazoo.ops, deltazoo.layers
+    loaded = {"triton", "datasets", "matplotlib", "deltazoo.training", "deltazoo.cli"} & {*sys.modules}
+    assert not loaded, loaded
     """
-    assert "triton" in run_without("triton", code)
-
-
-def test_importing_loads_neither_triton_nor_the_training_side() -> None:
-    """torch itself loads triton once it compiles or calls a custom operator; our import does not."""
-    code = "import sys, deltazoo.ops, deltazoo.layers\nprint(*sys.modules, sep='\\n')"
-    loaded = set(run_python(code).split())
-    assert not loaded & {"triton", "datasets", "matplotlib", "deltazoo.training", "deltazoo.cli"}
-
-
-def test_a_first_call_does_not_import_the_compiler() -> None:
-    """torch._dynamo takes seconds; of what models need, transformers imports it."""
-    loaded = "import sys\nassert 'torch._dynamo' not in sys.modules"
-    run_python("\n".join(["import deltazoo", RUN_THE_OPERATOR, RUN_A_LAYER, loaded]))
+    first_call = RUN_THE_OPERATOR + RUN_A_LAYER + "assert 'torch._dynamo' not in sys.modules"
+    run_python(textwrap.dedent(code) + first_call)

@@ -134,6 +134,11 @@ def test_training_leaves_model_curve_and_configuration(run: Path) -> None:
     assert (run / "model" / "training.yaml").is_file()
 
 
+def test_a_checkpoint_is_scored_on_the_held_out_text_of_its_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("eval", str(next(run.glob("checkpoint-*")))) == 0
+    assert "held-out part of" in capsys.readouterr().out
+
+
 def test_eval_scores_the_held_out_files_beside_the_baselines(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from decoding_loops import Loop, assert_decodes_like_forward, captured, own, uncaptured
-from helpers import run_python
+from fresh_process import run_interpreted
 from outside_rule import forget_rules
 from tiny_families import tiny_original, tokens
 from tiny_models import tiny_model
@@ -56,13 +56,13 @@ WITHOUT_KERNELS = {"falcon", "isotropic_kdn", "diagonal_kdn", "momentum"}
 IN_KERNELS = [rule for rule in deltazoo.list_rules() if rule not in WITHOUT_KERNELS]
 ROWS, PAGES = 3, 7
 CHILD = """
-import sys; sys.path[:0] = sys.argv[1:3]
+import sys; sys.path.insert(0, sys.argv[1])
 import test_fused_blocks as tests, test_step_modules as steps
 from unittest import mock
 # The ordinary step runs in plain torch, which is faster than the interpreter.
 no_kernels = mock.patch("deltazoo.ops.backends.triton_obstacle", lambda *args: "interpreted")
 with mock.patch.object(tests.fused_blocks, "takes_kernel", lambda *_, **__: True), no_kernels:
-    for case in sys.argv[3:]:
+    for case in sys.argv[2:]:
         loops = (tests.own, tests.captured) if case in ("gated_deltanet", "hybrid") else (tests.own,)
         tests.check_tokens(case, "cpu", fused=True, count=3, batch_sizes=(3,), loops=loops)
     for case in tests.OWN_FORM:
@@ -218,11 +218,8 @@ def test_pages_on_a_gpu(rule):
     check_pages(rule, "cuda")
 
 
-def test_interpreted(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    here = Path(__file__).parent
-    run_python(CHILD, str(here), str(here.parent), *INTERPRETED, timeout=900)
+def test_interpreted():
+    run_interpreted(CHILD, Path(__file__).parent, *INTERPRETED)
 
 
 def swapped_model(family: str, rule: str, options: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deltazoo.layers import DeltaRuleAttention, make_layer
@@ -114,11 +115,19 @@ def test_a_bfloat16_default_dtype_does_not_reach_the_gates() -> None:
     assert (layer.A_log.bfloat16() != layer.A_log).float().mean() > 0.9
 
 
-def test_meta_device_costs_nothing_and_materialises() -> None:
+def test_meta_device_costs_nothing_and_materialises(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         layer = DeltaRuleAttention("kda", 16, 2, 8)
     assert all(p.is_meta for p in layer.parameters())
-    layer.to_empty(device="cpu").init_parameters()
+    filled: list[Tensor] = []
+    with monkeypatch.context() as patch:
+        initializers = dict.fromkeys(dict(layer.named_parameters()), filled.append)
+        patch.setattr(layer, "initializers", lambda _: initializers)
+        layer.init_parameters()
+        assert not filled
+        layer.to_empty(device="cpu").init_parameters()
+        assert len(filled) == len(initializers)
+    layer.init_parameters()
     assert layer(torch.randn(1, 3, 16)).isfinite().all()
 
 

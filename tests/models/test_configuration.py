@@ -16,6 +16,7 @@ from deltazoo.models import (
     GatedLinearAttentionConfig,
     KDAConfig,
     PrecondKDAConfig,
+    configuration,
 )
 from deltazoo.models.softmax_attention import RotaryEmbedding
 
@@ -121,6 +122,17 @@ def test_contradictions_are_refused(overrides, message):
 
 
 SOFTMAX_ONLY = {**HYBRID, "layer_types": ["full_attention"] * 2}
+
+
+def test_options_that_have_passed_make_no_layer_again(monkeypatch):
+    """The check makes a layer on the meta device, which takes ten times as long as the rest of a configuration."""
+    made = []
+    monkeypatch.setattr(configuration, "make_layer", lambda **options: made.append(options["conv_size"]))
+    configuration._check_layer.cache_clear()
+    for conv_size in (3, 3, 5, 3):
+        tiny_config("kda", conv_size=conv_size)
+    assert made == [3, 5]
+    configuration._check_layer.cache_clear()
 
 
 @pytest.mark.parametrize(

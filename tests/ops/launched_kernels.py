@@ -5,15 +5,13 @@ The launches are recorded by running the call on meta tensors, so what is compil
 
 from __future__ import annotations
 
-import re
-import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
+from ops.triton.machine_code import resources
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
@@ -78,18 +76,9 @@ def is_specialized(kernel: JITFunction, name: str) -> bool:
     return not parameter.is_constexpr and not parameter.do_not_specialize
 
 
-def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """Registers per thread, and bytes of local memory, where spilled registers go."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    tool = triton.knobs.nvidia.cuobjdump.path
-    text = subprocess.run([tool, "-res-usage", str(path)], capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|LOCAL|STACK):(\d+)", text)}
-
-
-def check_registers(compiled: CompiledKernel, blocks: int, folder: Path, *, stack: int = 0) -> None:
+def check_registers(compiled: CompiledKernel, blocks: int, *, stack: int = 0) -> None:
     """No spills beyond `stack` bytes, no float64, registers for so many blocks of four warps on a multiprocessor."""
-    found = resources(compiled.asm["cubin"], folder)
+    found = resources(compiled.asm["cubin"])
     assert "f64" not in compiled.asm["ttir"], compiled.name  # as a constant that is no normal float32 makes it
     assert found["LOCAL"] == 0 and found["STACK"] <= stack, (compiled.name, found)
     assert found["REG"] <= 65536 // (128 * blocks), (compiled.name, found)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from delta_rule_cases import DeltaRuleCase, DeltaRuleInputs
-from helpers import run_python
+from fresh_process import run_interpreted
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jvp, vjp, vmap
@@ -243,7 +243,6 @@ for function, argument in [(sequences, x), (step, torch.ones_like(state))]:  # n
 """
 
 
-def test_triton_refuses_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_refuses_in_a_sentence() -> None:
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported, so in a process of its own
-    run_python(TRITON_REFUSES)
+    run_interpreted(TRITON_REFUSES)

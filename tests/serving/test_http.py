@@ -508,26 +508,55 @@ def test_a_request_that_does_not_come_whole_ends_its_connection(monkeypatch: pyt
 
 
 def test_of_many_requests_that_come_at_once_the_first_do_not_wait_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop goes on with the first ones before it parses the last."""
+    """The event loop goes on with the first ones before it parses the last, and reads none on that waits."""
     taken: list[bytes] = []
-    monkeypatch.setattr(H11Protocol, "data_received", lambda connection, data: taken.append(data))
+    closed, wrong = 3, 9
+
+    def take(connection: H11Protocol, data: bytes) -> None:
+        if data[0] == wrong:
+            raise RuntimeError("out of order")
+        taken.append(data)
+
+    monkeypatch.setattr(H11Protocol, "data_received", take)
     config, state = uvicorn.Config(lambda: None), uvicorn.server.ServerState()
 
     async def run() -> None:
-        closed = 3
+        transports = []
         for number in range(30):
             transport = Mock(is_closing=lambda number=number: number == closed, get_extra_info=lambda name: None)
             connection = _Connection(config=config, server_state=state, app_state={})
             connection.connection_made(transport)
             connection.data_received(bytes([number]))
+            transports.append(transport)
+        assert [number for number, transport in enumerate(transports) if transport.pause_reading.called] == [
+            *range(8, 30)
+        ]
         counts = []
-        while len(taken) < 29:
+        while len(taken) < 28:
             await asyncio.sleep(0)
             counts.append(len(taken))
-        assert counts == [7, 15, 23, 29]
-        assert taken == [bytes([number]) for number in range(30) if number != closed]
+        assert counts == [7, 14, 22, 28]
+        assert taken == [bytes([number]) for number in range(30) if number not in (closed, wrong)]
+        assert [number for number, transport in enumerate(transports) if transport.abort.called] == [wrong]
+        assert all(transport.resume_reading.called for transport in transports[wrong + 1 :])
 
     asyncio.run(run())
+
+
+def test_a_fault_in_a_body_that_has_been_answered_ends_its_connection_alone() -> None:
+    with served(FakeEngine(byte_tokenizer()), api_key="secret") as url:
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5) as client:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            client.sendall(head + b"1\r\n{\r\n")
+            assert client.recv(4000).startswith(b"HTTP/1.1 401")
+            client.sendall(b"no length\r\n")
+            while True:
+                try:
+                    if not client.recv(4000):
+                        break
+                except ConnectionResetError:
+                    break
+        assert httpx.get(f"{url}/health").status_code == 200
 
 
 def test_idle_connections_give_way(monkeypatch: pytest.MonkeyPatch) -> None:

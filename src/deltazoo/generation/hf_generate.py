@@ -191,7 +191,10 @@ def without_single_tokens(prefill_chunk: int | None) -> int | None:
 
 def running_call(model: Any) -> "GenerateCall | None":
     """This thread's innermost call of a model's `generate`, None outside."""
-    return next((call for call in reversed(_running.get()) if call.model is model), None)
+    for call in reversed(_running.get()):  # at every token, so no generator
+        if call.model is model:
+            return call
+    return None
 
 
 @contextmanager

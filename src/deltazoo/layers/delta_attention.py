@@ -485,10 +485,13 @@ class DeltaRuleAttention(Float32Parameters):
         return {}
 
     def init_parameters(self, initializer_range: float | None = None) -> None:
-        """Start all parameters afresh, except those a checkpoint has filled (`_is_hf_initialized`)."""
+        """Start all parameters afresh, except those a checkpoint has filled (`_is_hf_initialized`).
+
+        Those on the meta device have no values; there torch takes a millisecond for each.
+        """
         for name, initialize in self.initializers(initializer_range).items():
             parameter = self.get_parameter(name)
-            if not getattr(parameter, "_is_hf_initialized", False):
+            if not (parameter.is_meta or getattr(parameter, "_is_hf_initialized", False)):
                 initialize(parameter)
 
     @property

@@ -9,6 +9,7 @@ import math
 import os
 import warnings
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,7 +20,7 @@ from transformers.generation import GenerationConfig
 
 from deltazoo.generation.batch import LAYER_TYPES
 from deltazoo.generation.cache import CACHE
-from deltazoo.layers import LayerOptions, make_layer
+from deltazoo.layers import LayerOptions, layer_class, make_layer
 from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.config_keys import SharedConfig, not_a_key, without_runtime_options
 from deltazoo.models.fla_keys import translate_fla_config
@@ -57,6 +58,13 @@ _CHECKED_IN_ALL_MODELS = (
 )
 # Keys that act on softmax layers alone.
 _SOFTMAX_KEYS = ("num_attention_heads", "num_key_value_heads", "rope_parameters", "qkv_bias", "softmax_qk_norm")
+
+
+@lru_cache(maxsize=256, typed=True)
+def _check_layer(layer: type, **options: Any) -> None:
+    """Make a layer of this class without memory: its constructor checks the options. Those that pass do so once."""
+    with torch.device("meta"):
+        make_layer(**options, layer_idx=0)
 
 
 @strict
@@ -267,8 +275,8 @@ class DeltaRuleConfig(SharedConfig, PreTrainedConfig):
         options = self.layer_options
         if "linear_attention" not in self.layer_types:  # options of linear layers do not act and may disagree
             options = {"rule": "gated_deltanet", **{name: options[name] for name in _CHECKED_IN_ALL_MODELS}}
-        with torch.device("meta"):  # the layer's constructor checks its options
-            make_layer(**options, layer_idx=0, num_layers=self.num_hidden_layers)
+        layer: Any = layer_class(options["rule"])  # hashable, which mypy does not see
+        _check_layer(layer, **options, num_layers=self.num_hidden_layers)
 
     def validate_rope(self) -> None:
         """Run transformers' check of `rope_parameters` with the size of softmax heads in place of `head_dim`."""

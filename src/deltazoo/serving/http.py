@@ -6,6 +6,7 @@ cancels the requests in the engine (`_Endpoints._answer`).
 
 import asyncio
 import json
+import logging
 import re
 import resource
 import secrets
@@ -47,6 +48,8 @@ from deltazoo.serving.requests import (
 from deltazoo.serving.text import PromptTokens, TextStream, check_tokenizer
 
 __all__ = ["app_of", "bind", "check_key", "server_config", "url_of"]
+
+_log = logging.getLogger(__name__)
 
 MAX_BODY = 4_000_000
 """Most bytes of a request's body by default."""
@@ -119,7 +122,6 @@ class _Endpoints:
         """Number of choices that are being made."""
 
     async def completions(self, request: HTTPRequest) -> Response:
-        """The response to a request for continued prompts."""
         body = CompletionBody.of(await request.body(), request.headers)
         self._check_model(body.model)
         prompts = [await self._prompts.of_text(x) if isinstance(x, str) else x for x in body.prompt]
@@ -130,7 +132,6 @@ class _Endpoints:
         return await self._answer(body, prompts, echoes)
 
     async def chat_completions(self, request: HTTPRequest) -> Response:
-        """The response to a request for the next message of a chat."""
         body = ChatBody.of(await request.body(), request.headers)
         self._check_model(body.model)
         if not self._tokenizer.chat_template:
@@ -159,7 +160,6 @@ class _Endpoints:
         return JSONResponse({"status": "ok" if running else "stopped"}, 200 if running else 503)
 
     async def metrics(self, _: HTTPRequest) -> Response:
-        """The engine's counters in Prometheus' text format."""
         return PlainTextResponse(self._metrics.text(await self._engine.status()), media_type=CONTENT_TYPE_LATEST)
 
     def _check_model(self, name: str | None) -> None:
@@ -170,7 +170,6 @@ class _Endpoints:
     async def _answer(
         self, body: CompletionBody | ChatBody, prompts: Sequence[list[int]], echoes: Sequence[str] | None = None
     ) -> Response:
-        """The response to the requests of all choices, whole or streamed."""
         requests = [request for prompt in prompts for request in body.requests(prompt)]
         if len(requests) > (most := self._engine.max_queue):
             raise ApiError(400, f"this request makes {len(requests)} choices, and at most {most} can wait here")
@@ -251,7 +250,6 @@ class _Events(EventSourceResponse):
     """A response of events. `_Gate` notices a client that hangs up, so it does not listen for that."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events."""
         await self.stream_response(send)
 
 
@@ -297,21 +295,17 @@ class _Metrics(Collector):
         self._finished = {reason: finished.labels(model, reason) for reason in ("stop", "length", "cancelled", "error")}
 
     def first_token(self, began: float) -> None:
-        """Count a choice, begun at `time.monotonic()`, that has its first token."""
         self._time_to_first_token.observe(time.monotonic() - began)
 
     def end(self, reason: str, began: float) -> None:
-        """Count a choice that has ended."""
         self._finished[reason].inc()
         self._request_seconds.observe(time.monotonic() - began)
 
     def text(self, status: Status) -> bytes:
-        """All numbers, with the engine's counters, in Prometheus' text format."""
         self._status = status
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's counters."""
         for kind, names in ((GaugeMetricFamily, _NOW), (CounterMetricFamily, _TOTALS)):
             for name, description in names.items():
                 family = kind(f"deltazoo_{name}", description, labels=["model"])
@@ -330,7 +324,6 @@ class _Gate:
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer with status 401 or 413."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
@@ -384,7 +377,6 @@ class _Connection(H11Protocol):
     most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 100)
 
     def connection_made(self, transport: Any) -> None:
-        """Begin to wait for a request."""
         super().connection_made(transport)
         self._receiving: asyncio.TimerHandle | None = None
         self._heard = self.loop.time()
@@ -398,23 +390,37 @@ class _Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Take a part of a request when its turn comes: some of them in one turn of the event loop.
 
-        Of many requests that come at once, the first are so with the engine before the last are parsed.
+        Of many requests that come at once, the first are so with the engine before the last are parsed. A connection
+        is not read on while many parts wait.
         """
         self._heard = self.loop.time()
         self._arrived.append((self, data))
         if len(self._arrived) == 1:
             self.loop.call_soon(self._take)
+        elif len(self._arrived) > _AT_ONCE:
+            self.transport.pause_reading()
 
     def _take(self) -> None:
-        for connection, data in [self._arrived.popleft() for _ in range(min(_AT_ONCE, len(self._arrived)))]:
-            if not connection.transport.is_closing():
-                H11Protocol.data_received(connection, data)
-                connection._watch()
+        for _ in range(min(_AT_ONCE, len(self._arrived))):
+            connection, data = self._arrived.popleft()
+            connection._take_part(data)
         if self._arrived:
             self.loop.call_soon(self._take)
 
+    def _take_part(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        try:
+            super().data_received(data)
+        except Exception as error:  # such as a fault in a body that has been answered
+            _log.warning("a connection is closed, as what it sent could not be read: %s", error)
+            self.transport.abort()
+            return
+        self._watch()
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
         if self._receiving is not None:
             self._receiving.cancel()
         super().connection_lost(exc)

@@ -180,7 +180,6 @@ class Stream:
 
     Attributes:
         cached_tokens: number of the prompt's tokens whose state the prefix cache had; known with the first piece.
-        completion_tokens: number of new tokens read so far, an end token included.
 
     Raises:
         EngineError: when read, if the model failed on the request or the engine is lost.
@@ -190,7 +189,7 @@ class Stream:
         self, request: Request, on_cancel: Callable[[], None], notify: Callable[[Output], None] | None = None
     ) -> None:
         self.request = request
-        self.cached_tokens = self.completion_tokens = 0
+        self.cached_tokens = 0
         self._on_cancel, self._notify = on_cancel, notify
         self._outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
         self._has_ended = False
@@ -224,7 +223,6 @@ class Stream:
             made.append(output)
         piece = Piece.joined(made)
         self._has_ended = piece.finish_reason is not None
-        self.completion_tokens += len(piece.token_ids)
         self.cached_tokens += piece.cached_tokens
         return piece
 

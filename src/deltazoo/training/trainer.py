@@ -120,8 +120,6 @@ class PackedTrainer(ShardedTrainer):
             self._train_from(checkpoint)
             with whole_or_not_at_all(model_path) if first else nullcontext(model_path) as staging:
                 self.save_model(str(staging))
-                if first:
-                    save_config(self._config, staging / MODEL_CONFIG)
         tokens, rows = self._settings.tokens_per_step, self.train_dataset
         return {
             "log_history": self.state.log_history,
@@ -224,14 +222,17 @@ class PackedTrainer(ShardedTrainer):
         return str(self._saving_below)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model, as safetensors; every process must call this."""
+        """Write the whole model, as safetensors, and the run's configuration; every process must call this."""
         self._model.config.use_cache = True  # Trainer has turned it off, for training
         try:
             super().save_model(output_dir, _internal_call)
         finally:
             self._model.config.use_cache = self.args.use_cache
-        if self.args.should_save and has_known_layers(self._model):
-            write_served_names(self._model, Path(output_dir or self._folder))
+        if self.args.should_save:
+            folder = Path(output_dir or self._folder)
+            save_config(self._config, folder / MODEL_CONFIG)
+            if has_known_layers(self._model):
+                write_served_names(self._model, folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights by `from_pretrained`: Trainer expects parameters' own names, and models may save others."""

@@ -14,14 +14,14 @@ from unittest import mock
 import pytest
 import torch
 from foreign_models import FUSED, assert_equal_but_for_rounding, foreign_model, mixer_of
-from helpers import run_python
+from fresh_process import run_interpreted
 from transformers import DynamicCache
 
 import deltazoo
 from deltazoo.compat.transformers.layer import stored_state
 from deltazoo.ops import fused
 
-CHILD = "import sys; sys.path[:0] = sys.argv[1:3]; import test_fused_kernels as t; t.compare(sys.argv[3:], 'cpu')"
+CHILD = "import sys; sys.path.insert(0, sys.argv[1]); import test_fused_kernels as t; t.compare(sys.argv[2:], 'cpu')"
 
 
 def results(model, x, positions):
@@ -54,11 +54,8 @@ def compare(families, device):
         assert_equal_but_for_rounding(partial(results, x=x, positions=positions), plain, actual)
 
 
-def test_interpreted(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    here = Path(__file__).parent
-    run_python(CHILD, str(here), str(here.parents[1]), FUSED[0], FUSED[-1])
+def test_interpreted():
+    run_interpreted(CHILD, Path(__file__).parent, FUSED[0], FUSED[-1])
 
 
 @pytest.mark.gpu

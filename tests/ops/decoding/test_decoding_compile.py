@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,6 +191,6 @@ def compile_call(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_registers_and_spills(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_registers_and_spills(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for compiled in compile_call(name, monkeypatch):
-        check_registers(compiled, CALLS[name][0], tmp_path)
+        check_registers(compiled, CALLS[name][0])

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -242,8 +241,8 @@ def test_reads_and_writes_16_bytes_at_a_time(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_registers_and_spills(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_registers_and_spills(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for compiled in compile_call(name, monkeypatch):
         # One register, or an address, stored before the loop and read after it.
         waits = 8 if name in ("conv_of_three_packed", "scan") else 0
-        check_registers(compiled, CALLS[name][0], tmp_path, stack=waits)
+        check_registers(compiled, CALLS[name][0], stack=waits)

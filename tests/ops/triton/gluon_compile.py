@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
-from ops.triton.machine_code import faults
+from ops.triton.machine_code import faults, told
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
@@ -79,16 +77,11 @@ def build(kernel: Any, arguments: dict[str, Any]) -> Any:
 def _resources(compiled: Any) -> Compiled:
     ptx = compiled.asm["ptx"]
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "kernel.ptx")
-        with open(path, "w") as file:
-            file.write(ptx)
-        command = [tool, "-v", "--gpu-name=sm_90a", "-o", os.path.join(folder, "kernel.cubin"), path]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = sum(int(x) for x in re.findall(r"(\d+) bytes spill", told))
-    found = re.search(r"Used (\d+) registers", told)
-    assert found, told
-    warnings = [line.strip() for line in told.splitlines() if re.search(r"\(C\d+\)", line)]
+    text = told(tool, ptx.encode(), "-v", "--gpu-name=sm_90a", "-o", "kernel.cubin")
+    spilled = sum(int(x) for x in re.findall(r"(\d+) bytes spill", text))
+    found = re.search(r"Used (\d+) registers", text)
+    assert found, text
+    warnings = [line.strip() for line in text.splitlines() if re.search(r"\(C\d+\)", line)]
     warnings += faults(compiled.asm["cubin"])
     partitions = tuple(int(x) for x in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx))
     return Compiled(int(found[1]), spilled, compiled.metadata.shared, tuple(warnings), ptx, partitions)

@@ -1,4 +1,4 @@
-"""What ptxas is known to get wrong about matrix products (wgmma), looked for in assembled code.
+"""Assembled code: the registers that it needs, and what ptxas is known to get wrong about matrix products (wgmma).
 
 * Operands that change before the product is done: ptxas 12.8 and 12.9 put instructions that set a product's operand
   behind the product, if the operand is a constant that two products share. What the first one reads then depends on
@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -16,8 +17,34 @@ from pathlib import Path
 from typing import NamedTuple
 
 import triton
+from triton.runtime.cache import get_cache_manager
 
-__all__ = ["faults"]
+__all__ = ["disassembled", "faults", "resources", "told"]
+
+
+def told(tool: str, kernel: bytes, *options: str) -> str:
+    """What a tool writes about a kernel's code; kept beside Triton's compiled kernels, since some take a second."""
+    asked = hashlib.sha256(repr((triton.__version__, Path(tool).name, options)).encode() + kernel)
+    kept = get_cache_manager(asked.hexdigest())
+    if (path := kept.get_file("told")) is not None:
+        return Path(path).read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        code = Path(folder) / "code"
+        code.write_bytes(kernel)
+        done = subprocess.run([tool, *options, str(code)], capture_output=True, text=True, cwd=folder, check=True)
+    kept.put(done.stdout + done.stderr, "told", binary=False)
+    return done.stdout + done.stderr
+
+
+def disassembled(cubin: bytes) -> str:
+    """The instructions, with their addresses."""
+    return told(triton.knobs.nvidia.cuobjdump.path, cubin, "-sass")
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers per thread, and bytes per thread of stack and local memory, where spilled registers go."""
+    text = told(triton.knobs.nvidia.cuobjdump.path, cubin, "-res-usage")
+    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
 
 
 class Product(NamedTuple):
@@ -31,11 +58,7 @@ class Product(NamedTuple):
 
 def faults(cubin: bytes) -> list[str]:
     """Instructions that show either, with what is wrong about them."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(path)]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    listing = disassembled(cubin)
     return [*_changed_operands(listing), *_unset_uniform_registers(listing)]
 
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import Missed, known_miss
-from ops.triton.machine_code import faults
+from ops.triton.machine_code import faults, resources
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
@@ -141,13 +139,9 @@ def launches_of(call: Call) -> list[Launch]:
     return launches
 
 
-def resources(compiled: CompiledKernel, folder: Path) -> dict[str, int]:
-    """Registers per thread, and bytes per thread of local memory, where spilled registers go."""
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    tool = triton.knobs.nvidia.cuobjdump.path
-    text = subprocess.run([tool, "-res-usage", str(cubin)], capture_output=True, text=True, check=True).stdout
-    used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+def used_by(compiled: CompiledKernel) -> dict[str, int]:
+    """Registers per thread, bytes per thread of local memory, and bytes per thread block of shared memory."""
+    used = resources(compiled.asm["cubin"])
     return {"registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], "shared": compiled.metadata.shared}
 
 
@@ -178,7 +172,7 @@ def spill_limit(call: Call, launch: Launch) -> int:
     return 512
 
 
-def check(call: Call, folder: Path) -> None:
+def check(call: Call) -> None:
     """Compile every distinct launch of a call, print what each needs, and fail if any exceeds the limits."""
     failures, spilling, seen = [], {}, set()
     for launch in launches_of(call):
@@ -188,7 +182,7 @@ def check(call: Call, folder: Path) -> None:
             continue
         seen.add(key)
         compiled = launch.compile(call.arch)
-        used = resources(compiled, folder)
+        used = used_by(compiled)
         line = f"{call} {launch}: " + ", ".join(f"{what} {number}" for what, number in used.items())
         print(line)
         limits = {"registers": 255, "spilled": spill_limit(call, launch), "shared": SHARED_MEMORY[call.arch]}
@@ -249,8 +243,8 @@ SWEEP = [
 
 
 @pytest.mark.parametrize("call", REPRESENTATIVE, ids=str)
-def test_kernels_fit_the_card(call: Call, tmp_path: Path) -> None:
-    check(call, tmp_path)
+def test_kernels_fit_the_card(call: Call) -> None:
+    check(call)
 
 
 PTXAS_GIVES_UP = known_miss(
@@ -269,8 +263,8 @@ JUST_OVER = {
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("call", SWEEP, ids=str)
-def test_every_kernel_fits_every_card(call: Call, tmp_path: Path) -> None:
+def test_every_kernel_fits_every_card(call: Call) -> None:
     gives_up = call.dtype == torch.float32 and call.K == 256 and call.decay != "channel" and call.arch != HOPPER
     known = PTXAS_GIVES_UP if gives_up else JUST_OVER.get(str(call))
     with known or nullcontext():
-        check(call, tmp_path)
+        check(call)

@@ -123,11 +123,11 @@ def test_ends_of_segments_compile_with_products_in_flight(decay: str) -> None:
 
 
 @compiles
-def test_preparing_the_rest_fits_the_card(tmp_path: Path) -> None:
-    from ops.triton.test_compile import Launch, resources
+def test_preparing_the_rest_fits_the_card() -> None:
+    from ops.triton.test_compile import Launch, used_by
 
     kernel, arguments = launches(meta_call("scalar", groups=2))["prepare_rest_kernel"]
-    used = resources(Launch(kernel, arguments).compile(90), tmp_path)
+    used = used_by(Launch(kernel, arguments).compile(90))
     print(used)
     assert used["registers"] <= 255 and used["spilled"] <= 512
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 triton = pytest.importorskip("triton")
 
+from ops.triton.machine_code import disassembled, resources  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
@@ -73,19 +72,6 @@ def build(case: Build) -> CompiledKernel:
     return triton.compile(source, target=GPUTarget("cuda", case.arch, 32), options={"num_warps": case.tile.warps})
 
 
-def cuobjdump(compiled: CompiledKernel, option: str, folder: Path) -> str:
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    tool = triton.knobs.nvidia.cuobjdump.path
-    return subprocess.run([tool, option, str(cubin)], capture_output=True, text=True, check=True).stdout
-
-
-def resources(compiled: CompiledKernel, folder: Path) -> dict[str, int]:
-    """Registers per thread, and bytes of stack and local memory: where spilled registers go."""
-    usage = cuobjdump(compiled, "-res-usage", folder)
-    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-
-
 BUILDS = [
     *(Build(arch, K, K) for arch in (HOPPER, ADA, CONSUMER_BLACKWELL) for K in (64, 128, 256)),
     *(Build(decay=decay) for decay in ("none", "channel")),
@@ -102,9 +88,9 @@ UPDATES = [
 
 
 @pytest.mark.parametrize("case", [*BUILDS, *UPDATES], ids=str)
-def test_no_register_spills(case: Build, tmp_path: Path) -> None:
+def test_no_register_spills(case: Build) -> None:
     compiled = build(case)
-    used = resources(compiled, tmp_path)
+    used = resources(compiled.asm["cubin"])
     assert used["STACK"] == used["LOCAL"] == 0, used
     # 65,536 registers per SM and 8 KiB of state per warp: with 128 registers sixteen warps keep 128 KiB in flight.
     assert used["REG"] <= (128 if case.micro_steps <= 2 else 168), used
@@ -112,18 +98,18 @@ def test_no_register_spills(case: Build, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("K", [64, 128, 256])
-def test_state_moves_in_16_byte_accesses_and_without_a_loop(K: int, tmp_path: Path) -> None:
+def test_state_moves_in_16_byte_accesses_and_without_a_loop(K: int) -> None:
     case = Build(K=K, V=K)
     compiled = build(case)
     assert "scf.for" not in compiled.asm["ttgir"]
-    code = cuobjdump(compiled, "-sass", tmp_path)
+    code = disassembled(compiled.asm["cubin"])
     per_thread = K * case.tile.columns // (32 * case.tile.warps)
     assert len(re.findall(r"\bSTG\.E\.128\b", code)) == per_thread // 4
     assert len(re.findall(r"\bLDG\.E\.128\b", code)) == per_thread // 4
 
 
-def test_state_loads_are_issued_before_anything_waits_for_memory(tmp_path: Path) -> None:
-    code = cuobjdump(build(Build()), "-sass", tmp_path)
+def test_state_loads_are_issued_before_anything_waits_for_memory() -> None:
+    code = disassembled(build(Build()).asm["cubin"])
     instructions = re.findall(r"\b(LDG\.E\.128|BAR\.SYNC|SHFL|STS|LDS)\b", code)
     num_loads = instructions.count("LDG.E.128")
     assert instructions[:num_loads] == ["LDG.E.128"] * num_loads
