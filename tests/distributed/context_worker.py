@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -277,23 +278,27 @@ def check_recomputation(groups: dict[int, Any]) -> dict[str, Any]:
 
 
 def check_attention(groups: dict[int, Any]) -> dict[str, Any]:
-    """By dtype, results of shared softmax attention, and gradients, that differ from those of the whole row.
+    """By dtype and packing, results of shared softmax attention, and gradients, that differ from those of whole rows.
 
     In bfloat16 both round probabilities, in blocks that begin elsewhere.
     """
     found = {}
-    for dtype in (torch.float32, torch.bfloat16):
+    begin, end = ((0, 70), (70, 200))[RANK]
+    context = ContextParallel(groups[2], lengths=(70, 130))
+    for dtype, documents in product((torch.float32, torch.bfloat16), (None, [0, 20, 20, 100, 150, 200])):
+        rows, bounds = (2, None) if documents is None else (1, torch.tensor(documents, device=DEVICE))
+        ends = torch.tensor((documents or [0, 200])[1:])
+        number = torch.bucketize(torch.arange(200), ends, right=True)
+        mask = (number[:, None] == number).tril().to(DEVICE)
         generator = torch.Generator(DEVICE).manual_seed(0)
         shapes = (4, 200, 64), (2, 200, 64), (2, 200, 64), (4, 200, 64)
-        whole = [torch.randn(2, *shape, device=DEVICE, generator=generator).to(dtype) for shape in shapes]
-        begin, end = ((0, 70), (70, 200))[RANK]
-        context = ContextParallel(groups[2], lengths=(70, 130))
-        batch = SimpleNamespace(sequences=SharedSequences(context))
+        whole = [torch.randn(rows, *shape, device=DEVICE, generator=generator).to(dtype) for shape in shapes]
+        batch = SimpleNamespace(sequences=SharedSequences(context, bounds))
         results = []
         for tensors in (whole, [x[:, :, begin:end] for x in whole]):
             *inputs, d_output = (x.clone().requires_grad_() for x in tensors)
             if tensors is whole:
-                output = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+                output = F.scaled_dot_product_attention(*inputs, mask, enable_gqa=True)
             else:
                 module = SimpleNamespace(is_causal=True)
                 output = _attend_to_all_ranks(module, *inputs, None, delta_batch=batch)[0].transpose(1, 2)
@@ -304,7 +309,7 @@ def check_attention(groups: dict[int, Any]) -> dict[str, Any]:
         wrong = [name for name, x, y in pairs if (x - y).double().norm() > limit * x.double().norm()]
         everyone: list[Any] = [None, None]
         dist.all_gather_object(everyone, wrong, group=groups[2])
-        found[str(dtype)] = everyone
+        found[f"{dtype}, {'rows' if documents is None else 'packed'}"] = everyone
     return found
 
 

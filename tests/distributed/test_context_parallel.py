@@ -200,7 +200,8 @@ def test_softmax_layers_of_two_gpus_attend_to_the_whole_row(tmp_path: Path) -> N
     """By kernels without a mask, which the models on CPUs have."""
     run_processes(2, str(WORKER), str(tmp_path), "attention")
     found = json.loads((tmp_path / "results.json").read_text())["attention"]
-    assert found == {"torch.float32": [[], []], "torch.bfloat16": [[], []]}
+    assert len(found) == 4
+    assert {case: wrong for case, wrong in found.items() if wrong != [[], []]} == {}
 
 
 @pytest.mark.gpu

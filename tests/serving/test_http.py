@@ -504,6 +504,22 @@ def test_a_request_that_does_not_come_whole_ends_its_connection(monkeypatch: pyt
         assert client.get("/health").status_code == 200
 
 
+def test_a_fault_in_a_body_that_has_been_answered_ends_its_connection_alone() -> None:
+    with served(FakeEngine(byte_tokenizer()), api_key="secret") as url:
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5) as client:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            client.sendall(head + b"1\r\n{\r\n")
+            assert client.recv(4000).startswith(b"HTTP/1.1 401")
+            client.sendall(b"no length\r\n")
+            while True:
+                try:
+                    if not client.recv(4000):
+                        break
+                except ConnectionResetError:
+                    break
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
 def test_idle_connections_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Connection, "most", 5)
     engine = FakeEngine(byte_tokenizer())

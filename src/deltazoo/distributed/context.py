@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -240,6 +241,8 @@ def _attend_to_all_ranks(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    if _takes_documents(query, sequences, dropout):
+        return _attend_within_documents(query, key, value, sequences, scaling), None
     flash = query.is_cuda and sequences.cu_seqlens is None  # whose kernels need no mask
     at_once = sequences.num_tokens if flash else _QUERIES
     outputs = []
@@ -251,6 +254,28 @@ def _attend_to_all_ranks(
         keys, values = key[:, :, :end], value[:, :, :end]
         outputs.append(F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def _takes_documents(query: Tensor, sequences: SharedSequences, dropout: float) -> bool:
+    """Whether the rows are packed and `varlen_attn` can compute them."""
+    known = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout
+    return known and sequences.cu_seqlens is not None and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+
+
+def _attend_within_documents(
+    query: Tensor, key: Tensor, value: Tensor, sequences: SharedSequences, scaling: float | None
+) -> Tensor:
+    """Attention `[1, T, H, d]` of queries `[1, H, T, d]` within packed documents, without masks.
+
+    Keys and values `[1, H, seen, d]` end with the last query. Documents may have keys here and no queries.
+    """
+    assert sequences.cu_seqlens is not None
+    T, seen = query.shape[2], key.shape[2]
+    of_queries = (sequences.cu_seqlens - sequences.begin).clamp(0, T).int()
+    q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
+    bounds = of_queries, sequences.cu_seqlens.clamp(max=seen).int()
+    output = varlen_attn(q, k, v, *bounds, T, seen, scale=scaling, window_size=(-1, 0))
+    return output[None]  # type: ignore[call-overload]
 
 
 def _visible(sequences: SharedSequences, begin: int, end: int, device: torch.device) -> Tensor:
