@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from helpers import run_python
+from fresh_process import run_well_after_transformers
 
 import deltazoo
 import deltazoo.layers
@@ -187,7 +187,7 @@ for name, package in sorted(sys.modules.items()):
             if isinstance(getattr(package, public), types.ModuleType):
                 print(f"{name}.{public}")
 """
-    assert run_python(code, timeout=300).split() == [
+    assert run_well_after_transformers(code).split() == [
         "deltazoo.compat.fla",
         "deltazoo.ops.decay",
         "deltazoo.ops.step_size",

@@ -3,14 +3,13 @@
 `python test_recompute.py FILE` is a child process, for Triton's interpreter must be chosen before Triton is imported.
 """
 
-import os
-import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from interpreter import quicken_the_interpreter
+from fresh_process import run_interpreted
 from tiny_models import tiny_model, tokens
 from torch import nn
 from torch.func import functional_call, grad, jvp
@@ -356,12 +355,7 @@ def interpreted_gradients():
 def test_gradients_through_fused_kernels_are_the_same(tmp_path):
     pytest.importorskip("triton")
     path = tmp_path / "gradients.pt"
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    subprocess.run([sys.executable, "-W", "ignore", __file__, str(path)], env=environment, check=True, timeout=300)
+    run_interpreted(Path(__file__), path)
     gradients = torch.load(path)
     assert len(gradients) == 4
     for case in ("packed", "autocast"):
@@ -369,7 +363,6 @@ def test_gradients_through_fused_kernels_are_the_same(tmp_path):
 
 
 if __name__ == "__main__":
-    quicken_the_interpreter()
     torch.save(dict(interpreted_gradients()), sys.argv[1])
 
 

@@ -1,19 +1,23 @@
-"""Pieces of sequences on several ranks, here threads of one process: results and gradients of the whole sequences."""
+"""Pieces of sequences on several ranks, here threads of one process: results, gradients and tokens of the whole."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from delta_rule_cases import PER_MICRO_STEP, PER_TOKEN, DeltaRuleCase, DeltaRuleInputs
 from helpers import assert_close_in_float64, results_and_gradients
 from torch import Tensor
 
 from deltazoo.ops import ContextParallel, delta_rule
-from deltazoo.ops.context import fold
+from deltazoo.ops.context import exchange, fold
 
 STATES = ("final_state", "d_initial_state")
 """Results of all sequences, zeros on ranks where a sequence does not end or begin; others are of a rank's tokens."""
@@ -27,8 +31,13 @@ def context_of(rank: int, lengths: tuple[int, ...]) -> ContextParallel:
     return context
 
 
-def shared(inputs: DeltaRuleInputs, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """Results and gradients of the whole sequences, of which every rank has a piece."""
+def on_ranks(
+    lengths: tuple[int, ...],
+    module: ModuleType,
+    run: Callable[[ContextParallel, slice], Any],
+    patch: pytest.MonkeyPatch,
+) -> list[Any]:
+    """What `run` returns on each rank, from its context and its place in the whole sequence; the module gathers."""
     sent: list[Tensor] = [torch.empty(0)] * len(lengths)
     barrier = Barrier(len(lengths), timeout=60)
 
@@ -39,18 +48,24 @@ def shared(inputs: DeltaRuleInputs, lengths: tuple[int, ...], monkeypatch: pytes
         barrier.wait()
         return everything
 
-    def run(rank: int) -> dict[str, Tensor]:
-        begin, n = sum(lengths[:rank]), inputs.num_micro_steps
-        end = begin + lengths[rank]
-        spans = dict.fromkeys(PER_TOKEN, slice(begin, end)) | dict.fromkeys(PER_MICRO_STEP, slice(begin * n, end * n))
+    patch.setattr(module, "started_gather", gather)
+    patch.setattr(module, "finished", lambda x, context: x)
+    places = [slice(sum(lengths[:rank]), sum(lengths[: rank + 1])) for rank in range(len(lengths))]
+    contexts = [context_of(rank, lengths) for rank in range(len(lengths))]
+    with ThreadPoolExecutor(len(lengths)) as threads:
+        return list(threads.map(run, contexts, places))
+
+
+def shared(inputs: DeltaRuleInputs, lengths: tuple[int, ...], patch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Results and gradients of the whole sequences, of which every rank has a piece."""
+
+    def run(context: ContextParallel, place: slice) -> dict[str, Tensor]:
+        n = inputs.num_micro_steps
+        spans = dict.fromkeys(PER_TOKEN, place) | dict.fromkeys(PER_MICRO_STEP, slice(place.start * n, place.stop * n))
         piece = {name: x[:, span] for name, span in spans.items() if (x := getattr(inputs, name)) is not None}
-        context = context_of(rank, lengths)
         return results_and_gradients(delta_rule, replace(inputs, **piece), backend="chunkwise", context=context)
 
-    monkeypatch.setattr(fold, "started_gather", gather)
-    monkeypatch.setattr(fold, "finished", lambda x, context: x)
-    with ThreadPoolExecutor(len(lengths)) as threads:
-        found = list(threads.map(run, range(len(lengths))))
+    found = on_ranks(lengths, fold, run, patch)
     parts = {name: [x[name] for x in found] for name in found[0]}
     return {name: torch.stack(x).sum(0) if name in STATES else torch.cat(x, 1) for name, x in parts.items()}
 
@@ -75,3 +90,20 @@ def test_ranks_compute_what_one_computes(
     inputs = replace(case, T=200, H=1, K=6, V=5).make(dtype=torch.float64)
     exact = results_and_gradients(delta_rule, inputs, backend="chunkwise")
     assert_close_in_float64(shared(inputs, lengths, monkeypatch), exact, inputs)
+
+
+@pytest.mark.parametrize("lengths", [(4, 5), (2, 1, 6), (7, 1, 1)], ids=str)
+def test_ranks_have_tokens_of_others(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens, the last four before a piece and of all, and for each token the next; pieces may be shorter."""
+    x = torch.arange(54.0).view(2, 9, 3)
+    following = torch.cat([x[:, 1:, 0], torch.full((2, 1), -1.0)], 1)
+
+    def run(context: ContextParallel, place: slice) -> None:
+        piece = x[:, place]
+        assert torch.equal(exchange.all_tokens(piece, context), x)
+        (before,) = exchange.tokens_before([piece], 4, context)
+        assert torch.equal(before, F.pad(x, (0, 0, 4, 0))[:, place.start : place.start + 4])
+        assert torch.equal(exchange.last_tokens([piece], 4, context), x[:, -4:])
+        assert torch.equal(exchange.next_tokens(piece[..., 0], context, -1), following[:, place])
+
+    on_ranks(lengths, exchange, run, monkeypatch)

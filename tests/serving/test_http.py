@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import threading
@@ -11,21 +10,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
-from unittest.mock import Mock
 
 import psutil
 import pytest
 from fake_engine import CONTEXT, FakeEngine, byte_tokenizer, expected_text
 
 REASON = "needs the extras serve and test: pip install 'deltazoo[test]'"
-pytest.importorskip("prometheus_client", reason=REASON)
-uvicorn = pytest.importorskip("uvicorn", reason=REASON)
+for package in ("uvicorn", "prometheus_client"):
+    pytest.importorskip(package, reason=REASON)
 fastapi = pytest.importorskip("fastapi", reason=REASON)
 httpx = pytest.importorskip("httpx", reason=REASON)
 openai = pytest.importorskip("openai", reason=REASON)
 
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
-from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: E402
 
 from deltazoo.serving import EngineError, Piece, RequestError, TokenLogprob, background_server, create_app  # noqa: E402
 from deltazoo.serving import http as http_module  # noqa: E402
@@ -505,42 +502,6 @@ def test_a_request_that_does_not_come_whole_ends_its_connection(monkeypatch: pyt
         assert client.post("/v1/completions", json=ASK).status_code == 200
         time.sleep(0.4)
         assert client.get("/health").status_code == 200
-
-
-def test_of_many_requests_that_come_at_once_the_first_do_not_wait_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop goes on with the first ones before it parses the last, and reads none on that waits."""
-    taken: list[bytes] = []
-    closed, wrong = 3, 9
-
-    def take(connection: H11Protocol, data: bytes) -> None:
-        if data[0] == wrong:
-            raise RuntimeError("out of order")
-        taken.append(data)
-
-    monkeypatch.setattr(H11Protocol, "data_received", take)
-    config, state = uvicorn.Config(lambda: None), uvicorn.server.ServerState()
-
-    async def run() -> None:
-        transports = []
-        for number in range(30):
-            transport = Mock(is_closing=lambda number=number: number == closed, get_extra_info=lambda name: None)
-            connection = _Connection(config=config, server_state=state, app_state={})
-            connection.connection_made(transport)
-            connection.data_received(bytes([number]))
-            transports.append(transport)
-        assert [number for number, transport in enumerate(transports) if transport.pause_reading.called] == [
-            *range(8, 30)
-        ]
-        counts = []
-        while len(taken) < 28:
-            await asyncio.sleep(0)
-            counts.append(len(taken))
-        assert counts == [7, 14, 22, 28]
-        assert taken == [bytes([number]) for number in range(30) if number not in (closed, wrong)]
-        assert [number for number, transport in enumerate(transports) if transport.abort.called] == [wrong]
-        assert all(transport.resume_reading.called for transport in transports[wrong + 1 :])
-
-    asyncio.run(run())
 
 
 def test_a_fault_in_a_body_that_has_been_answered_ends_its_connection_alone() -> None:

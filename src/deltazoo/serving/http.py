@@ -6,13 +6,11 @@ cancels the requests in the engine (`_Endpoints._answer`).
 
 import asyncio
 import json
-import logging
 import re
 import resource
 import secrets
 import socket
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -49,8 +47,6 @@ from deltazoo.serving.text import PromptTokens, TextStream, check_tokenizer
 
 __all__ = ["app_of", "bind", "check_key", "server_config", "url_of"]
 
-_log = logging.getLogger(__name__)
-
 MAX_BODY = 4_000_000
 """Most bytes of a request's body by default."""
 _PAUSE = 0.00075
@@ -59,8 +55,6 @@ most of it one call of the system, so three quarters of its time are left for re
 piece."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers that ask proxies to pass every event on at once; nginx obeys the second."""
-_AT_ONCE = 8
-"""Parts of requests that are taken in one turn of the event loop."""
 _BACKLOG = 4096
 """Connections that may wait to be accepted. They are many, so that the engine's queue refuses, with a reason."""
 _KEEP_ALIVE = 75
@@ -380,7 +374,6 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         self._receiving: asyncio.TimerHandle | None = None
         self._heard = self.loop.time()
-        self._arrived: deque[tuple[_Connection, bytes]] = vars(self.server_state).setdefault("arrived", deque())
         self._watch()
         if len(self.connections) > self.most:
             others: Any = self.connections
@@ -388,37 +381,9 @@ class _Connection(H11Protocol):
             min(idle, key=lambda other: other._heard).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request when its turn comes: some of them in one turn of the event loop.
-
-        Of many requests that come at once, the first are so with the engine before the last are parsed. A connection
-        is not read on while many parts wait.
-        """
         self._heard = self.loop.time()
-        self._arrived.append((self, data))
-        if len(self._arrived) == 1:
-            self.loop.call_soon(self._take)
-        elif len(self._arrived) > _AT_ONCE:
-            self.transport.pause_reading()
-
-    def _take(self) -> None:
-        for _ in range(min(_AT_ONCE, len(self._arrived))):
-            connection, data = self._arrived.popleft()
-            connection._take_part(data)
-        if self._arrived:
-            self.loop.call_soon(self._take)
-
-    def _take_part(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            return
-        try:
-            super().data_received(data)
-        except Exception as error:  # such as a fault in a body that has been answered
-            _log.warning("a connection is closed, as what it sent could not be read: %s", error)
-            self.transport.abort()
-            return
+        super().data_received(data)
         self._watch()
-        if not self.flow.read_paused:
-            self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._receiving is not None:

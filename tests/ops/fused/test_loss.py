@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -181,6 +182,18 @@ CASES: list[Case] = [
     Loss("loss_half", dtype=HALF),
     Loss("loss_without_its_first_block", vocabulary=150, most_columns=32, impossible=40),
 ]
+
+
+def test_gradients_that_nobody_wants_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, compute = [], module._loss_and_gradients
+    monkeypatch.setattr(module, "_loss_and_gradients", lambda *given: asked.append(given[3:]) or compute(*given))
+    for trained in product((False, True), repeat=2):
+        x, weight = (torch.randn(n, 3).requires_grad_(needed) for n, needed in zip((4, 5), trained, strict=True))
+        linear_cross_entropy(x, weight, torch.arange(4))
+        with torch.no_grad():
+            linear_cross_entropy(x, weight, torch.arange(4))
+        assert asked == [trained, (False, False)]
+        asked.clear()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

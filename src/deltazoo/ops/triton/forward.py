@@ -60,7 +60,7 @@ def fused(p: Problem, kept: Kept | None) -> tuple[Tensor, Tensor]:
         kept = Kept.empty(plan, p.q, keep=False)
         launch_forward(p, None, fused_starts(p, kept, stopped), output, final, stopped)
         if stopped is not None:  # the other launch left the same chunks, which are prepared
-            scan_rest(p, kept, stopped, output, final)
+            scan_once(p, kept, "state", p.v, final, final, output, None, None, strict=True)
         return output, final.unflatten(0, (plan.N, plan.segments))[:, -1].contiguous()
     launch_forward(p, kept, p.initial_state, output, final, stopped)
     if stopped is not None:
@@ -84,18 +84,10 @@ def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor | None, fin
     plan = p.plan
     if plan.per_channel:
         prepare(p, kept, stopped)
-        scan_rest(p, kept, stopped, output, final)
+        scan(p, kept, p.v, final, final, output, stopped=stopped)
         return
     # With heads of 128 the rows of L are as long as those of the states, which the last launch stores over them.
     strict_L = p.float32(plan.slots, CHUNK, CHUNK) if kept.states is None else kept.states[0].view(torch.float32)
     launch_prepare_rest(p, kept, stopped, strict_L)
     launch_invert(plan, kept.large_gain, strict_L, kept.AP)
-    scan_rest(p, kept, stopped, output, final)
-
-
-def scan_rest(p: Problem, kept: Kept, stopped: Tensor, output: Tensor | None, final: Tensor) -> None:
-    """Scan the chunks that the fused forward pass left, which are prepared, from the states in `final`."""
-    if p.plan.per_channel:
-        scan(p, kept, p.v, final, final, output, stopped=stopped)
-    else:
-        scan_once(p, kept, "state", p.v, final, final, output, kept.U, kept.states, strict=True)
+    scan_once(p, kept, "state", p.v, final, final, output, kept.U, kept.states, strict=True)

@@ -164,11 +164,9 @@ def fused_forward_options(keep: bool, decay: str, output: bool) -> dict[str, int
     """Options of the fused forward pass: 219 of 227 KiB of shared memory, and all registers of a multiprocessor.
 
     There are three stages, or two if it keeps tensors for the backward pass, which take buffers, or has a decay per
-    channel, whose keys and log-decays do. Without `output` there are four, or two with a decay per channel.
+    channel, whose keys and log-decays do. Without `output` there are four.
     """
-    if not output:
-        return _FUSED_FORWARD | dict(STAGES=2 if decay == "channel" else 4)
-    return _FUSED_FORWARD | dict(STAGES=2 if keep or decay == "channel" else 3)
+    return _FUSED_FORWARD | dict(STAGES=4 if not output else 2 if keep or decay == "channel" else 3)
 
 
 def gluon_scan_options(

@@ -327,31 +327,29 @@ def prepare_channel_kernel(
         tl.store(strong_decay + slot, flag)
 
 
-@triton.jit(do_not_specialize=["chunks", "strong_tiles", "T", "NT", "segments", "segment_chunks", "H", "HV"])
+@triton.jit(do_not_specialize=["chunks", "strong_tiles", "T", "NT", "H", "HV"])
 def prepare_channel_rest_kernel(
     q, k, beta, log_decay, stopped, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, chunks, scale,
-    strong_tiles, T, NT, segments, segment_chunks, H, HV, K: tl.constexpr, STRONG_BK: tl.constexpr,
-    STRONG_RUNS: tl.constexpr, C: tl.constexpr, BY_GAIN: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
+    strong_tiles, T, NT, H, HV, K: tl.constexpr, STRONG_BK: tl.constexpr, STRONG_RUNS: tl.constexpr, C: tl.constexpr,
+    BY_GAIN: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the tensors of scans for the chunks at which and after which a fused kernel stopped.
 
-    `stopped [B * segments, HV]` has the first such chunk of every head of a row or segment, or the number of its
-    chunks. Few programs, each for up to 16 `chunks` of a head, since often there is nothing to do. Grid (HV, programs,
-    B * segments).
+    `stopped [B, HV]` has the first such chunk of every head, or NT. Few programs, each for up to 16 `chunks` of a head,
+    since often there is nothing to do. Grid (HV, programs, B).
     """
-    i_h, start, i_n = tl.program_id(0), tl.program_id(1) * chunks, tl.program_id(2)
-    i_b, before = i_n // segments, i_n % segments * segment_chunks
-    begin = tl.load(stopped + i_n * HV + i_h)
-    end = tl.minimum(start + chunks, tl.minimum(NT - before, segment_chunks))
-    slots, o = (i_b.to(tl.int64) * NT + before) * HV + i_h, start + tl.arange(0, 16)
+    i_h, start, i_b = tl.program_id(0), tl.program_id(1) * chunks, tl.program_id(2)
+    begin = tl.load(stopped + i_b * HV + i_h)
+    end = tl.minimum(start + chunks, NT)
+    slots, o = i_b.to(tl.int64) * NT * HV + i_h, start + tl.arange(0, 16)
     if BY_GAIN:
         tl.store(large_gain + slots + o.to(tl.int64) * HV, 0, mask=o < tl.minimum(begin, end))
     for i_t in tl.range(tl.maximum(begin, start), end, num_stages=1):
-        first, slot = i_b.to(tl.int64) * T + (before + i_t) * C, slots + tl.cast(i_t, tl.int64) * HV
+        first, slot = i_b.to(tl.int64) * T + i_t * C, slots + tl.cast(i_t, tl.int64) * HV
         prepare_chunk(
             q, k, None, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, slot, first,
-            tl.minimum(T - (before + i_t) * C, C), i_h, scale, strong_tiles, H, HV, K, STRONG_BK, STRONG_RUNS, C, True,
-            True, False, BY_GAIN, GROUPED, PRECISION, 1,
+            tl.minimum(T - i_t * C, C), i_h, scale, strong_tiles, H, HV, K, STRONG_BK, STRONG_RUNS, C, True, True,
+            False, BY_GAIN, GROUPED, PRECISION, 1,
         )  # fmt: skip
 
 
@@ -381,11 +379,10 @@ def launch_prepare_channel(p: Problem, kept: Kept, strict_L: Tensor | None) -> N
 @per_plan
 def _constants_of_rest(plan: Plan) -> Constants:
     chunks, tiles = plan.neighbours, plan.tiles.prepare_channel
-    HV, _, B = plan.chunk_grid()
+    HV, NT, B = plan.chunk_grid()
     return Constants(
-        HV, -(-plan.segment_chunks // chunks), B * plan.segments, chunks=chunks, scale=plan.scale,
-        strong_tiles=-(-plan.K // tiles["STRONG_BK"]), T=plan.T, NT=plan.NT, segments=plan.segments,
-        segment_chunks=plan.segment_chunks, H=plan.H, HV=plan.HV, K=plan.K, STRONG_BK=tiles["STRONG_BK"],
+        HV, -(-NT // chunks), B, chunks=chunks, scale=plan.scale, strong_tiles=-(-plan.K // tiles["STRONG_BK"]),
+        T=plan.T, NT=plan.NT, H=plan.H, HV=plan.HV, K=plan.K, STRONG_BK=tiles["STRONG_BK"],
         STRONG_RUNS=tiles["STRONG_RUNS"], C=CHUNK, BY_GAIN=plan.by_gain, GROUPED=plan.grouped, PRECISION="tf32",
         **plan.tiles.prepare,
     )  # fmt: skip

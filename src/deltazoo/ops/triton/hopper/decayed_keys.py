@@ -28,12 +28,11 @@ def add(a, b):
 
 
 @jit
-def decay_keys(q, k, written, gates, entry, total, fewest, k_in, k_out, G_last, QUERIES: gl.constexpr):
+def decay_keys(q, k, written, gates, entry, total, fewest):
     """Replace q and k `[C, K]` in shared memory, and fill `written` and the factors of the state, by four warps.
 
     `entry [K]` and `total [K]` are factors of the state before and after the chunk, and `fewest [4]` the least
-    log2-decay of any channel over the chunk, for each warp. Warps own channels, all tokens of them. Without QUERIES
-    fill, in place of q, what `hopper.scan` reads: `k_in` and `k_out [C, K]` in shared memory, G_last `[K]` in memory.
+    log2-decay of any channel over the chunk, for each warp. Warps own channels, all tokens of them.
     """
     DTYPE: gl.constexpr = q.dtype
     C: gl.constexpr = q.shape[0]
@@ -51,21 +50,12 @@ def decay_keys(q, k, written, gates, entry, total, fewest, k_in, k_out, G_last, 
         G = gl.associative_scan(g, 0, add) + before[None, :]
         before += gl.sum(g, 0)
         decay = gl.exp2(G)
-        k_rows = k.slice(part * ROWS, ROWS, dim=0)
-        if QUERIES:
-            q_rows = q.slice(part * ROWS, ROWS, dim=0)
-            q_rows.store((q_rows.load(LAYOUT).to(gl.float32) * decay).to(DTYPE))
+        q_rows, k_rows = q.slice(part * ROWS, ROWS, dim=0), k.slice(part * ROWS, ROWS, dim=0)
+        q_rows.store((q_rows.load(LAYOUT).to(gl.float32) * decay).to(DTYPE))
         key = k_rows.load(LAYOUT).to(gl.float32)
-        read = key * decay
-        k_rows.store(read.to(DTYPE))
+        k_rows.store((key * decay).to(DTYPE))
         undone = gl.exp2(gl.minimum(-G, RANGE))
-        write = key * undone
-        written.slice(part * ROWS, ROWS, dim=0).store(write.to(DTYPE))
-        if not QUERIES:
-            k_in.slice(part * ROWS, ROWS, dim=0).store((read * gl.exp2(middle)[None, :]).to(DTYPE))
-            k_out.slice(part * ROWS, ROWS, dim=0).store((write * gl.exp2(whole - middle)[None, :]).to(DTYPE))
-    if not QUERIES:
-        gl.store(G_last + gl.arange(0, K, gl.SliceLayout(0, LAYOUT)), whole)
+        written.slice(part * ROWS, ROWS, dim=0).store((key * undone).to(DTYPE))
     entry.store(gl.exp2(middle))
     total.store(gl.exp2(whole - middle))
     fewest.store(gl.min(whole.reshape([4, K // 4]), 1))

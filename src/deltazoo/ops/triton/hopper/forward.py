@@ -304,7 +304,7 @@ def carry_state(
 @jit(do_not_specialize=["T", "segments", "chunks", "H", "HV"])
 def hopper_forward_kernel(
     q_tiles, k_tiles, v_tiles, o_tiles, beta, log_decay, initial, final, stopped, U_tiles, states_tiles, AP_tiles,
-    chunk_beta, chunk_G, k_in_tiles, k_out_tiles, scale, T, segments, chunks, H, HV, DECAY: gl.constexpr,
+    chunk_beta, chunk_G, scale, T, segments, chunks, H, HV, DECAY: gl.constexpr,
     INITIAL: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, QUERIES: gl.constexpr, STAGES: gl.constexpr,
     STATE_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -349,15 +349,12 @@ def hopper_forward_kernel(
     large = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
     diagonal = gl.allocate_shared_memory(gl.float32, [C, 16], PLAIN)
     inverses = gl.allocate_shared_memory(DTYPE, [4, 16, 16], gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0]))
-    written_ring, entries, totals, gates, fewest, gates_full, gates_empty, k_in, k_out = (factors,) * 9
+    written_ring, entries, totals, gates, fewest, gates_full, gates_empty = (factors,) * 7
     if DECAY == "channel":
         written_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
         entries = gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR)
         totals = gl.allocate_shared_memory(gl.float32, [2 * STAGES, D], VECTOR)
         gates = gl.allocate_shared_memory(log_decay.dtype, [C, D], _tile_layout(log_decay.dtype, 2))
-        if not QUERIES:
-            k_in = gl.allocate_shared_memory(DTYPE, [C, D], OPERAND)
-            k_out = gl.allocate_shared_memory(DTYPE, [C, D], OPERAND)
         fewest = gl.allocate_shared_memory(gl.float32, [4], VECTOR)
         gates_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         gates_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -397,7 +394,7 @@ def hopper_forward_kernel(
     prepared = (T_ring, L_ring, P_ring, ready)
     scratch = (diagonal, inverses, gains, order)
     place = (i_b, i_h, first, slot, NC)
-    kept = (AP_tiles, A_buffer, P_buffer, corner, (k_in, k_out, k_in_tiles, k_out_tiles, chunk_G), place, HV)
+    kept = (AP_tiles, A_buffer, P_buffer, corner, slot, HV)
     out_tiles, buffers, B = (
         (o_tiles, U_tiles, states_tiles),
         (output, U_buffers, states_buffers),
@@ -440,13 +437,12 @@ def launch_forward(
     Without `output`, of `kept` it fills A, step sizes and decay only.
     """
     plan, log_decay = p.plan, p.log_decay
-    filled: tuple[TileView | Tensor | None, ...] = (None,) * 7
+    filled: tuple[TileView | Tensor | None, ...] = (None,) * 5
     if kept is not None:
         assert kept.AP is not None
         U = None if kept.U is None else token_tiles(kept.U, plan.V // 2)
         states = None if kept.states is None else states_tiles(kept.states)
-        keys = (None if x is None else token_tiles(x, plan.K) for x in (kept.k_in, kept.k_out))
-        filled = U, states, matrix_tiles(kept.AP, CHUNK), kept.beta, kept.G, *keys
+        filled = U, states, matrix_tiles(kept.AP, CHUNK), kept.beta, kept.G
     gates: TileView | Tensor | None = log_decay
     if plan.per_channel:
         assert log_decay is not None

@@ -21,7 +21,7 @@ from deltazoo.ops.triton.gluon import (
     warpgroup_mma_wait,
 )
 from deltazoo.ops.triton.hopper.decayed_keys import RANGE, decay_keys
-from deltazoo.ops.triton.hopper.scan import C, as_tile
+from deltazoo.ops.triton.hopper.scan import C
 
 __all__ = ["halves", "prepare_chunks"]
 
@@ -81,11 +81,8 @@ def prepare_chunks(
     full, _ = bars
     T_ring, L_ring, P_ring, ready = prepared
     diagonal, inverses, gains, order = scratch
-    AP_tiles, A_buffer, P_buffer, corner, keys, place, HV = kept
-    k_in, k_out, k_in_tiles, k_out_tiles, chunk_G = keys
-    i_b, i_h, first_token, slot, _ = place
+    AP_tiles, A_buffer, P_buffer, corner, slot, HV = kept
     DTYPE: gl.constexpr = T_ring.dtype
-    K: gl.constexpr = k_ring.shape[2]
     # Every warp has 16 rows in all of these layouts.
     SQUARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     PAIR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
@@ -136,19 +133,10 @@ def prepare_chunks(
         if DECAY == "channel":
             mbarrier.wait(gates_full.index(0), c & 1)
             entry, total = entries.index(stage), totals.index(c % (2 * STAGES))
-            G_last = chunk_G
-            if not QUERIES:
-                G_last = chunk_G + (slot + c * HV).to(gl.int64) * K
-                tma.store_wait(0)  # waits for the stores of the chunk before
-                barrier()
-            decay_keys(q, k, written, gates, entry, total, fewest, k_in, k_out, G_last, QUERIES)
+            decay_keys(q, k, written, gates, entry, total, fewest)
             fence_async_shared()
             barrier()
             mbarrier.arrive(gates_empty.index(0), count=1)
-            if not QUERIES:
-                at_keys = [i_b, first_token + c * C, i_h * K]
-                tma.async_copy_shared_to_global(k_in_tiles, at_keys, as_tile(k_in, K))
-                tma.async_copy_shared_to_global(k_out_tiles, at_keys, as_tile(k_out, K))
         L = warpgroup_mma(k, written.permute((1, 0)), zero, use_acc=False, is_async=True)
         # exp(G_i - G_j) on and below the diagonal, 0 above it. `order` holds i * 2^30. As comparisons of indices the
         # masks would stay in registers from chunk to chunk, 64 packed predicates (docs/log.md).
@@ -162,9 +150,8 @@ def prepare_chunks(
             L = L * E
         if KEEP:
             L = L * factors.index(vectors + STEP).load(gl.SliceLayout(1, SQUARE))[:, None]
-            if DECAY != "channel":
-                tma.store_wait(0)  # waits for the store of the chunk before
-                barrier()
+            tma.store_wait(0)  # waits for the store of the chunk before
+            barrier()
         left, right = halves(L, C)
         B0, B1 = halves(left, 32)
         B2, B3 = halves(right, 32)
