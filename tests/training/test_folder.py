@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -178,6 +179,19 @@ def test_a_file_is_no_folder_for_a_run(tmp_path: Path) -> None:
     for folder in (tmp_path / "run", tmp_path / "run" / "inner"):
         with pytest.raises(ValueError, match=f"cannot write into {folder}: "), held(folder):
             pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_file_system_without_locks_holds_runs_all_the_same(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(code, "there are no locks")))
+    with held(tmp_path / "run"):
+        (tmp_path / "run" / "model.safetensors").touch()
+    with held(tmp_path / "other"):
+        pass
+    assert not (tmp_path / "other").exists()
+    check_run(run_config(tmp_path, tmp_path / "third"), False)
 
 
 def test_the_best_checkpoint_outlives_later_ones(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ RESULT, SCORES, SWAP, LOSS_PICTURE = "result.json", "scores.json", "swap.json", 
 _TEXT, _LOCK = "text.json", ".lock"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _UNFINISHED = ".unfinished-"
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # errors of file systems without locks
 # Names of the files that a run writes before its first checkpoint, and of the picture at its end.
 _OF_A_TRAINING = (RUN_CONFIG, _TEXT, "tokenizer", LOSS_PICTURE)
 _OF_A_DISTILLATION = (RUN_CONFIG, _TEXT, SWAP, SCORES, LOSS_PICTURE)
@@ -85,7 +86,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def _lock(folder: Path) -> FileLock | None:
-    """A lock on the folder, acquired; None in all processes of a run but the first.
+    """A lock on the folder, acquired; None in all processes of a run but the first, and without locks there.
 
     Raises:
         ValueError: another process holds it.
@@ -97,6 +98,11 @@ def _lock(folder: Path) -> FileLock | None:
         lock.acquire()
     except Timeout as error:
         raise ValueError(f"another process trains in {folder}: wait for its end, or choose another output") from error
+    except (OSError, NotImplementedError) as error:  # filelock raises the second for ENOSYS, or has a substitute
+        if getattr(error, "errno", errno.ENOSYS) not in _WITHOUT_LOCKS:
+            raise
+        (folder / _LOCK).unlink(missing_ok=True)
+        return None
     return lock
 
 

@@ -178,6 +178,8 @@ class PackedTrainer(ShardedTrainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Validation loss in nats per token and in bits per byte; each process scores its share of the rows."""
+        if eval_dataset is not None:
+            raise ValueError("the validation rows are fixed when the trainer is made: evaluate() takes no other data")
         size = self._settings.context_parallel
         groups = self.args.world_size // size
         with self.monitor.pause():
