@@ -21,8 +21,6 @@ from typing import Any
 from deltazoo.names import SWAPPED_PREFIX
 from deltazoo.spec import list_rules
 
-__all__ = ["MODEL_TYPES", "announce_model_types"]
-
 MODEL_TYPES = (
     "delta_rule",
     "delta_net",

@@ -11,16 +11,6 @@ from deltazoo.ops import resolve_backend
 from deltazoo.ops.backends import describe_kernels
 from deltazoo.spec import RuleSpec
 
-__all__ = [
-    "LayerReport",
-    "ModelReport",
-    "RuleDescription",
-    "RunsDeltaRule",
-    "describe_update",
-    "replaced_methods",
-    "report",
-]
-
 
 class RuleDescription(NamedTuple):
     """A layer's call of the operator, described."""

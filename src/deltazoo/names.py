@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 
-__all__ = ["SWAPPED_PREFIX", "did_you_mean", "first_reason", "function_of", "nearest", "one_slip_away", "unknown"]
-
 Function = TypeVar("Function", bound=Callable[..., object])
 
 SWAPPED_PREFIX = "deltazoo_"

@@ -6,8 +6,6 @@ from typing import Any, Literal, get_args
 
 from deltazoo.names import unknown
 
-__all__ = ["BACKENDS", "FORMER_OPTIONS", "RECOMPUTE_LEVELS", "RUNTIME_OPTIONS", "RuntimeOptions"]
-
 Backend = Literal["triton", "chunkwise", "reference"]
 RecomputeLevel = Literal["none", "elementwise", "states", "block"]
 BACKENDS: tuple[str, ...] = get_args(Backend)

@@ -21,21 +21,6 @@ from deltazoo.names import unknown
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "NONEXPANSIVE_MEANING",
-    "Promises",
-    "RuleSpec",
-    "StepForm",
-    "choice_name",
-    "forgotten_on_error",
-    "get_rule",
-    "list_rules",
-    "register_rule",
-    "registered_layer",
-    "registered_promises",
-    "registering_module",
-]
-
 __getattr__ = lazy_names(__name__, {})  # refuses former names
 
 Decay = Literal["none", "scalar", "channel"]

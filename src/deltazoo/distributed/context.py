@@ -23,8 +23,6 @@ from deltazoo.ops.context.exchange import all_tokens, next_tokens
 from deltazoo.ops.context.group import agreed_lengths, sum_over_ranks
 from deltazoo.ops.fused import IGNORED
 
-__all__ = ["context_parallel", "local_batch", "piece_of_batch"]
-
 M = TypeVar("M", bound=nn.Module)
 
 _SHARED_ATTENTION = "deltazoo_shared"

@@ -12,8 +12,6 @@ from transformers.modeling_utils import PreTrainedModel
 from deltazoo._report import RunsDeltaRule
 from deltazoo.layers import DeltaRuleAttention
 
-__all__ = ["fully_shard_model"]
-
 _ONE_GROUP = 2**29
 """Parameters up to which blocks are one group: gathered in 16 bits, they and their gradients are 2 GiB."""
 

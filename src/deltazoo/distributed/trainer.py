@@ -20,8 +20,6 @@ from deltazoo.distributed.context import context_parallel as share_rows
 from deltazoo.distributed.context import piece_of_batch
 from deltazoo.distributed.data_parallel import fully_shard_model
 
-__all__ = ["ContextParallelTrainer", "ShardedTrainer"]
-
 
 class ContextParallelTrainer(Trainer):
     """A Trainer under context parallelism: neighbouring processes compute on pieces of the same batches.

@@ -31,21 +31,6 @@ from deltazoo.ops import ContextParallel
 from deltazoo.ops.context.exchange import all_tokens
 from deltazoo.ops.validation import check_tensor
 
-__all__ = [
-    "PACKING_ARGUMENTS",
-    "BatchDescription",
-    "agreeing_starts",
-    "checked_position_ids",
-    "current_padding",
-    "describe_batch",
-    "describe_shared_batch",
-    "document_starts",
-    "positions_in_documents",
-    "refuse_empty",
-    "row_positions",
-    "whole_numbers",
-]
-
 PACKING_ARGUMENTS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 """The arguments of `describe_batch`, and of a model's forward pass, that only say where documents begin."""
 

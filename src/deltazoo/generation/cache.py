@@ -31,23 +31,6 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from deltazoo.layers.state import LayerState
 
-__all__ = [
-    "CACHE",
-    "CacheStates",
-    "DeltaRuleCacheLayer",
-    "RowKeyValues",
-    "cache_in",
-    "check_cache",
-    "is_used",
-    "layer_of_cache",
-    "not_of_a_linear_layer",
-    "prepare_cache",
-    "prepare_cache_layer",
-    "refuse_to_go_back",
-    "takes_cache",
-    "why_not_shared",
-]
-
 CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 """Name of the cache among the arguments of models and of transformers' functions, and in their outputs."""
 _OLD_NAME = "past_key_values"

@@ -16,17 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "NoWaiting",
-    "beside_current",
-    "capture",
-    "capture_graph",
-    "free_bytes",
-    "graphs_run_on",
-    "read_later",
-    "wait_for",
-]
-
 _WAITING = ("_local_scalar_dense", "nonzero", "lift_fresh", "equal", "masked_select", "_unique2", "unique_dim")
 """Operations that make the host wait for a device."""
 _INDEXING = ("index", "index_put", "index_put_")

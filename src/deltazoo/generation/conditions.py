@@ -32,17 +32,6 @@ from deltazoo.generation.static_cache import IMPLEMENTATIONS, describe_layer, fi
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.names import first_reason
 
-__all__ = [
-    "check_model",
-    "check_positions",
-    "learned_positions",
-    "max_positions",
-    "origin_of_nan",
-    "watch_for_nan",
-    "why_not_this_call",
-    "why_not_this_model",
-]
-
 _LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 """Names under which models of transformers hold a table of learned positions."""
 _ONE_TOKEN_AT_A_TIME = (

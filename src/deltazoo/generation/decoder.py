@@ -29,8 +29,6 @@ from deltazoo.generation.static_cache import fixed_cache
 from deltazoo.generation.step import CapturedStep, next_logits, prepared_inputs
 from deltazoo.names import did_you_mean
 
-__all__ = ["Decoder", "generate"]
-
 
 class Decoder:
     """A decoding loop of one model for one batch size; keep it to reuse its captured step.

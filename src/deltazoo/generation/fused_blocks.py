@@ -45,8 +45,6 @@ from deltazoo.ops.decoding.step_form import STEP_KEYS, STEP_SIZES, RuleShape
 from deltazoo.ops.fused import FUSED_ACTIVATIONS, MOST_COLUMNS, takes_kernel
 from deltazoo.ops.linear_maps import is_hooked, is_plain_sequence
 
-__all__ = ["FusedBlock", "FusedRule", "first_maps", "fused_blocks", "why_not_fused", "why_not_this_rule"]
-
 
 def fused_blocks(model: nn.Module, products: Sequence[JointProduct]) -> "list[FusedBlock]":
     """The blocks of a model whose decoding step may run fused.

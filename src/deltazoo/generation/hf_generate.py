@@ -30,8 +30,6 @@ from deltazoo.generation.static_cache import bytes_when_fixed, fixed_cache
 from deltazoo.generation.step import CapturedStep, Fingerprint, steps_of
 from deltazoo.names import first_reason
 
-__all__ = ["CapturedGeneration", "running_call", "without_single_tokens"]
-
 _LENGTH_MULTIPLE = 256
 """Static caches hold a multiple of this many tokens, so that calls of similar length share a step."""
 _CAPTURES = 2

@@ -28,8 +28,6 @@ from deltazoo.generation.static_cache import fixed_cache, some_rows
 from deltazoo.generation.step import CapturedStep, next_logits, prepared_inputs
 from deltazoo.layers import RightPaddedSequences, describe_sequences
 
-__all__ = ["PromptRows", "RowStates", "RowTable", "has_softmax_layers"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from deltazoo.ops.fused import takes_kernel
 
-__all__ = ["NO_TOKEN", "Sampler", "Sampling", "Way", "uniform_numbers"]
-
 NO_TOKEN = -1
 """Number in place of a token for which the model computed NaN or infinity. The fault travels with the tokens, so
 nothing waits for the device to find it."""

@@ -42,8 +42,6 @@ from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.state import LayerState
 from deltazoo.spec import choice_name
 
-__all__ = ["PER_TOKEN", "Snapshot", "detach", "fork", "kind_of", "move_cache", "restore", "snapshot", "tensors_of"]
-
 Tensors = Mapping[str, Tensor]
 """Tensors of one layer by name, rows of the batch first; empty before its first token. "conv", "recurrent" and
 "auxiliary" are those of `LayerState`; "keys" and "values" `[N, H, L, D]` are those of the last L tokens."""

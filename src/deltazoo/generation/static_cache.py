@@ -19,17 +19,6 @@ from transformers.cache_utils import (
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer, RowKeyValues
 
-__all__ = [
-    "IMPLEMENTATIONS",
-    "FixedTensors",
-    "bytes_when_fixed",
-    "describe_layer",
-    "fixed_cache",
-    "held_tensors",
-    "some_rows",
-    "why_not_fixed",
-]
-
 IMPLEMENTATIONS = ("sdpa", "eager")
 """Implementations of softmax attention in a step; others read masks that grow, or that are no tensors."""
 

@@ -26,8 +26,6 @@ from deltazoo.generation.fused_blocks import fused_blocks
 from deltazoo.generation.static_cache import FixedTensors
 from deltazoo.generation.step_modules import library_modules, merged_products, replaced
 
-__all__ = ["CapturedStep", "Fingerprint", "ModelSteps", "next_logits", "prepared_inputs", "steps_of"]
-
 _UNCOMPARED = {*vars(nn.Module()), "forward"} - {"training"}
 """Attributes that every module may have. Those that matter to a captured step are compared separately, or keep steps
 from being captured (`deltazoo.generation.conditions`)."""

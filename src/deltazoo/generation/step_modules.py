@@ -40,19 +40,6 @@ from deltazoo.ops import fused
 from deltazoo.ops.fused import MOST_COLUMNS, takes_kernel
 from deltazoo.ops.linear_maps import is_hooked
 
-__all__ = [
-    "JointProduct",
-    "Replacement",
-    "block_parts",
-    "is_row_norm",
-    "is_swiglu",
-    "is_unhooked",
-    "library_modules",
-    "merged_products",
-    "replaced",
-    "replacement",
-]
-
 Replacement = tuple[nn.Module, Callable[..., Tensor]]
 """A module, and its forward pass within a step."""
 _MOST_TOKENS = 1024

@@ -23,8 +23,6 @@ from deltazoo.ops.validation import (
     warn_of_heads_first,
 )
 
-__all__ = ["DeltaRuleOutput", "delta_rule", "delta_rule_step", "linear_attention", "linear_attention_step"]
-
 PRECISIONS = {None: None, "fast": False, "strict": True}
 """Whether the Triton backend is strict, by precision; None: the erase gain decides."""
 

@@ -8,15 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = [
-    "records_gradients",
-    "refuse_second_derivative",
-    "refuse_transforms",
-    "scanning_again",
-    "scans_again",
-    "transforming",
-]
-
 _SCANS_AGAIN = ContextVar("scans_again", default=False)
 
 

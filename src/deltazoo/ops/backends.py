@@ -10,8 +10,6 @@ from deltazoo.names import unknown
 from deltazoo.ops.dtypes import KERNEL_DTYPES
 from deltazoo.runtime import BACKENDS
 
-__all__ = ["describe_kernels", "resolve_backend", "triton_interprets", "triton_obstacle"]
-
 
 def resolve_backend(
     backend: str | None,

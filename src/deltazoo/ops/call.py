@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["SCHEMA", "RuleCall"]
-
 SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? log_decay, float scale, Tensor? initial_state, "
     "Tensor? cu_seqlens, bool? strict, Tensor? erase_key, bool undecayed, int num_micro_steps"

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["KERNEL_DTYPES", "at_least_float32", "autocast_dtype", "cast_for_product", "wide_dtype"]
-
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of the inputs of Triton kernels, which compute in float32."""
 

@@ -19,18 +19,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from deltazoo.ops.autograd_modes import transforming
 from deltazoo.ops.dtypes import cast_for_product
 
-__all__ = [
-    "PLAIN_WEIGHTS",
-    "calls_are_watched",
-    "is_hooked",
-    "is_plain",
-    "is_plain_sequence",
-    "linear_maps",
-    "sum_of_products",
-    "trained_weights",
-]
-
-
 _FEW = 64
 """Outputs below which maps become one product, for an input of at least `_MANY_ROWS` rows."""
 _FEW_LAUNCHES = 3

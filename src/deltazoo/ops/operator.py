@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from deltazoo.ops.autograd_modes import refuse_second_derivative
 
-__all__ = ["DifferentiableOperator", "Operator"]
-
 NAMESPACE = __name__.partition(".")[0]
 """Namespace of the operators in torch: the package's name, so that a copy under another name has its own."""
 

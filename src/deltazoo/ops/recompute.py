@@ -22,8 +22,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from deltazoo.ops.dtypes import autocast_dtype
 
-__all__ = ["declare_recomputable", "recomputable", "recomputing"]
-
 T = TypeVar("T", bound=Tensor | tuple[Tensor, ...])
 
 _MUCH_LARGER = 32

@@ -15,8 +15,6 @@ from torch import Tensor
 from deltazoo.ops.call import RuleCall
 from deltazoo.ops.dtypes import wide_dtype
 
-__all__ = ["gradients_of_loop", "recurrent_loop", "recurrent_step"]
-
 
 def recurrent_step(
     q: Tensor,

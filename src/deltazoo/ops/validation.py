@@ -16,17 +16,6 @@ from torch import Tensor
 from deltazoo.names import unknown
 from deltazoo.ops.dtypes import KERNEL_DTYPES
 
-__all__ = [
-    "check_boundaries",
-    "check_scale",
-    "check_shapes",
-    "check_tensor",
-    "check_tensor_values",
-    "check_values",
-    "reads_undecayed",
-    "warn_of_heads_first",
-]
-
 _check_gpu_values = False
 _warned_of_heads_first = False
 _MANY_HEADS = 128

@@ -11,8 +11,6 @@ from deltazoo.ops.dtypes import wide_dtype
 from deltazoo.ops.step_size import largest_gain
 from deltazoo.spec import choice_name
 
-__all__ = ["ChannelGates"]
-
 
 class ChannelGates(DeltaRuleAttention):
     """Layers with gates of keys `b_proj` `[H * K, hidden_size]` and of values `w_proj` `[HV * V, hidden_size]`."""

@@ -10,8 +10,6 @@ from deltazoo.layers import DeltaRuleAttention, LayerInput, RuleInputs
 from deltazoo.layers.initialization import Initializer
 from deltazoo.ops import fused
 
-__all__ = ["Comba", "CombaUnitErase"]
-
 
 class Comba(DeltaRuleAttention):
     """Comba: `decay` `[H]` is the feedback c before its sigmoid, and `D` `[H]` the share of the key in the read-out."""

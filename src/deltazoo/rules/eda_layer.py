@@ -12,8 +12,6 @@ from deltazoo.layers.norm import l2_normalize
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.recompute import recomputable
 
-__all__ = ["EraseThenDeltaAttention"]
-
 _RANK_PER_HEAD = 16
 
 

@@ -6,8 +6,6 @@ from deltazoo.layers import LayerInput, RuleInputs
 from deltazoo.ops import fused
 from deltazoo.rules.channel_gates import ChannelGates
 
-__all__ = ["FG2GatedDeltaNet"]
-
 
 class FG2GatedDeltaNet(ChannelGates):
     """KDA whose keys and values are multiplied by the roots of their gates."""

@@ -6,8 +6,6 @@ from deltazoo.layers import LayerInput, RuleInputs
 from deltazoo.ops import fused
 from deltazoo.rules.channel_gates import ChannelGates
 
-__all__ = ["GatedDeltaNet2"]
-
 
 class GatedDeltaNet2(ChannelGates):
     """KDA that erases under the gated key, and writes the gated value under the key."""

@@ -9,8 +9,6 @@ from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_, spaced_decay_rates
 from deltazoo.ops import fused
 
-__all__ = ["GatedLinearAttention"]
-
 _RANK = 16
 _SLOWER = 16.0
 """Divisor of the logarithm of a sigmoid that is the log-decay."""

@@ -6,8 +6,6 @@ from torch import Tensor
 from deltazoo.layers import DeltaRuleAttention, LayerInput
 from deltazoo.ops.dtypes import wide_dtype
 
-__all__ = ["LightningAttention"]
-
 
 class LightningAttention(DeltaRuleAttention):
     """Linear attention whose decay follows from the numbers of head and layer, without parameters."""

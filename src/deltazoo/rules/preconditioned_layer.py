@@ -13,8 +13,6 @@ from deltazoo.layers.state import StateAccess
 from deltazoo.ops import fused
 from deltazoo.ops.decay import softplus_decay
 
-__all__ = ["Preconditioned"]
-
 
 class Preconditioned(DeltaRuleAttention):
     """Layers that keep the moment `A_t = exp(ga) A_{t-1} + ba k^2` as a further state `[N, H, 1, K]`.

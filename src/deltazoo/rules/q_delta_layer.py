@@ -8,8 +8,6 @@ from deltazoo.layers import DeltaRuleAttention, LayerInput, RuleInputs
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
 from deltazoo.ops import fused
 
-__all__ = ["QDelta"]
-
 
 class QDelta(DeltaRuleAttention):
     """Gated DeltaNet with `lamb_proj` `[H, hidden_size]`, the share of the query in the erase key."""

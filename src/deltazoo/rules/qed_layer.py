@@ -10,8 +10,6 @@ from deltazoo.layers.initialization import Initializer
 from deltazoo.ops import fused
 from deltazoo.rules.gated_deltanet2_layer import GatedDeltaNet2
 
-__all__ = ["QED"]
-
 
 class QED(GatedDeltaNet2):
     """Gated DeltaNet-2 with `theta` `[H]`, the weight of the query's direction before its sigmoid."""

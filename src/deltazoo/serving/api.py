@@ -25,8 +25,6 @@ from deltazoo import __version__
 from deltazoo.serving.requests import EngineError, EngineStopped, Piece, QueueFull, Request, RequestError
 from deltazoo.serving.text import TextStream, bytes_of, text_of
 
-__all__ = ["Answer", "ApiError", "ChatBody", "CompletionBody"]
-
 MOST_CHOICES = 128
 """Most choices of one request, all prompts together."""
 

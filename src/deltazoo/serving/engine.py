@@ -46,8 +46,6 @@ from deltazoo.serving.requests import (
     TokenLogprob,
 )
 
-__all__ = ["Engine", "unlimited"]
-
 _log = logging.getLogger(__name__)
 
 _NOT_STARTED = "the engine has not been started"

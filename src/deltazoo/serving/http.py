@@ -45,8 +45,6 @@ from deltazoo.serving.requests import (
 )
 from deltazoo.serving.text import PromptTokens, TextStream, check_tokenizer
 
-__all__ = ["app_of", "bind", "check_key", "server_config", "url_of"]
-
 MAX_BODY = 4_000_000
 """Most bytes of a request's body by default."""
 _PAUSE = 0.00075

@@ -41,8 +41,6 @@ from deltazoo.serving.requests import (
 )
 from deltazoo.serving.text import check_tokenizer
 
-__all__ = ["EngineEnd", "RemoteEngine", "background_server", "create_app", "run_server"]
-
 _log = logging.getLogger(__name__)
 
 _AFTER_THE_ENGINE = 5

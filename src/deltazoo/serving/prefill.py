@@ -28,8 +28,6 @@ from deltazoo.generation.row_table import PromptRows
 from deltazoo.generation.sampling import Way
 from deltazoo.serving.requests import Output, Request
 
-__all__ = ["Deliver", "Prefill", "PrefixCache", "Task", "prefix_keys"]
-
 Deliver = Callable[[Sequence[tuple[Any, Output]]], None]
 """A function that takes new outputs of requests, each with its key."""
 

@@ -6,21 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-__all__ = [
-    "MOST_LOGPROBS",
-    "EngineError",
-    "EngineStopped",
-    "FinishReason",
-    "Output",
-    "Piece",
-    "QueueFull",
-    "Request",
-    "RequestError",
-    "Status",
-    "Stream",
-    "TokenLogprob",
-]
-
 MOST_LOGPROBS = 20
 """The most other tokens whose log-probabilities a request may ask for, as in OpenAI's interface."""
 

@@ -20,8 +20,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deltazoo.serving.requests import EngineError, Piece, RequestError, Stream, TokenLogprob
 
-__all__ = ["PromptTokens", "TextStream", "bytes_of", "check_tokenizer", "text_of"]
-
 _log = logging.getLogger(__name__)
 
 _LONG = 100_000

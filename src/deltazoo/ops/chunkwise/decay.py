@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ChunkDecay", "chunk_decay", "later", "sooner"]
-
 _BLOCK = 16
 """Tokens of a block; chunks are multiples of it."""
 

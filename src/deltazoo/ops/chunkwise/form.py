@@ -27,8 +27,6 @@ from deltazoo.ops.operator import Operator
 from deltazoo.ops.reference import gradients_of_loop
 from deltazoo.ops.validation import check_tensor_values
 
-__all__ = ["backward", "chunkwise", "forward", "gradients"]
-
 CHUNK_SIZE = 64
 
 

@@ -14,8 +14,6 @@ from deltazoo.ops.chunkwise import form
 from deltazoo.ops.dtypes import wide_dtype
 from deltazoo.ops.reference import gradients_of_loop, recurrent_loop
 
-__all__ = ["Gradients", "KeptTensors", "SegmentBackend", "backend_for"]
-
 KeptTensors = tuple[Tensor | None, ...]
 """Tensors that a backend keeps of a call besides its inputs."""
 

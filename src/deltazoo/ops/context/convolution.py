@@ -18,8 +18,6 @@ from deltazoo.ops.fused.choice import REFUSAL
 from deltazoo.ops.fused.short_conv_kernels import short_convs
 from deltazoo.ops.recompute import declare_recomputable
 
-__all__ = ["PieceBounds", "convolved_piece"]
-
 Three = tuple[Tensor, Tensor, Tensor]
 _Packing = tuple[Tensor | None, Tensor | None]
 """The sequence of each token and the boundaries, as the kernel takes them; None for rows that are not packed."""

@@ -9,16 +9,6 @@ from torch import Tensor
 
 from deltazoo.ops.context.group import ContextParallel, finished, started_gather
 
-__all__ = [
-    "all_tokens",
-    "last_tokens",
-    "next_tokens",
-    "started_last_tokens",
-    "tokens_after_piece",
-    "tokens_before",
-    "tokens_before_piece",
-]
-
 
 def all_tokens(x: Tensor, context: ContextParallel) -> Tensor:
     """The tokens `[B, T, ...]` of the whole sequence, from this rank's piece."""

@@ -18,8 +18,6 @@ from torch import Tensor
 from deltazoo.ops.context.group import ContextParallel, finished, started_gather
 from deltazoo.ops.context.product import pair_of_two, product, with_middles
 
-__all__ = ["Fold", "ReverseFold", "depth"]
-
 Block = tuple[int, int]
 """Level j and number i: the cells from `i << j` to `(i + 1) << j`."""
 

@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from deltazoo.ops.validation import check_tensor_values
 
-__all__ = ["ContextParallel", "agreed_lengths", "agreed_piece", "finished", "started_gather", "sum_over_ranks"]
-
 SEGMENT_UNIT = 64
 """Divisor of the length of a segment: the tokens of a chunk."""
 

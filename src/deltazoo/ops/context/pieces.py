@@ -14,8 +14,6 @@ from torch import Tensor
 
 from deltazoo.ops.context.product import product
 
-__all__ = ["Cells", "Pieces", "cells_of", "make_cells", "pieces_of", "segment_length"]
-
 PROGRAMS = 1024
 """Number of tiles of 64 value channels of the whole sequence that should be scanned at once; it decides the length of
 segments. On each of eight ranks so many fill a large GPU."""

@@ -8,8 +8,6 @@ from torch import Tensor
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.operator import Operator
 
-__all__ = ["pair_of_two", "product", "transition_halves", "transition_pair", "transition_product", "with_middles"]
-
 
 def product(a: Tensor, b: Tensor, added: Tensor | None = None, *, transposed: bool = False) -> Tensor:
     """`a @ b + added` over leading dimensions, or `a^T @ b + added`.

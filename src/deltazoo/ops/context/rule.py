@@ -16,8 +16,6 @@ from deltazoo.ops.context.pieces import Pieces, cells_of, make_cells, pieces_of,
 from deltazoo.ops.dtypes import wide_dtype
 from deltazoo.ops.validation import check_tensor_values
 
-__all__ = ["rule_on_piece"]
-
 _INSTEAD = ("context parallelism", "give the whole sequence to one rank")
 
 

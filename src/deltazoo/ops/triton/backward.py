@@ -33,8 +33,6 @@ if MISSING is None:
     from deltazoo.ops.triton.hopper.gradients_channel import launch_gradients_channel as launch_gluon_gradients_channel
     from deltazoo.ops.triton.hopper.gradients_levels import launch_gradients_levels as launch_gluon_gradients_levels
 
-__all__ = ["backward"]
-
 
 def backward(
     call: RuleCall, kept: Kept, d_output: Tensor, d_final: Tensor | None, in_place: bool = False,

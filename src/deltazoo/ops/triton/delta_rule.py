@@ -11,8 +11,6 @@ from deltazoo.ops.triton.forward import forward, infer
 from deltazoo.ops.triton.problem import Kept, Problem, fake_plan, new_kept
 from deltazoo.ops.validation import check_tensor_values
 
-__all__ = ["triton_delta_rule"]
-
 _FIELDS = len(RuleCall._fields)
 
 

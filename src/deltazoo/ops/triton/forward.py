@@ -13,8 +13,6 @@ from deltazoo.ops.triton.tiles import CHUNK
 if MISSING is None:
     from deltazoo.ops.triton.hopper.forward import launch_forward
 
-__all__ = ["complete", "forward", "infer"]
-
 
 def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
     """Output, final state, and the kept tensors; with `keep` the backward pass does not scan again."""

@@ -18,8 +18,6 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Constants", "TileView", "Tiling", "launch", "launches_are_watched"]
-
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
 """Whether this version passes arguments to kernels in the order used here; with others Triton launches."""
 

@@ -9,8 +9,6 @@ import torch
 from deltazoo.ops.triton.gluon import available
 from deltazoo.ops.triton.tiles import CHUNK, HEAD, HOPPER, Tiles, tiles_for
 
-__all__ = ["OBSTACLES", "Card", "Plan", "Route", "card_of", "per_plan", "plan_for"]
-
 MIN_SEGMENT = 32
 """Chunks in the shortest segment worth its three scans."""
 

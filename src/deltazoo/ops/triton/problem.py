@@ -11,11 +11,6 @@ from deltazoo.ops.call import RuleCall
 from deltazoo.ops.triton.plan import Card, Plan, card_of, plan_for
 from deltazoo.ops.triton.tiles import CHUNK
 
-__all__ = [
-    "Gradients", "Kept", "Problem", "StateGradients", "contiguous", "empty_gate_gradients", "empty_gradients",
-    "fake_plan", "free", "fused_gradients", "gradients_in_place", "new_kept", "new_state_gradients", "new_states",
-]  # fmt: skip
-
 
 class Problem:
     """The tensors of a call, contiguous, and its plan.

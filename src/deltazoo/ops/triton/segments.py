@@ -14,8 +14,6 @@ from deltazoo.ops.triton.plan import Plan
 from deltazoo.ops.triton.problem import Kept, Problem, contiguous, fake_plan, new_states
 from deltazoo.ops.triton.stages import prepare, reverse_scan, scan, scan_for_states
 
-__all__ = ["segment_gradients", "segment_outputs", "segment_pairs", "segment_start_gradients", "segment_states"]
-
 _INPUTS = f"{SCHEMA}, int segments"
 _NUM_INPUTS = len(RuleCall._fields) + 1
 _PREPARED = 8

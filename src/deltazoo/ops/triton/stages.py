@@ -25,18 +25,6 @@ if MISSING is None:
     from deltazoo.ops.triton.hopper.reverse_scan import launch_reverse_scan as launch_gluon_reverse_scan
     from deltazoo.ops.triton.hopper.scan import launch_scan as launch_gluon_scan
 
-__all__ = [
-    "chain",
-    "prepare",
-    "prepared_again",
-    "reverse_scan",
-    "scan",
-    "scan_for_states",
-    "scan_once",
-    "segment_end_gradients",
-    "segment_starts",
-]
-
 
 def prepare(p: Problem, kept: Kept, stopped: Tensor | None = None) -> None:
     """Fill the kept tensors of every chunk; with `stopped` (per channel), those of scans from a head's number on."""

@@ -26,8 +26,6 @@ from deltazoo.ops.dtypes import KERNEL_DTYPES
 from deltazoo.ops.operator import Operator
 from deltazoo.ops.triton.launch import Constants, launch
 
-__all__ = ["MAX_KEY_DIM", "StepTile", "choose_tile", "recurrent_step"]
-
 MAX_KEY_DIM = 256
 """All keys of a head are in one program's registers."""
 

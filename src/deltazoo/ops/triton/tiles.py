@@ -5,11 +5,6 @@ from typing import NamedTuple
 
 import triton
 
-__all__ = [
-    "CHUNK", "FUSED_BACKWARD", "HEAD", "HOPPER", "Tiles", "fused_forward_options", "gluon_reverse_scan_options",
-    "gluon_scan_options", "tiles_for",
-]  # fmt: skip
-
 CHUNK = 64
 """Tokens per chunk, in every kernel."""
 

@@ -21,8 +21,6 @@ from deltazoo.ops.fused import takes_kernel
 from deltazoo.ops.fused.glu import swiglu
 from deltazoo.serving.vllm.paged_layer import JoinedMaps, MakeLayer, PagedLayer, states_of
 
-__all__ = ["DeltazooForCausalLM", "PagedModel", "PureDeltazooForCausalLM", "share_of"]
-
 
 def share_of(options: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     """The options of a layer with one rank's heads, if so many ranks share them."""

@@ -34,8 +34,6 @@ from deltazoo.models.delta_layers import GATE_PROJECTIONS
 from deltazoo.ops.fused import takes_kernel
 from deltazoo.runtime import RuntimeOptions
 
-__all__ = ["JoinedMaps", "MakeLayer", "PagedLayer", "states_of"]
-
 MakeLayer = Callable[[int], DeltaRuleAttention]
 """A function that makes the layer with one rank's share of the heads, given the number of ranks."""
 

@@ -13,8 +13,6 @@ which some channel decays by more than twice RANGE (`chunk.prepare_channel`).
 from deltazoo.ops.triton.chunk.decay_factors import LOG2E
 from deltazoo.ops.triton.gluon import gl, jit
 
-__all__ = ["RANGE", "add", "decay_keys"]
-
 RANGE = gl.constexpr(96.0)
 """The largest factor of a key, in log2. In float32 that leaves 2^31 for the sums of written keys times U."""
 

@@ -57,8 +57,6 @@ from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Kept, Problem, contiguous
 from deltazoo.ops.triton.tiles import CHUNK, fused_forward_options
 
-__all__ = ["hopper_forward_kernel"]
-
 NOWHERE = gl.constexpr(0x7FFF0000)  # a token beyond every sequence, where the copy engine drops writes
 
 

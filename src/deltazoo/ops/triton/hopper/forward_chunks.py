@@ -23,8 +23,6 @@ from deltazoo.ops.triton.gluon import (
 from deltazoo.ops.triton.hopper.decayed_keys import RANGE, decay_keys
 from deltazoo.ops.triton.hopper.scan import C
 
-__all__ = ["halves", "prepare_chunks"]
-
 # Vectors of C numbers per chunk in `factors`: exp(G), exp(G_last - G), exp(G_last), G in log2, the step sizes, and
 # exp(G) times the scale of q.
 SINCE_START = gl.constexpr(0)

@@ -59,8 +59,6 @@ from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Gradients, Kept, Problem
 from deltazoo.ops.triton.tiles import CHUNK, FUSED_BACKWARD
 
-__all__ = ["backward_kernel"]
-
 
 @jit
 def copy_stage(tiles, buffers, bars, gates, beta, G, place, token, slot, n, DECAY: gl.constexpr):

@@ -10,9 +10,6 @@ from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Kept, Problem
 from deltazoo.ops.triton.tiles import CHUNK
 
-__all__ = ["SMALL_STEP", "launch_log_decay_gradient", "launch_sum_of_groups", "launch_tiny_steps"]
-
-
 SMALL_STEP = tl.constexpr(2.0**-40)
 """The largest step size whose gradient is not `<z, u> / beta` (see `chunk.score_gradients.store_step_gradient`). With
 the range of bfloat16 even products with it have all digits."""
