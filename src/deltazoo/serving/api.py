@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from fastapi.sse import format_sse_event
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, ValidationError, model_validator
@@ -25,7 +24,7 @@ from deltazoo import __version__
 from deltazoo.serving.requests import EngineError, EngineStopped, Piece, QueueFull, Request, RequestError
 from deltazoo.serving.text import TextStream, bytes_of, text_of
 
-MOST_CHOICES = 128
+OST_CHOICES = 128
 """Most choices of one request, all prompts together."""
 
 
@@ -374,10 +373,10 @@ class Answer:
         """The event of a piece of a choice."""
         is_text = piece.text and piece.logprobs is None and piece.finish_reason is None
         if not is_text or index in self._begins:
-            return format_sse_event(data_str=self._json(self._chunk, [self._choice(index, piece)]))
+            return event_of(self._json(self._chunk, [self._choice(index, piece)]))
         if index not in self._frames:  # events with text alone differ in the text
             mark = f"text of {self._common['id']}"
-            frame = format_sse_event(data_str=self._json(self._chunk, [self._choice(index, Piece(text=mark))]))
+            frame = event_of(self._json(self._chunk, [self._choice(index, Piece(text=mark))]))
             self._frames[index] = frame.split(to_json(mark))
         return to_json(piece.text).join(self._frames[index])
 
@@ -386,7 +385,7 @@ class Answer:
         options = self._body.stream_options
         if not options or not options.include_usage:
             return b""
-        return format_sse_event(data_str=self._json(self._chunk, [], usage=self._usage()))
+        return event_of(self._json(self._chunk, [], usage=self._usage()))
 
     def _json(self, kind: type[BaseModel], choices: Sequence[dict[str, Any]], **usage: Any) -> str:
         whole = kind(**self._common, object=_OBJECTS[kind], choices=choices, **usage)
@@ -453,3 +452,8 @@ def _number(logprob: float) -> float:
     if math.isnan(logprob):
         raise EngineError("the model computed NaN as a log-probability")
     return max(logprob, -9999.0)
+
+
+def event_of(data: str) -> bytes:
+    """The event of data on one line, such as JSON. Separators of lines in Unicode do not end it."""
+    return f"data: {data}\n\n".encode()

@@ -17,7 +17,7 @@ from typing import Any
 
 import h11
 import uvicorn
-from fastapi.sse import EventSourceResponse, format_sse_event
+from fastapi.sse import EventSourceResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -32,7 +32,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from deltazoo.serving.api import Answer, ApiError, ChatBody, CompletionBody
+from deltazoo.serving.api import Answer, ApiError, ChatBody, CompletionBody, event_of
 from deltazoo.serving.requests import (
     EngineError,
     EngineStopped,
@@ -198,8 +198,8 @@ class _Endpoints:
                     yield answer.event(index, piece)
             end = answer.last_event()
         except (EngineError, ApiError) as error:  # the status has been sent
-            end = format_sse_event(data_str=json.dumps(ApiError.of(error).body))
-        yield end + format_sse_event(data_str="[DONE]")
+            end = event_of(json.dumps(ApiError.of(error).body))
+        yield end + event_of("[DONE]")
 
     async def _pieces(
         self, choices: Sequence[TextStream], news: asyncio.Event, last: asyncio.Event
