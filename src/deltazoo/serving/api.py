@@ -24,7 +24,7 @@ from deltazoo import __version__
 from deltazoo.serving.requests import EngineError, EngineStopped, Piece, QueueFull, Request, RequestError
 from deltazoo.serving.text import TextStream, bytes_of, text_of
 
-OST_CHOICES = 128
+MOST_CHOICES = 128
 """Most choices of one request, all prompts together."""
 
 
