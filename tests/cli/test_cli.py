@@ -512,7 +512,7 @@ for line in {QUICK}:
 
 def test_serve_without_its_extra_says_how_to_install_it(run: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    for name in [name for name in sys.modules if name.startswith("deltazoo.serving.")]:
+    for name in [name for name in sys.modules if name.startswith(("deltazoo.serving.", "fastapi."))]:
         monkeypatch.delitem(sys.modules, name)
     assert call("serve", str(run)) == 1
     assert "deltazoo serve needs fastapi: pip install '.[serve]' in a checkout" in " ".join(

@@ -219,9 +219,10 @@ def test_the_load_balancing_loss_counts_once_per_step(
     plain = model(ids, labels=ids)
     monkeypatch.setattr(PackedTrainer, "__init__", lambda self: None)
     trainer: Any = PackedTrainer()
-    trainer._model, trainer._accumulation = model, accumulation
+    trainer._model = model
     trainer.accelerator = type("Accelerator", (), {"num_processes": processes, "unwrap_model": lambda self, m: m})()
-    trainer.args = type("Arguments", (), {"average_tokens_across_devices": True, "n_gpu": 1})
+    arguments = {"average_tokens_across_devices": True, "n_gpu": 1, "gradient_accumulation_steps": accumulation}
+    trainer.args = type("Arguments", (), arguments)
     trainer.model, trainer.model_accepts_loss_kwargs, trainer.get_tp_size = model, True, lambda: 1
     trainer.label_smoother = trainer.compute_loss_func = None
     counted = torch.tensor(47 * accumulation * processes)  # tokens of a step, over all processes
