@@ -17,8 +17,8 @@ from delta_rule_cases import PER_TOKEN, SHAPE_CASES, DeltaRuleCase, DeltaRuleInp
 from fresh_process import run_interpreted
 from helpers import assert_within_reference, known_miss, results_and_gradients
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from deltazoo.checks.kernel_check import RoundedProducts
 from deltazoo.ops import DeltaRuleOutput, delta_rule
 from deltazoo.ops.triton.tiles import CHUNK
 
@@ -26,19 +26,6 @@ pytest.importorskip("triton")
 
 DECAYS = ("none", "scalar", "channel")
 HALF = (torch.bfloat16, torch.float16)
-
-
-class RoundedProducts(TorchFunctionMode):
-    """Every matrix product rounds its operands to a dtype and accumulates in float32, as a matrix unit does."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (Tensor.__matmul__, Tensor.matmul, torch.matmul):
-            args = tuple(x.to(self.dtype).to(x.dtype) for x in args)
-        return function(*args, **(kwargs or {}))
 
 
 def judge(case: DeltaRuleCase, dtype: torch.dtype, device: str) -> None:
