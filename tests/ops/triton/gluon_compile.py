@@ -18,7 +18,7 @@ from deltazoo.ops.triton.launch import TileView
 SHARED_MEMORY = 232_448
 """Bytes per thread block on Hopper."""
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
 
 
