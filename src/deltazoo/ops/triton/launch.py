@@ -7,7 +7,7 @@ that was compiled then, by the function in C beneath Triton's launcher.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import getclosurevars
+from inspect import getclosurevars, signature
 from typing import Any
 
 import triton
@@ -154,16 +154,15 @@ def _start_of(
         return None
     if len(forms) != len(tiles):  # other descriptors than those of the copy engine
         return None
-    in_c = getclosurevars(run.launch).nonlocals["launcher"] if tiles else run.launch  # under what encodes tiles
+    in_c = getclosurevars(run.launch).nonlocals["launcher"] if tiles else run.launch  # beneath what encodes tiles
     x, y, z = (*constants.grid, 1, 1)[:3]
-    flags, nothing = (run.launch_cooperative_grid, run.launch_pdl), (None, None)  # nothing: two hooks, or scratch memory
     others = [constants.named[name] for name in named]
-    by_signature = hasattr(run, "kernel_signature")  # one function for all kernels, from Triton 3.7 on
-    if by_signature:
-        options = *flags, compiled.packed_metadata, None, *nothing, *nothing, run.arg_annotations, run.kernel_signature
-    else:
-        options = *flags, *nothing, compiled.packed_metadata, None, *nothing
-    unused = (None,) * (make_tensordesc_arg.__code__.co_argcount - 2)  # an argument since Triton 3.8
+    flags, hooks, memory = (run.launch_cooperative_grid, run.launch_pdl), (None, None), (None, None)
+    options = *flags, *memory, compiled.packed_metadata, None, *hooks
+    serves_all = hasattr(run, "kernel_signature")  # from Triton 3.7 on; 3.6 compiles a function for each signature
+    if serves_all:
+        options = *flags, compiled.packed_metadata, None, *hooks, *memory, run.arg_annotations, run.kernel_signature
+    unused = (None,) * (len(signature(make_tensordesc_arg).parameters) - 2)  # one argument since Triton 3.8
     known: list[dict[int, list[Any]]] = [{} for _ in tiles]
     places = [*zip(tiles, forms, known, strict=True)][::-1]  # the last one first, since each takes several places
 
@@ -178,7 +177,7 @@ def _start_of(
             arguments[i : i + 1] = tile
         arguments += others
         # The kernel stays loaded as long as `compiled` lives.
-        in_c(x, y, z, stream, compiled.function, *options, *((arguments,) if by_signature else arguments))
+        in_c(x, y, z, stream, compiled.function, *options, *((arguments,) if serves_all else arguments))
 
     return start
 
