@@ -158,7 +158,7 @@ def _start_of(
     x, y, z = (*constants.grid, 1, 1)[:3]
     others = [constants.named[name] for name in named]
     flags, hooks, memory = (run.launch_cooperative_grid, run.launch_pdl), (None, None), (None, None)
-    options = *flags, *memory, compiled.packed_metadata, None, *hooks
+    options: tuple[Any, ...] = *flags, *memory, compiled.packed_metadata, None, *hooks
     serves_all = hasattr(run, "kernel_signature")  # from Triton 3.7 on; 3.6 compiles a function for each signature
     if serves_all:
         options = *flags, compiled.packed_metadata, None, *hooks, *memory, run.arg_annotations, run.kernel_signature
