@@ -21,7 +21,7 @@ SHARED_MEMORY = 232_448
 ASSEMBLY = () if triton.__version__.startswith("3.6.") else ("--regAllocOptLevel=2",)
 """Options with which Triton calls ptxas, as far as they change the code."""
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
 
 
