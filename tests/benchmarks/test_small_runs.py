@@ -131,7 +131,7 @@ def test_host_times_a_step_of_each_source_by_phase(tmp_path: Path, monkeypatch: 
 def test_host_counts_launches_wherever_they_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda: launched.append(grid)
+            return lambda **_: launched.append(grid)
 
     module, launched = pytest.importorskip("deltazoo.ops.triton.launch"), []
     monkeypatch.setattr("deltazoo.names.launch_kernel", module.launch, raising=False)

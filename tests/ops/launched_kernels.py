@@ -50,7 +50,8 @@ def compile_launches(
         call()
     assert len(launched) == count
     for kernel, args, options in launched:
-        compiled_with = {option: options.pop(option) for option in ("num_warps", "maxnreg") if option in options}
+        names = ("num_warps", "maxnreg", "enable_fp_fusion")
+        compiled_with = {option: options.pop(option) for option in names if option in options}
         options.pop("launch_pdl", None)
         given = dict(zip(kernel.arg_names, args, strict=False)) | options
         values = {parameter.name: given.pop(parameter.name) for parameter in kernel.params}

@@ -1,7 +1,7 @@
 """Runs one thread block of a Triton kernel's PTX, all threads in step, with numpy as the arithmetic.
 
-What it covers is what the chunk kernels of this package compile to for Hopper; anything else raises
-NotImplementedError. Registers hold bits as uint32 or uint64 arrays, one entry per thread, predicates booleans.
+What it covers is what the chunk kernels of this package compile to for Hopper; `Program` raises NotImplementedError for
+anything else. Registers hold bits as uint32 or uint64 arrays, one entry per thread, predicates booleans.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "min": np.fmin, "max": np.fmax,
     "and": operator.and_, "or": operator.or_, "xor": operator.xor,
 }  # fmt: skip
+UNARY: dict[str, Callable[[Array], Array]] = {"neg": operator.neg, "not": operator.invert, "abs": operator.abs}
 
 
 class ThreadBlock:
@@ -127,6 +128,9 @@ class ThreadBlock:
 
     def arithmetic(self, name: str, rest: list[str], a: list[str]) -> None:
         """Everything that reads registers of one type and writes one of it."""
+        if rest[-1].startswith("bf16"):
+            self.of_bfloat16(name, rest[-1], a)
+            return
         kind = rest[-1].replace("b", "u") if rest[-1] != "pred" else "pred"
         if name in ("fma", "mad") or "wide" in rest or "hi" in rest:
             self.put(a[0], self.multiply(name, rest, kind, a))
@@ -139,17 +143,14 @@ class ThreadBlock:
                 wide = shift(x.astype(np.uint64), np.minimum(by, 63).astype(np.uint64))
                 result = np.where(by < bits, wide & np.uint64((1 << bits) - 1), np.uint64(0)).astype(x.dtype)
             self.put(a[0], result)
-        elif name in ("neg", "not"):
-            x = self.get(a[1], kind)
-            self.put(a[0], -x if kind[0] in "fs" else ~x)
-        elif name == "abs":
-            self.put(a[0], abs(self.get(a[1], kind)))
+        elif name in UNARY:
+            self.put(a[0], UNARY[name](self.get(a[1], kind)))
         elif name == "div" and kind == "f32":
             self.put(a[0], self.get(a[1], kind) / self.get(a[2], kind))
         elif name in ("div", "rem"):
             x, y = (self.get(operand, kind).astype(np.int64) for operand in a[1:])
             quotient = np.sign(x) * np.sign(y) * (abs(x) // abs(y))
-            self.put(a[0], (quotient if name == "div" else x - quotient * y).astype(np.int32))
+            self.put(a[0], (quotient if name == "div" else x - quotient * y).astype(f"i{int(kind[1:]) // 8}"))
         elif name in BINARY:
             result = BINARY[name](self.get(a[1], kind), self.get(a[2], kind))
             self.put(a[0], result & np.uint32(0xFFFF) if kind == "u16" else result)
@@ -246,24 +247,18 @@ class ThreadBlock:
     def op_rcp(self, rest: list[str], a: list[str]) -> None:
         self.put(a[0], np.float32(1) / self.get(a[1], "f32"))
 
-    def op_add(self, rest: list[str], a: list[str]) -> None:
-        self.sum_or_difference("add", rest, a)
-
-    def op_sub(self, rest: list[str], a: list[str]) -> None:
-        self.sum_or_difference("sub", rest, a)
-
-    def sum_or_difference(self, name: str, rest: list[str], a: list[str]) -> None:
-        if rest[-1] not in ("bf16", "bf16x2"):
-            self.arithmetic(name, rest, a)
-            return
+    def of_bfloat16(self, name: str, kind: str, a: list[str]) -> None:
+        """A sum, difference, negation or magnitude of bfloat16, or of two of them in a register."""
         terms = [self.get(operand).astype(np.uint32) for operand in a[1:]]
         result = np.zeros_like(terms[0])
-        for shift in map(np.uint32, (0, 16) if rest[-1] == "bf16x2" else (0,)):
+        for shift in map(np.uint32, (0, 16) if kind == "bf16x2" else (0,)):
             values = (from_bits(x >> shift & 0xFFFF, "bf16") for x in terms)
-            result |= to_bfloat16(BINARY[name](*values).astype("f4")) << shift
+            result |= to_bfloat16((BINARY | UNARY)[name](*values).astype("f4")) << shift
         self.put(a[0], result)
 
     def op_shfl(self, rest: list[str], a: list[str]) -> None:
+        if int(a[3]) != (0 if rest[1] == "up" else 31):
+            raise NotImplementedError(f"parts of warps: {self.text}")
         lane, by = self.threads % 32, self.get(a[2]).astype(np.int64)
         source = {"bfly": lane ^ by, "up": lane - by, "down": lane + by, "idx": by}[rest[1]]
         source = np.where((source >= 0) & (source < 32), source, lane)

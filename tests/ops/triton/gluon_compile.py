@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,17 @@ import triton
 from ops.triton.machine_code import faults, told
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 
 from deltazoo.ops.triton.launch import TileView
 
 SHARED_MEMORY = 232_448
 """Bytes per thread block on Hopper."""
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+ASSEMBLY = () if triton.__version__.startswith("3.6.") else ("--regAllocOptLevel=2",)
+"""Options with which Triton calls ptxas, as far as they change the code."""
+
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
 
 
@@ -76,8 +79,7 @@ def build(kernel: Any, arguments: dict[str, Any]) -> Any:
 
 def _resources(compiled: Any) -> Compiled:
     ptx = compiled.asm["ptx"]
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
-    text = told(tool, ptx.encode(), "-v", "--gpu-name=sm_90a", "-o", "kernel.cubin")
+    text = told(get_ptxas(90).path, ptx.encode(), *ASSEMBLY, "-v", "--gpu-name=sm_90a", "-o", "kernel.cubin")
     spilled = sum(int(x) for x in re.findall(r"(\d+) bytes spill", text))
     found = re.search(r"Used (\d+) registers", text)
     assert found, text

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 
 AMPERE, ADA, HOPPER, BLACKWELL = 80, 89, 90, 120
 SHARED_MEMORY = {AMPERE: 166_912, ADA: 101_376, HOPPER: 232_448, BLACKWELL: 101_376}  # bytes per thread block
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
 DECAYS = ("none", "scalar", "channel")
 

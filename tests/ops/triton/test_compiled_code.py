@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="with TRITON_INTERPRET=1 Triton cannot compile"
 )
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
 
 
@@ -157,6 +157,41 @@ MANY = (
         for K, V in ((96, 33), (128, 128))
     ]
 )
+
+
+def run(*instructions: str) -> ThreadBlock:
+    """A block of one warp after these instructions."""
+    body = "".join(f"{instruction};\n" for instruction in (*instructions, "ret"))
+    block = ThreadBlock(Program(f".reqntid 32\n)\n{{\n{body}}}"), [], np.zeros(256, np.uint8), (0, 0, 0))
+    block.run()
+    return block
+
+
+def test_model_of_new_instructions() -> None:
+    store = ("mov.u32 %r1, %tid.x", "shl.b32 %r2, %r1, 2", "st.shared::cta.b32 [%r2+4], %r1")
+    block = run(*store, "bar.sync 0", "ld.shared.b32 %r3, [%r2+4]")
+    assert not block.memory.any()
+    np.testing.assert_array_equal(block.registers["%r3"], np.arange(32))
+    block = run("mov.b32 %r1, 0xBF804000", "neg.bf16x2 %r2, %r1", "abs.bf16x2 %r3, %r1", "neg.bf16 %rs1, 0x8000")
+    results = [int(block.registers[name][0]) for name in ("%r2", "%r3", "%rs1")]
+    assert results == [0x3F80C000, 0x3F804000, 0]
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "st.shared::cluster.b32 [%r1], %r1",
+        "ld.volatile.global.b32 %r1, [%rd1]",
+        "neg.f16x2 %r2, %r1",
+        "mul.hi.s64 %rd2, %rd1, 3",
+        "setp.lt.and.s32 %p1, %r1, %r2, %p2",
+        "fence.acq_rel.gpu",
+        "shfl.sync.bfly.b32 %r2, %r1, 1, 7199, -1",  # among eight lanes
+    ],
+)
+def test_model_refuses_instructions_that_it_does_not_know(instruction: str) -> None:
+    with pytest.raises(NotImplementedError):
+        run("mov.u32 %r1, %tid.x", instruction)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ import triton.language as tl  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
+from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from deltazoo.ops.triton import launch as launching  # noqa: E402
@@ -39,16 +42,32 @@ def scale_kernel(x, offset, out, n, factor, BLOCK: tl.constexpr):
 
 
 class Recorder:
-    """Stands in for Triton's driver and for the launchers it makes."""
+    """Stands in for Triton's driver, and for the function in C that Triton's own launchers call."""
+
+    launcher_cls = nvidia.CudaLauncher
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
+        self.encoded: list[int] = []
+        self.unloaded: list[int] = []
         self.device, self.stream, self.loaded = 0, 7, 0
-        self.utils = SimpleNamespace(load_binary=self.load, get_device_properties=lambda _: {"max_shared_mem": 232_448})
+        self.utils = SimpleNamespace(
+            load_binary=self.load,
+            unload_module=self.unloaded.append,
+            get_device_properties=lambda _: {"max_shared_mem": 232_448},
+            launch=self.launch,
+            build_signature_metadata=tuple,
+            fill_tma_descriptor=self.encode,
+            fill_tma_descriptor_tiled=self.encode,
+        )
 
     def load(self, *_: Any) -> tuple[int, int, int, int, int]:
         self.loaded += 1
         return self.loaded, 1000 + self.loaded, 32, 0, 1024
+
+    def encode(self, address: int, *tile: Any) -> list[Any]:
+        self.encoded.append(address)
+        return [address, *(list(x) if isinstance(x, tuple) else x for x in tile)]
 
     def get_current_device(self) -> int:
         return self.device
@@ -60,29 +79,46 @@ class Recorder:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        def run(x: int, y: int, z: int, stream: int, function: int, packed: Any, data: Any, *rest: Any) -> None:
-            enter, leave, *arguments = rest
-            if enter is not None:
-                enter(data)
-            given = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
-            self.launches.append(((x, y, z), stream, function, packed, given))
-            if leave is not None:
-                leave(data)
-
-        return run
+    def launch(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        if hasattr(nvidia, "make_kernel_signature"):  # one function for all kernels
+            *flags, packed, data, enter, leave, scratch, profile, annotations, signature, arguments = rest
+            options = (*flags, packed, scratch, profile, annotations, signature)
+            assert len(arguments) == len(annotations)
+        else:  # Triton 3.6, which compiles one for each signature
+            *flags, scratch, profile, packed, data, enter, leave = rest[:8]
+            options, arguments = (*flags, packed, scratch, profile), rest[8:]
+        if enter is not None:
+            enter(data)
+        given = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
+        self.launches.append(((x, y, z), stream, function, options, given))
+        if leave is not None:
+            leave(data)
 
 
 @pytest.fixture
-def driver() -> Iterator[Recorder]:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
-    constants.cache_clear()
+    stand_ins = {
+        "compile_module_from_src": lambda **_: recorder.utils,  # Triton 3.6; what follows is of later versions
+        "library_dirs": list,
+        "PyKernelArg": lambda **named: named,
+        **{name: name for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE")},
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(nvidia, name, stand_in, raising=False)
+    forget()
     previous = triton.runtime.driver._active
     triton.runtime.driver.set_active(recorder)
-    scale_kernel.device_caches.clear()
     yield recorder
+    forget()  # while this driver can unload what nobody holds any more
     triton.runtime.driver.set_active(previous)
+
+
+def forget() -> None:
+    """Drop compiled kernels."""
+    constants.cache_clear()
     scale_kernel.device_caches.clear()
+    gc.collect()
 
 
 @pytest.fixture
@@ -96,50 +132,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run(self, *args, **kwargs)
 
     monkeypatch.setattr(JITFunction, "run", counted)
-    return calls
-
-
-class Launcher36:
-    """Launches as Triton 3.6 does: what it compiles for a kernel, here `recorder`, under functions in Python."""
-
-    global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid = launch_pdl = False
-
-    def __init__(self, recorder: Any, source: Any, metadata: Any) -> None:
-        are_tiles = [str(kind).startswith("tensordesc") for kind in source.signature.values()]
-        self.launch = encoding(recorder, are_tiles, metadata.tensordesc_meta) if any(are_tiles) else recorder
-
-    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *others: Any) -> None:
-        self.launch(x, y, z, stream, function, self.launch_cooperative_grid, self.launch_pdl, None, None, *others)
-
-
-def encoding(launcher: Any, are_tiles: list[bool], forms: list[Any]) -> Any:
-    """`wrap_handle_tensordesc` of Triton 3.6."""
-
-    def inner(*arguments: Any) -> None:
-        given, rest = list(arguments[:13]), iter(forms)
-        for x, is_tile in zip(arguments[13:], are_tiles, strict=True):
-            given += nvidia.make_tensordesc_arg(x, next(rest)) if is_tile else [x]
-        launcher(*given)
-
-    return inner
-
-
-@pytest.fixture
-def native(driver: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Calls of the function in C that Triton 3.6 compiles to launch a kernel."""
-    calls: list[tuple[Any, ...]] = []
-
-    def in_c(*arguments: Any) -> None:
-        metadata, enter, leave, *given = arguments[10:]
-        assert not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave)
-        calls.append((arguments[:10], [x.data_ptr() if isinstance(x, Tensor) else x for x in given]))
-
-    def encoded(*tile: Any) -> list[Any]:
-        return [list(x) if isinstance(x, tuple) else x for x in tile]
-
-    driver.utils.fill_tma_descriptor = driver.utils.fill_tma_descriptor_tiled = encoded
-    driver.launcher_cls = partial(Launcher36, in_c)  # type: ignore[method-assign]
     return calls
 
 
@@ -163,15 +155,21 @@ def test_this_triton_is_known() -> None:
     assert launching.DIRECT, f"nobody has looked at Triton {triton.__version__} yet"
 
 
-def test_second_launch_reaches_the_driver_unchanged(driver: Recorder, asked: list[str]) -> None:
-    x = tensors()
-    scale(*x)
-    scale(*x)
+@pytest.mark.parametrize("with_offset", [True, False])
+@pytest.mark.parametrize("options", [{}, {"n": 1}, {"n": 2**40}, {"launch_pdl": True}], ids=str)
+def test_second_launch_reaches_the_driver_unchanged(
+    options: dict[str, int], with_offset: bool, driver: Recorder, asked: list[str]
+) -> None:
+    x, offset, out = tensors()
+    for _ in range(3):
+        scale(x, offset if with_offset else None, out, **options)
     assert len(asked) == 1
-    first, second = driver.launches
-    assert first == second
-    pointers = tuple(t.data_ptr() for t in x)
-    assert second[0] == (2, 1, 1) and second[1] == 7 and second[4] == (*pointers, 64, 0.5, 32)
+    first, second, third = driver.launches
+    assert first == second == third
+    addresses = x.data_ptr(), offset.data_ptr() if with_offset else None, out.data_ptr()
+    assert second[0] == (2, 1, 1) and second[1] == 7
+    assert second[4] == (*addresses, options.get("n", 64), 0.5, 32)
+    assert second[3][:2] == (False, options.get("launch_pdl", False))
 
 
 def test_other_tensors_and_another_stream(driver: Recorder, asked: list[str]) -> None:
@@ -274,7 +272,7 @@ def test_what_is_no_kernel_of_triton_is_called_plainly(driver: Recorder) -> None
             return lambda *tensors, **constants: seen.append((grid, tensors, constants))
 
     launching.launch(Kernel(), launching.Constants(3, n=1), None)
-    assert seen == [((3,), (None,), {"n": 1})] and not driver.launches
+    assert seen == [((3,), (None,), {"n": 1, "enable_fp_fusion": True})] and not driver.launches
 
 
 def test_threads_launch_what_they_asked_for(driver: Recorder) -> None:
@@ -285,32 +283,49 @@ def test_threads_launch_what_they_asked_for(driver: Recorder) -> None:
     assert sorted(given[3] for *_, given in driver.launches) == sorted(i % 7 for i in range(400))
 
 
-@pytest.mark.parametrize("options", [{}, {"n": 1}, {"n": 2**40}], ids=str)
-def test_the_function_in_c_gets_what_tritons_launcher_gives_it(
-    options: dict[str, int], native: list[tuple[Any, ...]], asked: list[str]
-) -> None:
-    x, _, out = tensors()
-    for offset in (None, tensors()[1]):
-        native.clear()
-        for _ in range(3):
-            scale(x, offset, out, **options)
-        assert native[0] == native[1] == native[2] and len(native) == 3
-    assert len(asked) == 2
+@pytest.mark.parametrize("of_nvidia", [True, False])
+def test_launchers_that_do_more_stay_with_triton(of_nvidia: bool, driver: Recorder, asked: list[str]) -> None:
+    """That of a kernel that wants memory, and one that is not known."""
+
+    class WithMemory(nvidia.CudaLauncher):
+        def __init__(self, source: Any, metadata: Any) -> None:
+            super().__init__(source, metadata)
+            self.global_scratch_size = 1
+
+        def __call__(self, *_: Any) -> None:
+            """Would take the memory from an allocator."""
+
+    driver.launcher_cls = WithMemory if of_nvidia else lambda *_: lambda *_: None
+    for _ in range(3):
+        scale(*tensors())
+    assert len(asked) == 3 and not driver.launches
 
 
-def test_of_other_forms_only_the_launcher_in_python_is_known(native: list[tuple[Any, ...]]) -> None:
-    """That of Triton 3.7, and one that wants memory."""
-    run = Launcher36(native.append, SimpleNamespace(signature={}), SimpleNamespace(tensordesc_meta=None))
-    assert launching._launcher_in_c(run, False) == native.append
-    run.kernel_signature = b""  # type: ignore[attr-defined]
-    assert launching._launcher_in_c(run, False) is None
-    del run.kernel_signature  # type: ignore[attr-defined]
-    run.global_scratch_size = 1
-    assert launching._launcher_in_c(run, False) is None and launching._launcher_in_c(lambda *_: None, False) is None
+def test_kernels_stay_loaded_while_they_are_kept(driver: Recorder, asked: list[str]) -> None:
+    """Since 3.8 Triton unloads a kernel that nobody holds any more."""
+    x = tensors()
+    scale(*x)
+    scale_kernel.device_caches.clear()
+    gc.collect()
+    assert not driver.unloaded
+    scale(*x)
+    assert len(asked) == 1 and driver.launches[0] == driver.launches[1]
+    forget()
+    assert driver.unloaded == ([1] if hasattr(CompiledKernel, "__del__") else [])
+
+
+def test_products_are_fused_whatever_tritons_default(driver: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are tuned and tested so; Triton 3.9 warns where a launch says nothing, since its default will change."""
+    monkeypatch.setattr(knobs.language, "default_fp_fusion", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scale(*tensors())
+    (compiled,) = scale_kernel.device_caches[0][0].values()
+    assert compiled.metadata.enable_fp_fusion and "fma.rn.f32" in compiled.asm["ptx"]
 
 
 def test_tiles_are_encoded_once_for_an_address(
-    native: list[tuple[Any, ...]], asked: list[str], monkeypatch: pytest.MonkeyPatch
+    driver: Recorder, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And again for another address, and where too many are kept; what is passed is always that of the tensor."""
     gluon = pytest.importorskip("deltazoo.ops.triton.gluon")
@@ -322,22 +337,15 @@ def test_tiles_are_encoded_once_for_an_address(
         pass
 
     monkeypatch.setattr(launching, "MOST_ENCODED", 2)
-    encoded: list[int] = []
-    make = nvidia.make_tensordesc_arg
-
-    def counted(tile: Any, form: Any) -> Any:
-        encoded.append(tile.base.data_ptr())
-        return make(tile, form)
-
-    monkeypatch.setattr(nvidia, "make_tensordesc_arg", counted)
     fixed, x, constants = torch.zeros(1, 64, 2, 64, dtype=torch.float16), torch.zeros(16), launching.Constants(1, n=5)
     several = [torch.zeros(1, 64, 2, 64, dtype=torch.float16) for _ in range(3)]
     for second in (several[0], *several, several[0]):
         tiles = gluon.token_tiles(fixed, 64), x, None, gluon.token_tiles(second, 64)
         launching.launch(tiles_kernel, constants, *tiles)
-    assert len(asked) == 1 and len(native) == 5
-    assert native[0] == native[1] == native[4] and len({str(call) for call in native}) == 3
+    assert len(asked) == 1 and len(driver.launches) == 5
+    first, again, *others, last = driver.launches
+    assert first == again == last and len({str(launch) for launch in driver.launches}) == 3
     # Triton's own launch, then the first address of each, then two others, of which the last one makes room.
     addresses = [second.data_ptr() for second in several]
-    assert [a for a in encoded if a != fixed.data_ptr()] == [addresses[0], *addresses, addresses[0]]
-    assert encoded.count(fixed.data_ptr()) == 2
+    assert [a for a in driver.encoded if a != fixed.data_ptr()] == [addresses[0], *addresses, addresses[0]]
+    assert driver.encoded.count(fixed.data_ptr()) == 2

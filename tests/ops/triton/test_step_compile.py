@@ -69,7 +69,8 @@ def build(case: Build) -> CompiledKernel:
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in ("state", "new_state")}
     source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", case.arch, 32), options={"num_warps": case.tile.warps})
+    options = {"num_warps": case.tile.warps, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", case.arch, 32), options=options)
 
 
 BUILDS = [

@@ -7,6 +7,7 @@ every call, and one warning says so.
 
 import warnings
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -14,6 +15,12 @@ from torch import Tensor
 
 from deltazoo.ops.triton.launch import TileView, Tiling
 from deltazoo.ops.triton.tiles import CHUNK
+
+
+def _named(where: Any, name: str, before: str) -> Any:
+    """The thing of this name, or of the one that it had before."""
+    return getattr(where, name) if hasattr(where, name) else getattr(where, before)
+
 
 MISSING: str | None = None
 """The thing that the installed Triton lacks for the Gluon kernels, in words; None if it has everything."""
@@ -30,7 +37,12 @@ try:
         warpgroup_mma_wait,
     )
 
-    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in 3.7
+    barrier = _named(gl, "barrier", "thread_barrier")  # until 3.6
+    reinterpret = _named(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")  # until 3.8
+    # Until 3.7.
+    async_load = _named(async_copy, "async_load", "async_copy_global_to_shared")
+    tma_load = _named(tma, "async_load", "async_copy_global_to_shared")
+    tma_store = _named(tma, "async_store", "async_copy_shared_to_global")
     if not triton.__version__.startswith(("3.6.", "3.7.")):
         MISSING = f"the Gluon kernels are known to work with Triton 3.6 and 3.7 only, this is {triton.__version__}"
 except (ImportError, AttributeError) as error:
@@ -39,6 +51,7 @@ except (ImportError, AttributeError) as error:
 __all__ = [
     "MISSING",
     "async_copy",
+    "async_load",
     "available",
     "barrier",
     "fence_async_shared",
@@ -47,8 +60,11 @@ __all__ = [
     "matrix_tiles",
     "mbarrier",
     "mma_v2",
+    "reinterpret",
     "states_tiles",
     "tma",
+    "tma_load",
+    "tma_store",
     "token_tiles",
     "warpgroup_mma",
     "warpgroup_mma_wait",

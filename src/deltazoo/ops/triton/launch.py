@@ -1,14 +1,13 @@
 """Repeated launches of kernels without Triton's Python code, which takes the host longer than the rest of a call.
 
 At every launch Triton determines which compiled kernel fits the arguments. That depends on their dtypes, on which of
-them are None or aligned, and on constants. A launch that agrees in all of this with an earlier one uses the kernel that
-was compiled then. On Triton 3.6 it calls the function in C that Triton compiled to launch the kernel, on 3.7 Triton's
-launcher, in Python around such a function.
+them are None or aligned, and on constants. A launch that agrees in all of this with an earlier one starts the kernel
+that was compiled then, by the function in C beneath Triton's launcher.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import getclosurevars
+from inspect import getclosurevars, signature
 from typing import Any
 
 import triton
@@ -18,8 +17,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
-"""Whether this version passes arguments to kernels in the order used here; with others Triton launches."""
+DIRECT = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
+"""Whether this version passes arguments to kernels in an order used here; with others Triton launches."""
 
 ALIGNMENT = 16
 """Alignment in bytes; Triton compiles a separate kernel for pointers that are no multiple of it."""
@@ -31,6 +30,9 @@ MOST_ENCODED = 1024
 class Constants:
     """Grid, constants and options of a launch, but not its tensors. It keeps the compiled kernels, so keep it.
 
+    Products are fused with the sums that they enter (`enable_fp_fusion`) whatever Triton's default is: the kernels are
+    tuned and tested so.
+
     Args:
         grid: number of programs along each axis.
         named: all arguments of the kernel that are not tensors, also those with defaults, and Triton's options.
@@ -39,7 +41,7 @@ class Constants:
     __slots__ = ("compiled", "grid", "named")
 
     def __init__(self, *grid: int, **named: Any) -> None:
-        self.grid, self.named = grid, named
+        self.grid, self.named = grid, named | {"enable_fp_fusion": True}
         self.compiled: dict[tuple[Any, ...], _Start] = {}
 
 
@@ -123,7 +125,9 @@ def launch(kernel: Any, constants: Constants, *tensors: Tensor | TileView | None
         return
     compiled = _through_triton(kernel, constants, tensors)
     if isinstance(compiled, CompiledKernel):
-        constants.compiled[kind] = _start_of(compiled, constants, tensors, kernel.arg_names[len(tensors) :])
+        start = _start_of(compiled, constants, tensors, kernel.arg_names[len(tensors) :])
+        if start is not None:
+            constants.compiled[kind] = start
 
 
 _Start = Callable[[int, list[Any], tuple[Tensor | TileView | None, ...]], None]
@@ -135,24 +139,30 @@ def _through_triton(kernel: Any, constants: Constants, tensors: tuple[Tensor | T
     return kernel[constants.grid](*arguments, **constants.named)
 
 
-def _start_of(compiled: CompiledKernel, constants: Constants, tensors: tuple[Any, ...], named: list[str]) -> _Start:
-    """A function that starts a kernel that Triton has compiled for these arguments; `named` follow the tensors."""
-    run, (x, y, z), function = compiled.run, (*constants.grid, 1, 1)[:3], compiled.function
-    others = [constants.named[name] for name in named]
+def _start_of(
+    compiled: CompiledKernel, constants: Constants, tensors: tuple[Any, ...], named: list[str]
+) -> _Start | None:
+    """A function that starts a kernel that Triton has compiled for these arguments; `named` follow the tensors.
+
+    None if the launcher does more than to encode tiles and call a function in C.
+    """
+    from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
+
+    run, forms = compiled.run, compiled.metadata.tensordesc_meta or []
     tiles = [i for i, tensor in enumerate(tensors) if type(tensor) is TileView]
-    packed_and_hooks = compiled.packed_metadata, None, None, None
-    in_c, forms = _launcher_in_c(run, bool(tiles)), compiled.metadata.tensordesc_meta or []
-    if in_c is None or len(forms) != len(tiles) or None in forms:
-
-        def start_by_launcher(stream: int, arguments: list[Any], tensors: tuple[Any, ...]) -> None:
-            for i in tiles:
-                arguments[i] = tensors[i]
-            run(x, y, z, stream, function, *packed_and_hooks, *arguments, *others)
-
-        return start_by_launcher
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    options = run.launch_cooperative_grid, run.launch_pdl, None, None, *packed_and_hooks
+    if not isinstance(run, CudaLauncher) or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    if len(forms) != len(tiles):  # other descriptors than those of the copy engine
+        return None
+    in_c = getclosurevars(run.launch).nonlocals["launcher"] if tiles else run.launch  # beneath what encodes tiles
+    x, y, z = (*constants.grid, 1, 1)[:3]
+    others = [constants.named[name] for name in named]
+    flags, hooks, memory = (run.launch_cooperative_grid, run.launch_pdl), (None, None), (None, None)
+    options: tuple[Any, ...] = *flags, *memory, compiled.packed_metadata, None, *hooks
+    serves_all = hasattr(run, "kernel_signature")  # from Triton 3.7 on; 3.6 compiles a function for each signature
+    if serves_all:
+        options = *flags, compiled.packed_metadata, None, *hooks, *memory, run.arg_annotations, run.kernel_signature
+    unused = (None,) * (len(signature(make_tensordesc_arg).parameters) - 2)  # one argument since Triton 3.8
     known: list[dict[int, list[Any]]] = [{} for _ in tiles]
     places = [*zip(tiles, forms, known, strict=True)][::-1]  # the last one first, since each takes several places
 
@@ -163,22 +173,13 @@ def _start_of(compiled: CompiledKernel, constants: Constants, tensors: tuple[Any
             if tile is None:
                 if len(encoded) >= MOST_ENCODED:
                     encoded.clear()
-                tile = encoded[address] = make_tensordesc_arg(tensors[i], form)
+                tile = encoded[address] = make_tensordesc_arg(tensors[i], form, *unused)
             arguments[i : i + 1] = tile
-        in_c(x, y, z, stream, function, *options, *arguments, *others)
+        arguments += others
+        # The kernel stays loaded as long as `compiled` lives.
+        in_c(x, y, z, stream, compiled.function, *options, *((arguments,) if serves_all else arguments))
 
     return start
-
-
-def _launcher_in_c(run: Any, tiles: bool) -> Callable[..., None] | None:
-    """The function that Triton 3.6 compiles to launch a kernel, below its functions in Python; None for other forms.
-
-    A further function in Python encodes `tiles`.
-    """
-    memory = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-    if memory or hasattr(run, "kernel_signature"):  # Triton 3.7 has it
-        return None
-    return getclosurevars(run.launch).nonlocals.get("launcher") if tiles else run.launch
 
 
 def _watched(kernel: JITFunction) -> bool:

@@ -6,6 +6,7 @@ single buffer.
 
 from deltazoo.ops.triton.gluon import (
     async_copy,
+    async_load,
     barrier,
     fence_async_shared,
     gl,
@@ -93,9 +94,9 @@ def next_tile(tiles):
 @jit
 def copy_values(d_output, U, Z, o_values, mask, dO_buffer, U_buffer, Z_buffer):
     """Begin to copy dO, U and Z of a chunk."""
-    async_copy.async_copy_global_to_shared(dO_buffer, d_output + o_values, mask=mask)
-    async_copy.async_copy_global_to_shared(U_buffer, U + o_values, mask=mask)
-    async_copy.async_copy_global_to_shared(Z_buffer, Z + o_values, mask=mask)
+    async_load(dO_buffer, d_output + o_values, mask=mask)
+    async_load(U_buffer, U + o_values, mask=mask)
+    async_load(Z_buffer, Z + o_values, mask=mask)
     async_copy.commit_group()
 
 
@@ -108,16 +109,16 @@ def copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states, o_rows
     registers.
     """
     S, dS, key_tile, query_tile, erase_tile = buffers
-    async_copy.async_copy_global_to_shared(key_tile, k + o_keys, mask=mask)
-    async_copy.async_copy_global_to_shared(query_tile, q + o_keys, mask=mask)
+    async_load(key_tile, k + o_keys, mask=mask)
+    async_load(query_tile, q + o_keys, mask=mask)
     if erase_key is not None:
-        async_copy.async_copy_global_to_shared(erase_tile, erase_key + o_keys, mask=mask)
-    async_copy.async_copy_global_to_shared(S, states + o_states)
+        async_load(erase_tile, erase_key + o_keys, mask=mask)
+    async_load(S, states + o_states)
     if d_states_high is None:
-        async_copy.async_copy_global_to_shared(dS, d_states + o_states)
+        async_load(dS, d_states + o_states)
     else:
-        async_copy.async_copy_global_to_shared(dS.slice(0, C), d_states + o + o_rows)
-        async_copy.async_copy_global_to_shared(dS.slice(C, C), d_states_high + o + o_rows)
+        async_load(dS.slice(0, C), d_states + o + o_rows)
+        async_load(dS.slice(C, C), d_states_high + o + o_rows)
     async_copy.commit_group()
 
 

@@ -33,8 +33,11 @@ from deltazoo.ops.triton.gluon import (
     jit,
     matrix_tiles,
     mbarrier,
+    reinterpret,
     states_tiles,
     tma,
+    tma_load,
+    tma_store,
     token_tiles,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -101,18 +104,18 @@ def copy_chunks(
         if c < end:
             bar = full.index(stage)
             mbarrier.expect(bar, (2 + QUERIES) * C * D * 2)
-            tma.async_copy_global_to_shared(k_tiles, [i_b, token, i_k * D], bar, as_tile(k_ring.index(stage), D))
+            tma_load(k_tiles, [i_b, token, i_k * D], bar, as_tile(k_ring.index(stage), D))
             if QUERIES:
-                tma.async_copy_global_to_shared(q_tiles, [i_b, token, i_k * D], bar, as_tile(q_ring.index(stage), D))
+                tma_load(q_tiles, [i_b, token, i_k * D], bar, as_tile(q_ring.index(stage), D))
             for half in gl.static_range(2):
                 column = i_h * D + half * HALF
                 v_half = v_ring.index(2 * stage + half)
-                tma.async_copy_global_to_shared(v_tiles, [i_b, token, column], bar, as_tile(v_half, HALF))
+                tma_load(v_tiles, [i_b, token, column], bar, as_tile(v_half, HALF))
             if DECAY == "channel":
                 mbarrier.wait(gates_empty.index(0), (c & 1) ^ 1)
                 mbarrier.expect(gates_full.index(0), C * D * gates.dtype.primitive_bitwidth // 8)
-                gate_tile = gates._reinterpret(gates.dtype, [1, C, D], _tile_layout(gates.dtype, 3))
-                tma.async_copy_global_to_shared(log_decay, [i_b, token, i_h * D], gates_full.index(0), gate_tile)
+                gate_tile = reinterpret(gates, gates.dtype, [1, C, D], _tile_layout(gates.dtype, 3))
+                tma_load(log_decay, [i_b, token, i_h * D], gates_full.index(0), gate_tile)
             vectors = stage * VECTORS
             if DECAY == "scalar":
                 G = gl.associative_scan(g, 0, add)
@@ -154,7 +157,7 @@ def _store_output(tiles, coordinates, buffer, O):
     buffer.permute((1, 0)).store(O)
     fence_async_shared()  # of every thread that wrote
     barrier()  # ... before one of them starts the copy
-    tma.async_copy_shared_to_global(tiles, coordinates, as_tile(buffer, HALF))
+    tma_store(tiles, coordinates, as_tile(buffer, HALF))
 
 
 @jit
@@ -212,10 +215,10 @@ def carry_state(
             states_buffer.store(S.to(DTYPE))
             fence_async_shared()
             barrier()
-            tma.async_copy_shared_to_global(o_tiles, [i_b, token, column], as_tile(buffer, HALF))
-            tma.async_copy_shared_to_global(U_tiles, [i_b, token, column], as_tile(U_buffer, HALF))
+            tma_store(o_tiles, [i_b, token, column], as_tile(buffer, HALF))
+            tma_store(U_tiles, [i_b, token, column], as_tile(U_buffer, HALF))
             at_state = [i_b + PART * B, first + c * C, i_h * D]
-            tma.async_copy_shared_to_global(states_tiles, at_state, as_tile(states_buffer, D))
+            tma_store(states_tiles, at_state, as_tile(states_buffer, D))
         elif QUERIES:
             _store_output(o_tiles, [i_b, token, column], buffer, O_before)
         v = v_ring.index(2 * stage + PART).permute((1, 0)).load(CHUNK)
@@ -292,7 +295,7 @@ def carry_state(
     if QUERIES:
         _store_output(o_tiles, [i_b, token, column], buffer, O_before)
     if KEEP and QUERIES:
-        tma.async_copy_shared_to_global(U_tiles, [i_b, token, column], as_tile(U_buffer, HALF))
+        tma_store(U_tiles, [i_b, token, column], as_tile(U_buffer, HALF))
     gl.store(final + o_state, S)
     if STOPS and PART == 0:
         gl.store(stopped, stopped_at)

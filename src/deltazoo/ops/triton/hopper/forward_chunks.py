@@ -16,7 +16,9 @@ from deltazoo.ops.triton.gluon import (
     jit,
     mbarrier,
     mma_v2,
+    reinterpret,
     tma,
+    tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -118,8 +120,8 @@ def prepare_chunks(
     odd = (block % 2 == 1) & (o_i >= 0) & (o_j >= 0)
     o_x = gl.arange(0, 16, gl.SliceLayout(0, COLUMN))[None, :] + gl.full([4, 1], 0, gl.int32, COLUMN)
     # Rows of all blocks, the blocks side by side.
-    rows = diagonal._reinterpret(gl.float32, [16, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    even_inverses = inverses._reinterpret(DTYPE, [2, 32, 16], inverses.layout).slice(0, 16, dim=1)
+    rows = reinterpret(diagonal, gl.float32, [16, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    even_inverses = reinterpret(inverses, DTYPE, [2, 32, 16], inverses.layout).slice(0, 16, dim=1)
     c = 0
     end = NC
     while c < end:
@@ -244,9 +246,9 @@ def prepare_chunks(
         mbarrier.arrive(ready.index(stage), count=1)
         if KEEP:
             row = (slot + c * HV) * (2 * C)
-            tma.async_copy_shared_to_global(AP_tiles, [row, 0], A_buffer)
+            tma_store(AP_tiles, [row, 0], A_buffer)
             if QUERIES:
-                tma.async_copy_shared_to_global(AP_tiles, [row + C, 0], P_buffer)
+                tma_store(AP_tiles, [row + C, 0], P_buffer)
         c += 1
     if KEEP:
         tma.store_wait(0)

@@ -31,6 +31,8 @@ from deltazoo.ops.triton.gluon import (
     mbarrier,
     states_tiles,
     tma,
+    tma_load,
+    tma_store,
     token_tiles,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -77,9 +79,9 @@ def copy_stage(tiles, buffers, bars, gates, beta, G, place, token, slot, n, DECA
     mbarrier.wait(empty.index(s), ((n // 2) & 1) ^ 1)
     bar = full.index(s)
     mbarrier.expect(bar, 3 * C * D * 2)
-    tma.async_copy_global_to_shared(k_tiles, [row, token, key_column], bar, as_tile(k_buffer.index(s), D))
-    tma.async_copy_global_to_shared(dO_tiles, [row, token, column], bar, as_tile(dO_buffer.index(s), D))
-    tma.async_copy_global_to_shared(U_tiles, [row, token, column], bar, as_tile(U_buffer.index(s), D))
+    tma_load(k_tiles, [row, token, key_column], bar, as_tile(k_buffer.index(s), D))
+    tma_load(dO_tiles, [row, token, column], bar, as_tile(dO_buffer.index(s), D))
+    tma_load(U_tiles, [row, token, column], bar, as_tile(U_buffer.index(s), D))
     gates.index(ROWS * s + STEP).store(step)
     if DECAY == "scalar":
         gates.index(ROWS * s + ENTRY).store(gl.exp2(g))
@@ -105,16 +107,16 @@ def copies(tiles, buffers, bars, gates, beta, G, place, DECAY: gl.constexpr):
         parity = (n & 1) ^ 1
         mbarrier.wait(AP_empty, parity)
         mbarrier.expect(AP_full, 2 * C * C * 2)
-        tma.async_copy_global_to_shared(AP_tiles, [chunk * 2 * C + C, 0], AP_full, P_buffer)
-        tma.async_copy_global_to_shared(AP_tiles, [chunk * 2 * C, 0], AP_full, A_buffer)
+        tma_load(AP_tiles, [chunk * 2 * C + C, 0], AP_full, P_buffer)
+        tma_load(AP_tiles, [chunk * 2 * C, 0], AP_full, A_buffer)
         mbarrier.wait(q_empty, parity)
         mbarrier.expect(q_full, C * D * 2)
-        tma.async_copy_global_to_shared(q_tiles, [row, token, key_column], q_full, as_tile(q_buffer.index(0), D))
+        tma_load(q_tiles, [row, token, key_column], q_full, as_tile(q_buffer.index(0), D))
         mbarrier.wait(S_empty, parity)
         mbarrier.expect(S_full, 2 * HALF * D * 2)
         for part in gl.static_range(2):
             tile = as_tile(S_buffer.index(part), D)
-            tma.async_copy_global_to_shared(S_tiles, [row + part * B, token, column], S_full, tile)
+            tma_load(S_tiles, [row + part * B, token, column], S_full, tile)
         if c > 0:
             copy_stage(tiles, buffers, bars, gates, beta, G, place, token - C, chunk - HV, n + 1, DECAY)
 
@@ -205,7 +207,7 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, place, DECAY: gl.constex
             store_step_gradients(d_beta, d_steps, place, n)
         fence_async_shared()
         barrier()
-        tma.async_copy_shared_to_global(dq_tiles, [row, token, column], as_tile(dO, D))
+        tma_store(dq_tiles, [row, token, column], as_tile(dO, D))
 
         if not STRICT:
             mbarrier.wait(WL_full, parity)
@@ -236,7 +238,7 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, place, DECAY: gl.constex
         U.store(dk_sum.to(DTYPE))
         fence_async_shared()
         barrier()
-        tma.async_copy_shared_to_global(dk_tiles, [row, token, column], as_tile(U, D))
+        tma_store(dk_tiles, [row, token, column], as_tile(U, D))
     tma.store_wait(0)
 
 

@@ -2,7 +2,16 @@
 value channels each, from a head's last chunk to its first.
 """
 
-from deltazoo.ops.triton.gluon import fence_async_shared, gl, jit, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from deltazoo.ops.triton.gluon import (
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from deltazoo.ops.triton.hopper.scan import HALF, C, D, as_tile, split_inverse
 from deltazoo.ops.triton.hopper.small_step_gradients import SMALL_STEP
 
@@ -195,7 +204,7 @@ def walk(
         Z_buffer.index(PART + z).permute((1, 0)).store(Z.to(DTYPE))
         fence_async_shared()
         tile = as_tile(Z_buffer.index(PART + z), HALF)
-        tma.async_copy_shared_to_global(dv_tiles, [row, first + (NC - 1 - n) * C, column + PART * HALF], tile)
+        tma_store(dv_tiles, [row, first + (NC - 1 - n) * C, column + PART * HALF], tile)
         dS = warpgroup_mma_wait(0, deps=[dS])
         mbarrier.arrive(Z_full, count=1)
         if PART == 1 and not STRICT:

@@ -14,6 +14,8 @@ from deltazoo.ops.triton.gluon import (
     matrix_tiles,
     mbarrier,
     tma,
+    tma_load,
+    tma_store,
     token_tiles,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -68,17 +70,17 @@ def copy_partition(
         for part in gl.static_range(PARTS):
             at_values = [row, token, value_column + part * HALF]
             d_output = as_tile(d_output_ring.index(stage * PARTS + part), HALF)
-            tma.async_copy_global_to_shared(d_output_tiles, at_values, bar, d_output)
-        tma.async_copy_global_to_shared(k_out_tiles, at_keys, bar, as_tile(k_out_ring.index(stage), D))
-        tma.async_copy_global_to_shared(q_tiles, at_keys, bar, as_tile(q_ring.index(stage), D))
+            tma_load(d_output_tiles, at_values, bar, d_output)
+        tma_load(k_out_tiles, at_keys, bar, as_tile(k_out_ring.index(stage), D))
+        tma_load(q_tiles, at_keys, bar, as_tile(q_ring.index(stage), D))
         if SEPARATE:
-            tma.async_copy_global_to_shared(k_in_tiles, at_keys, bar, as_tile(k_in_ring.index(stage), D))
+            tma_load(k_in_tiles, at_keys, bar, as_tile(k_in_ring.index(stage), D))
         store_factors(factors, totals, stage, beta, G, slot + chunk * HV, scale, ROWS, DECAY, UNDECAYED)
         mbarrier.arrive(bar, count=1)
         mbarrier.wait(late_empty.index(late), ((i // LATE_STAGES) & 1) ^ 1)
         mbarrier.expect(late_full.index(late), 2 * C * C * 2)
         at_matrices = [(slot + chunk * HV) * (2 * C), 0]
-        tma.async_copy_global_to_shared(AP_tiles, at_matrices, late_full.index(late), AP_ring.index(late))
+        tma_load(AP_tiles, at_matrices, late_full.index(late), AP_ring.index(late))
 
 
 @jit
@@ -133,10 +135,10 @@ def gradient_partition(
             if IN_PLACE:
                 half_tiles = d_states_high_tiles if PART == 1 else d_states_tiles
                 at = [row, first + chunk * C, value_column]
-                tma.async_copy_shared_to_global(half_tiles, at, as_tile(d_states_buffer, D))
+                tma_store(half_tiles, at, as_tile(d_states_buffer, D))
             else:
                 d_states_row = (slot + chunk * HV) * D + value_column % D + PART * HALF
-                tma.async_copy_shared_to_global(d_states_tiles, [d_states_row, 0], d_states_buffer)
+                tma_store(d_states_tiles, [d_states_row, 0], d_states_buffer)
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         if DECAY == "scalar":
             write = factor(factors, of_stage + WRITE)

@@ -21,8 +21,11 @@ from deltazoo.ops.triton.gluon import (
     jit,
     matrix_tiles,
     mbarrier,
+    reinterpret,
     states_tiles,
     tma,
+    tma_load,
+    tma_store,
     token_tiles,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -54,7 +57,7 @@ LEFT_STATE = gl.constexpr(gl.DotOperandLayout(0, STATE.value, 2))
 @jit
 def as_tile(buffer, channels: gl.constexpr):
     """A buffer `[tokens, channels]` in the form of the copy engine, a tile of one row of the batch."""
-    return buffer._reinterpret(buffer.dtype, [1, C, channels], gl.NVMMASharedLayout(128, 16, 3))
+    return reinterpret(buffer, buffer.dtype, [1, C, channels], gl.NVMMASharedLayout(128, 16, 3))
 
 
 @jit
@@ -124,24 +127,22 @@ def copy_partition(
         bar = full.index(stage)
         mbarrier.expect(bar, BYTES)
         at_keys = [row, token, key_column]
-        tma.async_copy_global_to_shared(k_in_tiles, at_keys, bar, as_tile(k_in_ring.index(stage), D))
+        tma_load(k_in_tiles, at_keys, bar, as_tile(k_in_ring.index(stage), D))
         if HAS_V:
             for part in gl.static_range(PARTS):
                 at_values = [row, token, value_column + part * HALF]
-                tma.async_copy_global_to_shared(
-                    v_tiles, at_values, bar, as_tile(v_ring.index(stage * PARTS + part), HALF)
-                )
+                tma_load(v_tiles, at_values, bar, as_tile(v_ring.index(stage * PARTS + part), HALF))
         if OUTPUT:
-            tma.async_copy_global_to_shared(q_tiles, at_keys, bar, as_tile(q_ring.index(stage), D))
+            tma_load(q_tiles, at_keys, bar, as_tile(q_ring.index(stage), D))
         store_factors(factors, totals, stage, beta, G, chunk, scale, ROWS, DECAY, UNDECAYED)
         mbarrier.arrive(bar, count=1)
         late = i % LATE_STAGES
         mbarrier.wait(late_empty.index(late), ((i // LATE_STAGES) & 1) ^ 1)
         bar = late_full.index(late)
         mbarrier.expect(bar, LATE_BYTES)
-        tma.async_copy_global_to_shared(AP_tiles, [chunk * (2 * C), 0], bar, AP_ring.index(late))
+        tma_load(AP_tiles, [chunk * (2 * C), 0], bar, AP_ring.index(late))
         if SEPARATE:
-            tma.async_copy_global_to_shared(k_out_tiles, at_keys, bar, as_tile(k_out_ring.index(late), D))
+            tma_load(k_out_tiles, at_keys, bar, as_tile(k_out_ring.index(late), D))
 
 
 @jit
@@ -149,7 +150,7 @@ def store_tile(tiles, coordinates, buffer, x):
     """Start to copy x `[64 value channels, 64 tokens]` to `tiles` through the buffer `[tokens, value channels]`."""
     buffer.permute((1, 0)).store(x)
     fence_async_shared()
-    tma.async_copy_shared_to_global(tiles, coordinates, as_tile(buffer, HALF))
+    tma_store(tiles, coordinates, as_tile(buffer, HALF))
 
 
 @jit
@@ -233,11 +234,9 @@ def state_partition(
                 head_column = value_column - value_column % D
                 half = value_column % D // HALF + PART
                 tile = as_tile(states_buffer, D)
-                tma.async_copy_shared_to_global(states_tiles, [row + half * B, token, head_column], tile)
+                tma_store(states_tiles, [row + half * B, token, head_column], tile)
             else:
-                tma.async_copy_shared_to_global(
-                    states_tiles, [(slot + i * HV) * D + value_column % D + PART * HALF, 0], states_buffer
-                )
+                tma_store(states_tiles, [(slot + i * HV) * D + value_column % D + PART * HALF, 0], states_buffer)
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         mbarrier.arrive(late_empty.index((i + LATE_STAGES - 1) % LATE_STAGES), count=1, pred=i > 0)
         # Factors that later products need are loaded during the products before.
