@@ -24,7 +24,7 @@ from torch import Tensor
 Call = Callable[[], object]
 Row = dict[str, Any]
 
-PACKAGES = ("torch", "triton", "transformers", "fla-core", "flash-qla", "tilelang")
+PACKAGES = ("triton", "transformers", "fla-core", "flash-qla", "tilelang")
 
 # Time to spend before and while measuring, in milliseconds of the call's own time, and bounds on measured repeats.
 _WARM_UP_MS, _REPEAT_MS = 25.0, 150.0
@@ -230,6 +230,7 @@ def describe_run(device: str, commit: str | None) -> Row:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
+        "torch": str(torch.__version__),  # the package's version names no CUDA since torch 2.15
         **{package: package_version(package) for package in PACKAGES},
     }
 

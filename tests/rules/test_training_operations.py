@@ -26,12 +26,14 @@ MEMORY = {"empty", "empty_like", "new_empty"}
 SUMS = {"add", "sum", "zeros"}
 """Of gradients: where a tensor is read twice, and for a bias. Zeros are those of results that operators keep to
 themselves; only calls that are watched make them."""
+BELOW = "lt" if torch.__version__ >= "2.14" else "le"
+"""Comparison in the gradient of a clamp, which torch 2.14 made zero at its bound."""
 LEFT = {
     "gla": ({"neg"}, {"neg"}),  # its gate's sign
     "isotropic_kdn": ({"exp", "mean", "mul"}, {"div", "mul"}),  # the mean of the decays
     "diagonal_kdn": (  # what the scan takes, and the gain
         {"_to_copy", "add", "clamp_max", "exp", "mul", "pow", "softplus", "sum"},
-        {"_to_copy", "le", "mul", "pow", "softplus_backward", "where"},
+        {"_to_copy", BELOW, "mul", "pow", "softplus_backward", "where"},
     ),
     "momentum": ({"add", "cat", "mul", "neg"}, {"mul", "neg"}),  # twice as many channels
     "eda": ({"zeros_like", "cat"}, set()),  # two micro-steps placed side by side

@@ -74,7 +74,7 @@ class Gate:
 
 CASES: list[Case] = [
     Decay("decay"),
-    Decay("decay_in_one_part", shape=(2, 700, 3), one_part=8192),
+    Decay("decay_in_one_part", shape=(2, 260, 12), one_part=8192),
     Decay("decay_per_head", shape=(3, 50, 5)),
     Decay("decay_wide", shape=(1, 9, 3, 700)),
     Decay("decay_several_blocks_per_program", shape=(2, 700, 2, 8), most_parts=2),

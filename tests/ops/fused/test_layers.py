@@ -76,11 +76,11 @@ CASES = [
     Layer("gated_deltanet"),
     Layer("kda", rule="kda"),
     *(Layer(rule, rule=rule) for rule in ("longhorn", "efla", "gated_longhorn", "neg_delta_net")),
+    Layer("eda", rule="eda", left_out=SUMS_OF_FEW, seed=15),
     *(
         Layer(rule, rule=rule, left_out=SUMS_OF_FEW)
         for rule in (
             "gla",
-            "eda",
             "gated_deltanet2",
             "fg2_gdn",
             "qed",

@@ -22,7 +22,10 @@ from deltazoo.checks.kernel_check import RoundedProducts
 from deltazoo.ops import DeltaRuleOutput, delta_rule
 from deltazoo.ops.triton.tiles import CHUNK
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from deltazoo.ops.triton.launch import Constants, launch  # noqa: E402
 
 DECAYS = ("none", "scalar", "channel")
 HALF = (torch.bfloat16, torch.float16)
@@ -137,7 +140,23 @@ def a_kept_graph_gives_the_same_gradients(device: str) -> None:
         assert all(torch.equal(x, leaves[name]) for name, x in inputs.leaves().items()), case
 
 
+@triton.jit
+def mask_of_a_scalar_kernel(x, n):
+    begin = tl.program_id(0) - n
+    numbers = tl.arange(0, 4)
+    mask = (begin < 0) & (numbers < n)
+    tl.store(x + numbers, numbers + 1, mask=mask)
+
+
+def masks_stay_boolean(device: str) -> None:
+    """Also those of a scalar's comparison: Triton 3.9's interpreter refuses integers, which it makes of them."""
+    x = torch.zeros(4, dtype=torch.int32, device=device)
+    launch(mask_of_a_scalar_kernel, Constants(1, n=3), x)
+    assert x.tolist() == [1, 2, 3, 0]
+
+
 CHECKS = (
+    masks_stay_boolean,
     operator_passes_opcheck,
     compiles_in_one_graph,
     future_changes_no_bit,

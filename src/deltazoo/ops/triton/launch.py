@@ -61,7 +61,7 @@ class TileView:
     """A tensor as tiles for a Gluon kernel, which the copy engine (TMA) moves, swizzled for matrix products.
 
     Triton's `TensorDescriptor` checks its arguments for longer than a launch takes, so it is made at the first launch
-    only. Triton's launcher reads the same attributes of both.
+    only. Triton's function that encodes tiles reads the same attributes of both.
 
     Args:
         base: the tensor, of 16 or 32 bits, aligned to 16 bytes.
@@ -198,3 +198,25 @@ def launches_are_watched() -> bool:
     """Whether hooks for the launches of all kernels are set, as profilers do."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # a chain, a function, or None
+
+
+def _keep_masks_boolean() -> None:
+    """Spread a boolean over a block as booleans where Triton interprets kernels.
+
+    Its interpreter notes the results of comparisons under the dtype of what is compared, and spreads a scalar one as
+    integers. Triton 3.9 takes no such mask any more: `ValueError: mask has unsupported dtype`.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    spread = InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, of: Any, scalar: Any) -> Any:
+        return spread(
+            self, of, TensorHandle(scalar.data, triton.language.int1) if scalar.data.dtype == bool else scalar
+        )
+
+    InterpreterBuilder.create_splat = create_splat
+
+
+if knobs.runtime.interpret:
+    _keep_masks_boolean()
