@@ -110,7 +110,7 @@ class Decoder:
             input_ids: `[B, T]`, T at least 1.
             attention_mask: `[B, T]`, 1 = real, 0 = padding, on the left.
             max_new_tokens: the most tokens to add.
-            seed: seed in place of the decoder's. One seed draws the same tokens in every stream.
+            seed: seed in place of the decoder's. One seed draws the same tokens from the same logits.
 
         Raises:
             ValueError: a seed of more than 64 bits, or a prompt that does not fit the decoder.

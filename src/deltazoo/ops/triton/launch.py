@@ -61,7 +61,7 @@ class TileView:
     """A tensor as tiles for a Gluon kernel, which the copy engine (TMA) moves, swizzled for matrix products.
 
     Triton's `TensorDescriptor` checks its arguments for longer than a launch takes, so it is made at the first launch
-    only. Triton's launcher reads the same attributes of both.
+    only. Triton's function that encodes tiles reads the same attributes of both.
 
     Args:
         base: the tensor, of 16 or 32 bits, aligned to 16 bytes.
