@@ -9,8 +9,8 @@ from typing import Any
 def quicken_the_interpreter() -> None:
     """Where kernels are interpreted, masks are booleans, and half of the time is spared; results keep their bits.
 
-    The interpreter notes the results of comparisons under the dtype of what is compared, and spreads a scalar one over a
-    block as integers, which Triton 3.9 refuses as a mask. Here they stay booleans.
+    The interpreter notes the results of comparisons under the dtype of what is compared, and spreads a scalar one over
+    a block as integers, which Triton 3.9 refuses as a mask. Here they stay booleans.
 
     It remaps the functions of Triton's language at every call of a function by a kernel, where all are remapped
     already; computes each integer result once more, in int64, for an assertion that is off; and for every result makes
