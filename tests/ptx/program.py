@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 WAIT = re.compile(
-    r"\{\s*\.reg \.pred complete;\s*waitLoop:\s*mbarrier\.try_wait\.parity\.shared\.b64 complete, "
-    r"(\[[^\]]*\]), (%\w+|\d+);\s*@!complete bra\.uni waitLoop;\s*\}"
+    r"\{ \.reg \.pred complete; waitLoop: mbarrier\.try_wait\.parity\.shared\.b64 complete, (\[[^\]]*\]), (%\w+|\d+); "
+    r"@!complete bra\.uni waitLoop; \}".replace(" ", r"(?:\s|\.loc \d+ \d+;)*")
 )
 """A loop that tries until a barrier in shared memory has completed a phase: one instruction here."""
 
@@ -61,14 +61,14 @@ class Program:
         body = re.sub(r"//[^\n]*|\.pragma[^\n]*", "", ptx[ptx.index("{", ptx.index(".reqntid")) + 1 :])
         body = body.replace(".shared::cta", ".shared")  # one state space under two names
         body = WAIT.sub(r"mbarrier.wait \1, \2;", body)
-        for piece in re.split(r"(\$L\w+:)|;", body):
+        for piece in re.split(r"^\s*([$\w]+:)\s|;", body, flags=re.MULTILINE):
             text = " ".join((piece or "").split())
             if text.startswith("}"):
                 break
             if text.startswith(".loc"):
                 _, file, line = text.split()
                 source = (files.get(file, ""), int(line))
-            elif text.startswith("$L"):
+            elif text.endswith(":"):
                 self.labels[text[:-1]] = len(self.code)
             elif text and not text.startswith(".reg"):
                 predicate, operation, rest = re.fullmatch(r"(@!?%p\d+)? ?([\w.:]+) ?(.*)", text).groups()  # type: ignore[union-attr]

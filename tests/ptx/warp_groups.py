@@ -188,7 +188,8 @@ class Group(ThreadBlock):
     def op_bar(self, rest: list[str], a: list[str]) -> None:
         if rest[0] == "warp":
             return
-        barrier, count = int(a[0]), int(a[1]) if len(a) > 1 else self.program.threads
+        (barrier,) = map(int, np.unique(self.get(a[0])))
+        count = int(a[1]) if len(a) > 1 else self.program.threads
         state = self.block.barriers.setdefault(barrier, [0, 0])
         self.waits = barrier, state[1]
         state[0] += len(self.threads)

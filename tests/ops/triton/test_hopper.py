@@ -18,6 +18,7 @@ from delta_rule_cases import DeltaRuleCase, DeltaRuleInputs  # noqa: E402
 from helpers import assert_within_reference, relative_errors, results_and_gradients  # noqa: E402
 from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel  # noqa: E402
 from ops.triton.launches import HOPPER, arguments_of, is_gluon, launched_by, routed  # noqa: E402
+from ops.triton.machine_code import MORE_SPILLED  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
 from deltazoo.ops.call import RuleCall  # noqa: E402
@@ -106,7 +107,7 @@ def test_compiles_without_spills_and_with_products_in_flight(call: Call) -> None
         compiled = compile_kernel(kernel, arguments)
         print(kernel.__name__, {n: x for n, x in arguments.items() if n.isupper()}, compiled)
         # Of the scans a number or two, with some versions of Triton; second terms take registers too.
-        assert compiled.spilled <= (350 if arguments.get("STRICT") else 16)
+        assert compiled.spilled <= (350 if arguments.get("STRICT") else 16) + MORE_SPILLED
         assert compiled.shared <= SHARED_MEMORY
         assert not [line for line in compiled.warnings if "C7519" not in line]  # that one costs next to nothing
 
@@ -134,7 +135,7 @@ def test_says_why_a_call_is_left_to_plain_triton() -> None:
             q=torch.Size([2**12, 2**16, 2, 128]), v=torch.Size([2**12, 2**16, 4, 128])
         ),
     }
-    refused["Gluon kernels run on Hopper GPUs, with Triton 3.6 or 3.7"] = dict(card=Card())
+    refused["Gluon kernels run on Hopper GPUs, with Triton 3.6 to 3.9"] = dict(card=Card())
     for reason, changes in refused.items():
         route = sizes(**changes).route
         assert route == ("triton", "stages", "stages", "stages", "triton", "chunks", "chunks", route.why)

@@ -43,8 +43,8 @@ try:
     async_load = _named(async_copy, "async_load", "async_copy_global_to_shared")
     tma_load = _named(tma, "async_load", "async_copy_global_to_shared")
     tma_store = _named(tma, "async_store", "async_copy_shared_to_global")
-    if not triton.__version__.startswith(("3.6.", "3.7.")):
-        MISSING = f"the Gluon kernels are known to work with Triton 3.6 and 3.7 only, this is {triton.__version__}"
+    if not triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9.")):
+        MISSING = f"the Gluon kernels are known to work with Triton 3.6 to 3.9 only, this is {triton.__version__}"
 except (ImportError, AttributeError) as error:
     MISSING = f"Triton {triton.__version__} lacks a part of Gluon: {error}"
 

@@ -86,7 +86,7 @@ OBSTACLES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("scans", lambda p: p.packed, "rows are packed"),
     ("scans", lambda p: p.slots == 0, "there are no tokens"),
     ("scans", lambda p: p.slots >= MAX_ROWS, "there are more chunks than 32-bit coordinates address"),
-    ("scans", lambda p: not p.card.gluon, "Gluon kernels run on Hopper GPUs, with Triton 3.6 or 3.7"),
+    ("scans", lambda p: not p.card.gluon, "Gluon kernels run on Hopper GPUs, with Triton 3.6 to 3.9"),
     ("gradients", lambda p: not p.per_channel, "decay is not per channel"),
     ("recorded backward", lambda p: p.per_channel, "decay is per channel"),
     ("forward recorded backward gradients", lambda p: p.dtype != torch.bfloat16, "inputs are {p.dtype}"),

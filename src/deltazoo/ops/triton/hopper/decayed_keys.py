@@ -26,11 +26,13 @@ def add(a, b):
 
 
 @jit
-def decay_keys(q, k, written, gates, entry, total, fewest):
+def decay_keys(q, k, written, gates, total_before, entry, total, fewest):
     """Replace q and k `[C, K]` in shared memory, and fill `written` and the factors of the state, by four warps.
 
-    `entry [K]` and `total [K]` are factors of the state before and after the chunk, and `fewest [4]` the least
-    log2-decay of any channel over the chunk, for each warp. Warps own channels, all tokens of them.
+    `total [K]` are factors of the state after the chunk. Those before it are `entry [K]`, in which `total_before [K]`
+    of the chunk before are contained: with two vectors to read, ptxas 13 lets all products wait for each other (C7512).
+    `fewest [4]` is the least log2-decay of any channel over the chunk, for each warp. Warps own channels, all tokens of
+    them.
     """
     DTYPE: gl.constexpr = q.dtype
     C: gl.constexpr = q.shape[0]
@@ -54,7 +56,7 @@ def decay_keys(q, k, written, gates, entry, total, fewest):
         k_rows.store((key * decay).to(DTYPE))
         undone = gl.exp2(gl.minimum(-G, RANGE))
         written.slice(part * ROWS, ROWS, dim=0).store((key * undone).to(DTYPE))
-    entry.store(gl.exp2(middle))
+    entry.store(gl.exp2(middle) * total_before.load(gl.SliceLayout(0, LAYOUT)))
     total.store(gl.exp2(whole - middle))
     fewest.store(gl.min(whole.reshape([4, K // 4]), 1))
 

@@ -143,13 +143,6 @@ def copy_chunks(
 
 
 @jit
-def _times_columns(S, x, y, LAYOUT: gl.constexpr):
-    """S with every column multiplied by the product of two factors in shared memory."""
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    return S * (x.load(COLUMNS) * y.load(COLUMNS))[None, :]
-
-
-@jit
 def _store_output(tiles, coordinates, buffer, O):
     """Copy the transposed output of a chunk to memory, through `buffer`."""
     tma.store_wait(0)
@@ -206,7 +199,7 @@ def carry_state(
         written = written_ring.index(stage) if DECAY == "channel" else k
         if DECAY == "channel":  # q and k contain the decay
             mbarrier.wait(ready.index(stage), (c // STAGES) & 1)
-            S = _times_columns(S, entries.index(stage), totals.index((c + 2 * STAGES - 1) % (2 * STAGES)), STATE)
+            S = S * entries.index(stage).load(gl.SliceLayout(0, STATE))[None, :]
         S_left = gl.convert_layout(S.to(DTYPE), CHUNK_LEFT)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
         Y = warpgroup_mma(S_left, k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -291,7 +284,7 @@ def carry_state(
         mbarrier.arrive(empty.index(stage), count=1)
         c += 1
     if DECAY == "channel":
-        S = S * totals.index((c - 1) % (2 * STAGES)).load(gl.SliceLayout(0, STATE))[None, :]
+        S = S * totals.index((c - 1) % STAGES).load(gl.SliceLayout(0, STATE))[None, :]
     if QUERIES:
         _store_output(o_tiles, [i_b, token, column], buffer, O_before)
     if KEEP and QUERIES:
@@ -354,7 +347,7 @@ def hopper_forward_kernel(
     if DECAY == "channel":
         written_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
         entries = gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR)
-        totals = gl.allocate_shared_memory(gl.float32, [2 * STAGES, D], VECTOR)
+        totals = gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR)
         gates = gl.allocate_shared_memory(log_decay.dtype, [C, D], _tile_layout(log_decay.dtype, 2))
         fewest = gl.allocate_shared_memory(gl.float32, [4], VECTOR)
         gates_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -379,7 +372,7 @@ def hopper_forward_kernel(
     SPREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     order.store(gl.arange(0, C, SPREAD).to(gl.float32) * 1073741824.0)
     if DECAY == "channel":  # after the chunk before the first
-        totals.index(2 * STAGES - 1).store(gl.full([D], 1.0, gl.float32, SPREAD))
+        totals.index(STAGES - 1).store(gl.full([D], 1.0, gl.float32, SPREAD))
     fence_async_shared()
     barrier()
     state = i.to(gl.int64) * (D * D)

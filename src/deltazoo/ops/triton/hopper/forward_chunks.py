@@ -132,8 +132,9 @@ def prepare_chunks(
         written = written_ring.index(stage) if DECAY == "channel" else k
         if DECAY == "channel":
             mbarrier.wait(gates_full.index(0), c & 1)
-            entry, total = entries.index(stage), totals.index(c % (2 * STAGES))
-            decay_keys(q, k, written, gates, entry, total, fewest)
+            entry, total = entries.index(stage), totals.index(stage)
+            total_before = totals.index((c + STAGES - 1) % STAGES)
+            decay_keys(q, k, written, gates, total_before, entry, total, fewest)
             fence_async_shared()
             barrier()
             mbarrier.arrive(gates_empty.index(0), count=1)
@@ -238,7 +239,7 @@ def prepare_chunks(
                 if DECAY == "scalar":
                     factors.index(vectors + TOTAL).store(gl.full([C], 1.0, gl.float32, SPREAD))
                 if DECAY == "channel":
-                    entry.store(gl.full([2 * C], 1.0, gl.float32, SPREAD))
+                    entry.store(total_before.load(SPREAD))
                     total.store(gl.full([2 * C], 1.0, gl.float32, SPREAD))
                 end = c + 1
         fence_async_shared()  # orders T, L and P of every thread that wrote them
