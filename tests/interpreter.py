@@ -1,11 +1,16 @@
-"""Triton's interpreter, in which children of the tests run kernels on a CPU: without work whose results it drops."""
+"""Triton's interpreter, in which children of the tests run kernels on a CPU: mended, and without work whose results it
+drops.
+"""
 
 import os
 from typing import Any
 
 
 def quicken_the_interpreter() -> None:
-    """Where kernels are interpreted, half of the interpreter's time is spared; results keep their bits.
+    """Where kernels are interpreted, masks are booleans, and half of the time is spared; results keep their bits.
+
+    The interpreter notes the results of comparisons under the dtype of what is compared, and spreads a scalar one over
+    a block as integers, which Triton 3.9 refuses as a mask. Here they stay booleans.
 
     It remaps the functions of Triton's language at every call of a function by a kernel, where all are remapped
     already; computes each integer result once more, in int64, for an assertion that is off; and for every result makes
@@ -17,8 +22,21 @@ def quicken_the_interpreter() -> None:
 
     if getattr(interpreter._patch_lang, "__module__", None) == __name__:
         return
+    _keep_masks_boolean()
     _remap_once_per_launch()
     _make_types_once()
+
+
+def _keep_masks_boolean() -> None:
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    spread = InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, of: Any, scalar: Any) -> Any:
+        return spread(self, of, TensorHandle(scalar.data, tl.int1) if scalar.data.dtype == bool else scalar)
+
+    InterpreterBuilder.create_splat = create_splat
 
 
 def _remap_once_per_launch() -> None:

@@ -237,6 +237,12 @@ def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[
         (["diagnose", "./nowhere", "--picture", "/nowhere/a.png"], "there is no folder '/nowhere' for --picture"),
         (["eval", "./nowhere", "--json", "/"], "--json names the file to write, and / is a folder"),
         (["diagnose", "./nowhere", "--json", "/"], "--json names the file to write, and / is a folder"),
+        (["eval", "./nowhere", "--json", "/dev/null"], "--json names the file to write, and /dev/null is a device"),
+        (["eval", "./nowhere", "--json", "/proc/score.json"], "cannot write into /proc: "),
+        (["diagnose", "./nowhere", "--picture", "/proc/a.png"], "cannot write into /proc: "),
+        (["check", "--backend", "nowhere", "--report", "/proc/report.md"], "cannot write into /proc: "),
+        (["export", "./nowhere", "--to", "fla", "--out", "/proc/out"], "cannot write into /proc/out: "),
+        (["train", "quickstart_cpu", "--output", "/proc/run"], "cannot write into /proc/run: "),
         (["diagnose", "./nowhere", "--picture", "a.xyz"], "--picture writes a PNG: give a name that ends in .png"),
         (["eval", "./nowhere", "--device", "tpu"], "there is no device 'tpu': give cpu, cuda"),
         (["generate", "./nowhere", "--prompt", "x", "--device", "gpu"], "there is no device 'gpu'"),
@@ -257,6 +263,25 @@ def test_bad_input_is_one_message_and_status_1(
     captured = capsys.readouterr()
     assert message in " ".join(captured.err.replace("│", " ").split())
     assert "Traceback" not in captured.err
+
+
+def test_a_protected_file_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "score.json").touch()
+    monkeypatch.setattr("deltazoo.cli.options.os.access", lambda path, mode: False)  # root may write everywhere
+    assert call("eval", "./nowhere", "--json", str(tmp_path / "score.json")) == 1
+    assert "score.json: Permission denied" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("arguments", [["eval", "./my_text"], ["train", "--text", "./my_text"]])
+def test_a_mistyped_path_is_answered_with_the_nearest(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_texts").mkdir()
+    assert call(*arguments) == 1
+    assert "did you mean 'my_texts'?" in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_adapter_alone_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -255,6 +255,8 @@ def test_bad_input_to_a_distillation_is_one_message_and_status_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    if "--original" not in arguments:
+        monkeypatch.setattr("deltazoo.training.loading.load_model", pytest.fail)  # said before a model is loaded
     Path("a_file").touch()
     names = {"SWAPPED": str(swapped), "RECIPE": str(home / "recipe.yaml")}
     assert distill(home, *(names.get(part, part) for part in arguments)) == 1

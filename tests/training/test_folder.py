@@ -179,6 +179,20 @@ def test_a_file_is_no_folder_for_a_run(tmp_path: Path) -> None:
     for folder in (tmp_path / "run", tmp_path / "run" / "inner"):
         with pytest.raises(ValueError, match=f"cannot write into {folder}: "), held(folder):
             pass
+        with pytest.raises(ValueError, match=f"cannot write into {folder}: Not a directory"):
+            check_run(run_config(tmp_path, folder), resume=False)
+
+
+def test_a_folder_for_a_run_is_tried_without_a_trace(tmp_path: Path) -> None:
+    check_run(run_config(tmp_path, tmp_path / "runs" / "mine"), resume=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to("other/file")
+    write_json(tmp_path / "link", {"a": 1})
+    assert (tmp_path / "link").is_symlink() and json.loads((tmp_path / "other" / "file").read_text()) == {"a": 1}
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])

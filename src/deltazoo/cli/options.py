@@ -1,7 +1,9 @@
 """Arguments and options that several commands have, with their checks, and the tables that they print."""
 
+import errno
 import importlib.util
 import json
+import os
 import shlex
 import sys
 import traceback
@@ -15,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deltazoo import spec
+from deltazoo.training.folder import check_writable
 from deltazoo.training.loading import check_device
 
 
@@ -74,11 +77,18 @@ def _registered_by(module: str) -> list[str]:
 
 
 def check_output_file(option: typer.CallbackParam, file: Any) -> Any:
-    """The file that an option names, if any; ValueError if it cannot be one, or has no folder to go into."""
-    if file is not None and not Path(file).parent.is_dir():
-        raise ValueError(f"there is no folder {str(Path(file).parent)!r} for {option.opts[0]} {file}")
-    if file is not None and Path(file).is_dir():
-        raise ValueError(f"{option.opts[0]} names the file to write, and {file} is a folder")
+    """The file that an option names, if any; ValueError if it cannot be one, or cannot be written."""
+    if file is None:
+        return None
+    path = Path(file)
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {str(path.parent)!r} for {option.opts[0]} {file}")
+    if path.exists() and not path.is_file():
+        kind = "folder" if path.is_dir() else "device"
+        raise ValueError(f"{option.opts[0]} names the file to write, and {file} is a {kind}")
+    check_writable(path.parent)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"cannot write {option.opts[0]} {file}: {os.strerror(errno.EACCES)}")
     return file
 
 

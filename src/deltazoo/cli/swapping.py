@@ -30,7 +30,7 @@ from deltazoo.spec import get_rule
 from deltazoo.training.config import STAGES, DataConfig, Recipe, load_as
 from deltazoo.training.console import console, no_transformers_bars, say
 from deltazoo.training.data import open_text
-from deltazoo.training.folder import LOSS_PICTURE, check_run, has_saved, held, whole_or_not_at_all
+from deltazoo.training.folder import LOSS_PICTURE, check_run, check_writable, has_saved, held, whole_or_not_at_all
 from deltazoo.training.loading import find_config, resolve_checkpoint
 
 if TYPE_CHECKING:  # their modules import torch
@@ -204,6 +204,7 @@ def export(
     """
     if to not in TARGETS:
         raise ValueError(unknown("target", to, TARGETS))
+    check_writable(out)
     path = resolve_checkpoint(path)
 
     import transformers
@@ -211,8 +212,10 @@ def export(
 
     from deltazoo.compat.native import export as write
     from deltazoo.compat.native import load_native_checkpoint
+    from deltazoo.compat.native.checkpoints import refuse_occupied
     from deltazoo.training.loading import load_model
 
+    refuse_occupied(out.absolute())
     written = Path(path) / "config.json"
     is_native = written.is_file() and json.loads(written.read_text(encoding="utf-8")).get("model_type") in FORMATS
     with console.status(f"exporting {path}"), no_transformers_bars():

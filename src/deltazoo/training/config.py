@@ -394,7 +394,11 @@ def save_config(config: Any, path: str | Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file whole or not at all: a killed process leaves no partial file that a resumed run would read."""
+    """Write a small file whole or not at all: a killed process leaves no partial file that a resumed run would read.
+
+    A link stays one: the file that it names is written.
+    """
+    path = path.resolve()
     draft = path.with_name(path.name + ".part")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)

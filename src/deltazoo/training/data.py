@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from deltazoo.names import unknown
 from deltazoo.training.config import STDLIB, DataConfig
 from deltazoo.training.console import say, track
-from deltazoo.training.loading import check_on_hub, training_config_of
+from deltazoo.training.loading import check_on_hub, nearest_path, training_config_of
 
 RECORD_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 MAX_DOCUMENT = 2**20  # characters; a larger file becomes several documents, since each is tokenized as a whole
@@ -154,7 +154,7 @@ def open_text(data: DataConfig) -> TextFiles | Records:
     # A name that looks like a path is not a name on the Hub (owner/name).
     file_name = path.suffix in RECORD_FORMATS or mimetypes.guess_type(path.name)[0] is not None
     if path.is_absolute() or data.text.startswith((".", "~")) or file_name:
-        raise ValueError(f"there is no file or folder {data.text!r} (data.text)")
+        raise ValueError(f"there is no file or folder {data.text!r} (data.text){nearest_path(path)}")
     _refuse(data, "a Hub dataset", "pattern")
     return Records(data, data.text, name=data.subset, split=data.split)
 

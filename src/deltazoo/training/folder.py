@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -125,8 +126,16 @@ def _what_is_left(folder: Path) -> str:
     return f"{before[-1]} is whole: free some disk space and run the same command again with --resume"
 
 
+def check_writable(folder: Path) -> None:
+    """Raise ValueError unless a folder, or the nearest of its parents that exists, can be written into; makes none."""
+    try:
+        TemporaryFile(dir=next(path for path in (folder, *folder.parents) if path.exists())).close()
+    except OSError as error:
+        raise ValueError(f"cannot write into {folder}: {error.strerror}") from error
+
+
 def check_run(config: Any, resume: bool) -> None:
-    """Check, without writing, that the folder is free for a new run, or holds this run to resume.
+    """Check that the folder can be written into and is free for a new run, or holds this run to resume.
 
     A folder is free if no checkpoint and no result was saved in it, and it has no file that the run would replace
     except those with which a run began.
@@ -136,14 +145,16 @@ def check_run(config: Any, resume: bool) -> None:
         resume: whether the folder must hold the run already.
 
     Raises:
-        ValueError: another process trains there; the folder holds a run, or a file that the run would replace, and
-            ``resume`` is false; it holds no run, or none whose configuration is known, and ``resume`` is true; the run
-            in it has another configuration.
+        ValueError: nothing can be written there, or another process trains there; the folder holds a run, or a file
+            that the run would replace, and ``resume`` is false; it holds no run, or none whose configuration is known,
+            and ``resume`` is true; the run in it has another configuration.
     """
     folder, stages = Path(config.output), STAGES if isinstance(config, Recipe) else ()
+    written, saved = folder / RUN_CONFIG, has_saved(folder, stages)
+    if saved or not resume:
+        check_writable(folder)
     if (folder / _LOCK).is_file() and (lock := _lock(folder)):  # a killed run may have left it
         lock.release()
-    written, saved = folder / RUN_CONFIG, has_saved(folder, stages)
     if not resume:
         if saved:
             raise ValueError(f"{folder} already holds a run: go on with --resume, or choose another output")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -66,7 +67,12 @@ def nearest_run(path: Path) -> str:
     """The clause "; did you mean 'runs/mine'?" for a mistyped run or configuration file, or nothing if none is near."""
     names = [file.name for file in path.parent.glob("*.yaml")]
     names += [file.parent.name for file in path.parent.glob(f"*/{RUN_CONFIG}")]
-    near = nearest(path.name, names)
+    return nearest_path(path, names)
+
+
+def nearest_path(path: Path, names: Iterable[str] | None = None) -> str:
+    """The clause "; did you mean 'texts/mine'?" for one of the names beside a path (all by default), or nothing."""
+    near = nearest(path.name, [file.name for file in path.parent.glob("*")] if names is None else names)
     return f"; did you mean {str(path.parent / near)!r}?" if near else ""
 
 
@@ -180,18 +186,19 @@ def check_on_hub(name: str, kind: Literal["model", "dataset"]) -> None:
     if any(folder.is_dir() for folder in caches):
         return
     missing = f"there is no {'folder' if kind == 'model' else 'file or folder'} {name!r}"
+    near = nearest_path(Path(name).expanduser())
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=10)
     except HFValidationError as error:
-        raise ValueError(f"{missing}, and it is no name of a {kind} on the Hub (owner/name)") from error
+        raise ValueError(f"{missing}, and it is no name of a {kind} on the Hub (owner/name){near}") from error
     except RepositoryNotFoundError as error:
         raise ValueError(
-            f"{missing}, and the Hub has no {kind} of that name (or your token does not see it)"
+            f"{missing}, and the Hub has no {kind} of that name (or your token does not see it){near}"
         ) from error
     except HfHubHTTPError:
         return  # an error of the Hub's server: loading asks again
     except Exception as error:  # types of the HTTP library, which differ between versions of huggingface_hub
-        raise ValueError(f"{missing}, and the Hub cannot be asked for it: {error}") from error
+        raise ValueError(f"{missing}, and the Hub cannot be asked for it: {error}{near}") from error
 
 
 def check_device(name: str) -> None:

@@ -108,11 +108,16 @@ def export(
         return _compare(model, folder, target) if check else None
 
 
+def refuse_occupied(path: Path) -> None:
+    """Raise ValueError if there is a file, or anything in a folder, at the path of a new checkpoint."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} exists and is no empty folder: name a new one")
+
+
 @contextmanager
 def _appearing(path: Path) -> Iterator[Path]:
     """A context with a temporary folder beside `path`, which takes that name if no error leaves the context."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} exists and is no empty folder: name a new one")
+    refuse_occupied(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as around:
         folder = Path(around) / path.name

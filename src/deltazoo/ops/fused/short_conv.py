@@ -147,9 +147,10 @@ def takes_joint_kernel(
 
 def _alike(inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], head_dims: tuple[int, int, int]) -> bool:
     """Whether one launch can compute all three: tensors of one kind, heads of one size, equal norms of q and k."""
-    kinds = {(x.dtype, x.shape[:2], w.dtype, w.shape[-1]) for x, w in zip(inputs, weights, strict=True)}
+    # Lists, since the compiler of torch 2.15 takes a length in a set for a constant, and would compile for each.
+    kinds = [(x.dtype, x.shape[:2], w.dtype, w.shape[-1]) for x, w in zip(inputs, weights, strict=True)]
     q_head, k_head, v_head = head_dims
-    return len(kinds) == 1 and q_head == k_head and v_head in (0, q_head)
+    return kinds == kinds[:1] * len(kinds) and q_head == k_head and v_head in (0, q_head)
 
 
 def is_silu(activation: str) -> bool:

@@ -198,25 +198,3 @@ def launches_are_watched() -> bool:
     """Whether hooks for the launches of all kernels are set, as profilers do."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # a chain, a function, or None
-
-
-def _keep_masks_boolean() -> None:
-    """Spread a boolean over a block as booleans where Triton interprets kernels.
-
-    Its interpreter notes the results of comparisons under the dtype of what is compared, and spreads a scalar one as
-    integers. Triton 3.9 takes no such mask any more: `ValueError: mask has unsupported dtype`.
-    """
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    spread = InterpreterBuilder.create_splat
-
-    def create_splat(self: Any, of: Any, scalar: Any) -> Any:
-        return spread(
-            self, of, TensorHandle(scalar.data, triton.language.int1) if scalar.data.dtype == bool else scalar
-        )
-
-    InterpreterBuilder.create_splat = create_splat
-
-
-if knobs.runtime.interpret:
-    _keep_masks_boolean()
