@@ -62,6 +62,10 @@ def test_without_a_tokenizer_and_without_the_comparison(run: Path, tmp_path: Pat
     assert outcome.exit_code == 0
     assert "holds no tokenizer" in outcome.output and "not checked" in outcome.output
     assert not list((tmp_path / "out").glob("tokenizer*"))
+    for name, target in (("qwen", "qwen3_5_text"), ("back", "fla")):  # transformers makes one of special tokens alone
+        source = str(run if name == "qwen" else tmp_path / "qwen")
+        assert invoke("export", source, "--to", target, "--out", str(tmp_path / name), "--no-check").exit_code == 0
+        assert not list((tmp_path / name).glob("tokenizer*"))
 
 
 def test_show_says_where_a_rule_can_go() -> None:

@@ -208,12 +208,11 @@ def export(
     path = resolve_checkpoint(path)
 
     import transformers
-    from transformers import AutoTokenizer
 
     from deltazoo.compat.native import export as write
     from deltazoo.compat.native import load_native_checkpoint
     from deltazoo.compat.native.checkpoints import refuse_occupied
-    from deltazoo.training.loading import load_model
+    from deltazoo.training.loading import load_model, load_tokenizer
 
     refuse_occupied(out.absolute())
     written = Path(path) / "config.json"
@@ -221,8 +220,8 @@ def export(
     with console.status(f"exporting {path}"), no_transformers_bars():
         model = load_native_checkpoint(path) if is_native else load_model(path, "cpu")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError):
+            tokenizer = load_tokenizer(path)
+        except ValueError:
             tokenizer = None
         try:
             found = write(model, to, out, tokenizer=tokenizer, check=check)
