@@ -207,7 +207,8 @@ def test_padding_changes_no_row_in_any_piece(family, pieces):
 
 class TestBadInput:
     @pytest.fixture(scope="class")
-    def model(self):
+    @classmethod
+    def model(cls):
         return accelerated("qwen3_next")
 
     @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ __all__ = ["MORE_SPILLED", "disassembled", "faults", "resources", "told"]
 MORE_SPILLED = 0 if triton.__version__.startswith(("3.6.", "3.7.")) else 900
 """Bytes per thread that a kernel may spill beyond the limits, which are those of Triton 3.6 and 3.7.
 
-With 3.8 the fused backward pass spills 460 bytes more. Triton 3.9 assembles for Hopper with ptxas 13.4, which spills up
-to 480 more in the scans, where 12.8 spills nothing of the same PTX, and up to 890 in the strict backward pass.
+From 3.8 on a thread sums up its numbers as a tree, not one after another, and the fused backward pass spills 460 bytes
+more. Triton 3.9 assembles for Hopper with ptxas 13.4, which spills up to 480 more in the scans, where 12.8 spills
+nothing of the same PTX, and up to 890 in the strict backward pass.
 """
 
 
