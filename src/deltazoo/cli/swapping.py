@@ -30,7 +30,7 @@ from deltazoo.spec import get_rule
 from deltazoo.training.config import STAGES, DataConfig, Recipe, load_as
 from deltazoo.training.console import console, no_transformers_bars, say
 from deltazoo.training.data import open_text
-from deltazoo.training.folder import LOSS_PICTURE, check_run, check_writable, has_saved, held, whole_or_not_at_all
+from deltazoo.training.folder import LOSS_PICTURE, check_run, check_writable, has_saved, held, saving_into, whole_or_not_at_all
 from deltazoo.training.loading import find_config, resolve_checkpoint
 
 if TYPE_CHECKING:  # their modules import torch
@@ -217,7 +217,7 @@ def export(
     refuse_occupied(out.absolute())
     written = Path(path) / "config.json"
     is_native = written.is_file() and json.loads(written.read_text(encoding="utf-8")).get("model_type") in FORMATS
-    with console.status(f"exporting {path}"), no_transformers_bars():
+    with console.status(f"exporting {path}"), no_transformers_bars(), saving_into(out):
         model = load_native_checkpoint(path) if is_native else load_model(path, "cpu")
         try:
             tokenizer = load_tokenizer(path)
