@@ -30,7 +30,15 @@ from deltazoo.spec import get_rule
 from deltazoo.training.config import STAGES, DataConfig, Recipe, load_as
 from deltazoo.training.console import console, no_transformers_bars, say
 from deltazoo.training.data import open_text
-from deltazoo.training.folder import LOSS_PICTURE, check_run, check_writable, has_saved, held, saving_into, whole_or_not_at_all
+from deltazoo.training.folder import (
+    LOSS_PICTURE,
+    check_run,
+    check_writable,
+    has_saved,
+    held,
+    saving_into,
+    whole_or_not_at_all,
+)
 from deltazoo.training.loading import find_config, resolve_checkpoint
 
 if TYPE_CHECKING:  # their modules import torch
