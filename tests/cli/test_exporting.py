@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,22 @@ def test_without_a_tokenizer_and_without_the_comparison(run: Path, tmp_path: Pat
     assert outcome.exit_code == 0
     assert "holds no tokenizer" in outcome.output and "not checked" in outcome.output
     assert not list((tmp_path / "out").glob("tokenizer*"))
+    for name, target in (("qwen", "qwen3_5_text"), ("back", "fla")):  # transformers makes one of special tokens alone
+        source = str(run if name == "qwen" else tmp_path / "qwen")
+        assert invoke("export", source, "--to", target, "--out", str(tmp_path / name), "--no-check").exit_code == 0
+        assert not list((tmp_path / name).glob("tokenizer*"))
+
+
+def test_a_full_disk_is_one_sentence(run: Path, tmp_path: Path) -> None:
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, unlimited[1]))
+    try:
+        outcome = invoke("export", str(run), "--to", "fla", "--out", str(tmp_path / "out"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert outcome.exit_code == 1
+    assert f"Error: could not save into {tmp_path / 'out'}: File too large. Nothing had been saved" in outcome.output
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_show_says_where_a_rule_can_go() -> None:

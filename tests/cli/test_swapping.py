@@ -13,7 +13,15 @@ import pytest
 import torch
 from outside_rule import RULES, forget_rules
 from tiny_runs import write_text_folder
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from tokenizers import processors
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.generation import GenerationMixin
 
 from deltazoo.cli import main
@@ -304,6 +312,15 @@ def test_a_model_with_learned_positions_takes_no_longer_rows(
     assert command_line.call("generate", swapped, *prompt, "--max-new-tokens", "18") == 0
 
 
+def test_a_prompt_without_tokens_is_refused(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig("byte"), [])
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel()  # as Qwen's, which begin with no token
+    tokenizer.save_pretrained(tmp_path)
+    LlamaForCausalLM.from_pretrained(home / "llama").save_pretrained(tmp_path)
+    assert command_line.call("generate", str(tmp_path), "--prompt", "", "--device", "cpu") == 1
+    assert "Error: --prompt '' has no tokens" in " ".join(capsys.readouterr().err.split())
+
+
 def test_generate_takes_the_shorter_loop_where_it_serves_the_model(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,11 +356,14 @@ def test_generate_takes_the_shorter_loop_where_it_serves_the_model(
     assert len(asked) == 3
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])  # transformers makes the latter one of special tokens
 def test_a_model_without_tokenizer_is_reported_on_and_not_swapped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).save_pretrained(tmp_path / "llama")
+    sizes |= {"vocab_size": 16, "head_dim": 16, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(model_type, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "llama")
     assert call(tmp_path, "--dry-run") == 0
     assert "would be swapped" in capsys.readouterr().out
     assert call(tmp_path, "--output", str(tmp_path / "x")) == 1

@@ -394,6 +394,13 @@ class TestFiles:
             with pytest.raises(ValueError, match=message):
                 Snapshot.load(path, model)
 
+    def test_a_folder_is_no_place_for_a_file(self, tmp_path, path):
+        model, parts = tiny_model("hybrid"), len(list(tmp_path.iterdir()))
+        (tmp_path / "folder").mkdir()
+        with pytest.raises(IsADirectoryError):
+            Snapshot.load(path, model).save(tmp_path / "folder", model)
+        assert len(list(tmp_path.iterdir())) == parts + 1
+
     def test_weights_that_are_not_there(self, path):
         with pytest.raises(ValueError, match="embeddings.weight is not in memory"):
             Snapshot.load(path, tiny_model("hybrid").to("meta"))

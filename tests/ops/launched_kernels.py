@@ -28,6 +28,18 @@ TYPES = {
     torch.int64: "i64",
     torch.uint8: "u8",
 }
+KNOWN_TRITON = triton.__version__.startswith(("3.6.", "3.7."))
+MORE = {
+    "short_conv_forward_kernel": (0, 8),
+    "short_conv_backward_kernel": (143, 8),
+    "norm_backward_kernel": (71, 0),
+    "token_product_kernel": (0, 48),
+}
+"""Registers and bytes of stack that kernels may take beyond the limits, which are those of Triton 3.6 and 3.7.
+
+With 3.8 a convolution of packed rows takes 8 bytes of stack. Triton 3.9 assembles for Hopper with ptxas 13.4: three
+blocks of the convolution's backward pass fit a multiprocessor, not four, and seven of the norm's, not eight.
+"""
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -81,5 +93,6 @@ def check_registers(compiled: CompiledKernel, blocks: int, *, stack: int = 0) ->
     """No spills beyond `stack` bytes, no float64, registers for so many blocks of four warps on a multiprocessor."""
     found = resources(compiled.asm["cubin"])
     assert "f64" not in compiled.asm["ttir"], compiled.name  # as a constant that is no normal float32 makes it
-    assert found["LOCAL"] == 0 and found["STACK"] <= stack, (compiled.name, found)
-    assert found["REG"] <= 65536 // (128 * blocks), (compiled.name, found)
+    registers, more = (0, 0) if KNOWN_TRITON else MORE.get(compiled.name, (0, 0))
+    assert found["LOCAL"] == 0 and found["STACK"] <= stack + more, (compiled.name, found)
+    assert found["REG"] <= max(registers, 65536 // (128 * blocks)), (compiled.name, found)

@@ -188,6 +188,13 @@ def test_a_folder_for_a_run_is_tried_without_a_trace(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_cannot_be_written_leaves_no_part(tmp_path: Path) -> None:
+    (tmp_path / "a folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_json(tmp_path / "a folder", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["a folder"]
+
+
 def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "link").symlink_to("other/file")

@@ -84,7 +84,10 @@ def test_a_small_text_yields_a_small_vocabulary_and_says_so(capsys: pytest.Captu
     assert said in capsys.readouterr().err
 
 
-def test_a_missing_pretrained_tokenizer_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", ["{}", '{"model_type": "gpt2"}', '{"model_type": "qwen3_next"}'])
+def test_a_missing_pretrained_tokenizer_is_named(config: str, tmp_path: Path) -> None:
+    """transformers makes one of special tokens alone for the latter two."""
+    (tmp_path / "config.json").write_text(config)
     with pytest.raises(ValueError, match="holds no tokenizer"):
         build_tokenizer(TokenizerConfig(kind="pretrained", path=str(tmp_path)), [])
 

@@ -311,6 +311,8 @@ def generate(
         model, tokenizer = load_checkpoint(path, device)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     length = inputs["input_ids"].shape[1]
+    if not length:
+        raise ValueError(f"--prompt {prompt!r} has no tokens, and none is before it in this model: give a longer one")
     check_positions(
         model, length + max_new_tokens, f"{length} prompt tokens and --max-new-tokens {max_new_tokens} together"
     )

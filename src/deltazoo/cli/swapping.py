@@ -30,7 +30,15 @@ from deltazoo.spec import get_rule
 from deltazoo.training.config import STAGES, DataConfig, Recipe, load_as
 from deltazoo.training.console import console, no_transformers_bars, say
 from deltazoo.training.data import open_text
-from deltazoo.training.folder import LOSS_PICTURE, check_run, check_writable, has_saved, held, whole_or_not_at_all
+from deltazoo.training.folder import (
+    LOSS_PICTURE,
+    check_run,
+    check_writable,
+    has_saved,
+    held,
+    saving_into,
+    whole_or_not_at_all,
+)
 from deltazoo.training.loading import find_config, resolve_checkpoint
 
 if TYPE_CHECKING:  # their modules import torch
@@ -208,21 +216,20 @@ def export(
     path = resolve_checkpoint(path)
 
     import transformers
-    from transformers import AutoTokenizer
 
     from deltazoo.compat.native import export as write
     from deltazoo.compat.native import load_native_checkpoint
     from deltazoo.compat.native.checkpoints import refuse_occupied
-    from deltazoo.training.loading import load_model
+    from deltazoo.training.loading import load_model, load_tokenizer
 
     refuse_occupied(out.absolute())
     written = Path(path) / "config.json"
     is_native = written.is_file() and json.loads(written.read_text(encoding="utf-8")).get("model_type") in FORMATS
-    with console.status(f"exporting {path}"), no_transformers_bars():
+    with console.status(f"exporting {path}"), no_transformers_bars(), saving_into(out):
         model = load_native_checkpoint(path) if is_native else load_model(path, "cpu")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError):
+            tokenizer = load_tokenizer(path)
+        except ValueError:
             tokenizer = None
         try:
             found = write(model, to, out, tokenizer=tokenizer, check=check)

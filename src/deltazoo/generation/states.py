@@ -143,8 +143,11 @@ class Snapshot:
         }
         header = {"format": _FORMAT, "version": _VERSION, "num_tokens": str(self.num_tokens)}
         draft = Path(f"{path}.part")  # a process that is killed leaves no half file
-        save_file(tensors, draft, header | {"kinds": json.dumps(self.kinds)} | _identity(model))
-        draft.replace(path)
+        try:
+            save_file(tensors, draft, header | {"kinds": json.dumps(self.kinds)} | _identity(model))
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | PathLike[str], model: PreTrainedModel, device: torch.device | str = "cpu") -> "Snapshot":

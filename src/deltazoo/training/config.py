@@ -400,8 +400,11 @@ def write_whole(path: Path, text: str) -> None:
     """
     path = path.resolve()
     draft = path.with_name(path.name + ".part")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _sentence(cls: Any, error: ValidationError) -> str:

@@ -57,8 +57,7 @@ class SaveError(OSError):
 def held(folder: Path) -> Iterator[None]:
     """A context that makes the folder of a run and holds it; the operating system releases it when the process ends.
 
-    Of several processes of a run the first holds it. A folder in which nothing was written is removed again. A full
-    disk gives one sentence, whichever library noticed it.
+    Of several processes of a run the first holds it. A folder in which nothing was written is removed again.
 
     Raises:
         ValueError: another process holds it, or nothing can be written there.
@@ -71,12 +70,8 @@ def held(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise ValueError(f"cannot write into {folder}: {error.strerror}") from error
     try:
-        yield
-    except BaseException as error:  # the error of torch's sharded checkpoints is one
-        said = _full_disk(error)
-        if said is None:
-            raise
-        raise SaveError(f"could not save into {folder}: {said}. {_what_is_left(folder)}") from error
+        with saving_into(folder):
+            yield
     finally:
         if lock is not None:
             (folder / _LOCK).unlink(missing_ok=True)
@@ -84,6 +79,18 @@ def held(folder: Path) -> Iterator[None]:
         for path in new:
             with suppress(OSError):
                 path.rmdir()
+
+
+@contextmanager
+def saving_into(folder: Path) -> Iterator[None]:
+    """A context in which a full disk is a `SaveError` that names the latest intact save, whichever library noticed."""
+    try:
+        yield
+    except BaseException as error:  # the error of torch's sharded checkpoints is one
+        said = _full_disk(error)
+        if said is None:
+            raise
+        raise SaveError(f"could not save into {folder}: {said}. {_what_is_left(folder)}") from error
 
 
 def _lock(folder: Path) -> FileLock | None:

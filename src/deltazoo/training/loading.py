@@ -235,16 +235,32 @@ def load_checkpoint(
     Raises:
         ValueError: no checkpoint or tokenizer, damaged files, missing weights, a tokenizer of another model.
     """
-    from transformers import AutoTokenizer
-
     model = load_model(path, device, dtype)
     path = resolve_checkpoint(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:  # the message of transformers does not say that there is no file
+        tokenizer = load_tokenizer(path)
+    except ValueError as error:  # the message of transformers does not say that there is no file
         raise ValueError(f"{path} holds a model, but no tokenizer that transformers can load: save it there") from error
     check_vocabulary(model, tokenizer)
     return model, tokenizer
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or on the Hub.
+
+    Raises:
+        ValueError: there is none that transformers can load. For many model types transformers makes one of special
+            tokens alone if there is no file, which turns every text into no tokens.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        if {*tokenizer.get_vocab()} <= {*tokenizer.all_special_tokens}:
+            raise ValueError("it has special tokens alone")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} holds no tokenizer that transformers can load: {error}") from error
+    return tokenizer
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

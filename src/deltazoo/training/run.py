@@ -12,7 +12,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -38,6 +37,7 @@ from deltazoo.training.folder import (
     whole_or_not_at_all,
     write_json,
 )
+from deltazoo.training.loading import load_tokenizer
 from deltazoo.training.tokens import TokenizedText, begin_id, build_tokenizer, byte_tokenizer
 from deltazoo.training.trainer import PackedTrainer, training_arguments
 
@@ -171,7 +171,7 @@ def _tokenizer(config: RunConfig, corpus: Corpus, folder: Path, exists: bool) ->
     if exists:
         if PartialState().is_main_process:
             begin_run(config, folder, corpus)
-        return AutoTokenizer.from_pretrained(folder / "tokenizer")
+        return load_tokenizer(folder / "tokenizer")
     tokenizer = build_tokenizer(config.tokenizer, corpus.train)
     begin_run(config, folder, corpus)
     with whole_or_not_at_all(folder / "tokenizer") as staging:

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from deltazoo.training.config import OptimizationConfig, TokenizerConfig
 from deltazoo.training.console import console, say, track
 from deltazoo.training.data import Corpus, Records, is_held_out
-from deltazoo.training.loading import check_on_hub
+from deltazoo.training.loading import check_on_hub, load_tokenizer
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 IGNORED = -100  # the label that the loss of transformers ignores
@@ -46,9 +46,9 @@ def build_tokenizer(config: TokenizerConfig, texts: Sequence[str]) -> PreTrained
     if not Path(config.path).exists():
         check_on_hub(config.path, "model")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer.path {config.path!r} holds no tokenizer: {error}") from error
+        tokenizer = load_tokenizer(config.path)
+    except ValueError as error:
+        raise ValueError(f"tokenizer.path: {error}") from error
     begin_id(tokenizer)
     return tokenizer
 
