@@ -50,10 +50,11 @@ test-full: test processes-test slow-test compile-test test-oldest test-newest  #
 test-oldest: $(OLDEST)/.installed  ## models, training, swapping, recipes on the oldest supported transformers and its kin
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 $(ACROSS_VERSIONS) $(ARGS)
 
-test-newest:  ## the same on the newest versions that a fresh install takes today, without our constraints
+test-newest:  ## the same, kernels and rules on the newest versions that a fresh install takes today, without our constraints
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable ".[test]"
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 $(ACROSS_VERSIONS) $(ARGS)
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 $(ACROSS_VERSIONS) tests/ops tests/rules $(ARGS)
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -m slow tests/models/test_compile.py $(ARGS)
 
 harness-test: $(HARNESS)/.installed  ## the recipe of docs/training.md with lm-evaluation-harness, in an environment of its own
 	OMP_NUM_THREADS=1 $(HARNESS)/bin/python -m pytest -m harness tests/training/test_harness.py $(ARGS)
