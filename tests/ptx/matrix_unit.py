@@ -14,6 +14,13 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), 0x7FFF, rounded).astype(np.uint32)
 
 
+def to_bits(x: np.ndarray, kind: str) -> np.ndarray:
+    """Numbers to the bits of bf16 or f16."""
+    return (
+        to_bfloat16(x.astype(np.float32)) if kind == "bf16" else x.astype(np.float16).view(np.uint16).astype(np.uint32)
+    )
+
+
 def from_bits(bits: np.ndarray, kind: str) -> np.ndarray:
     """Operands of a product, given as bits of bf16, f16 or tf32, in float64."""
     if kind == "bf16":

@@ -12,14 +12,14 @@ WAIT = re.compile(
 
 KNOWN = re.compile(
     r"""# Arithmetic.
-    (add|sub) \. (f32|[su](16|32|64)|bf16(x2)?) | (neg|abs) \. (f32|s32|s64|bf16(x2)?) |
+    (add|sub) \. (f32|[su](16|32|64)|b?f16(x2)?) | (neg|abs) \. (f32|s32|s64|b?f16(x2)?) |
     (min|max) \. (f32|[su](32|64)) | mul \. (f32 | lo\.[su](16|32|64) | hi\.[su]32) |
     (mul|mad) \. wide\.(s32|u32|u16) | mad \. lo\.[su](32|64) |
     fma \. rn\.f32 | div \. (full|rn|approx)\.f32 | (div|rem) \. [su](32|64) | (ex2|rcp) \. approx(\.ftz)?\.f32 |
     (and|or|xor|not) \. (pred|b(16|32|64)) | shl \. b(16|32|64) | shr \. (u16|[su](32|64)) |
     bfe \. [su]32 | prmt \. b32 | mov \. (pred|[bu](16|32|64)) | selp \. (f32|b(16|32|64)) |
     setp \. (eq|ne)\.b(16|32|64) | setp \. (lt|le|gt|ge)\.(u16|[su](32|64)) |
-    setp \. (eq|ne|(lt|le|gt|ge)u?|num|nan)\.f32 |
+    setp \. (eq|ne|(lt|le|gt|ge)u?|num|nan)\.(f32|b?f16) |
     cvt \. (s64\.s32 | u16\.u32 | u32\.u16 | u32\.u64 | u64\.u32 | f32\.(bf16|f16)) | cvta \. (param|global)\.u64 |
     cvt \. (rn\.(bf16|f16)(x2)?\.f32 | rn\.(bf16|f16|f32)\.[su]32 | rna\.tf32\.f32 | rzi\.s32\.f32) |
     cvt \. rmi(\.ftz)?\.f32\.f32 |

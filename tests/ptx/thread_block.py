@@ -19,7 +19,7 @@ from ptx.matrix_unit import (
     from_bits,
     result_position,
     tile_of_registers,
-    to_bfloat16,
+    to_bits,
 )
 from ptx.program import Program
 from ptx.shared_memory import Product, SharedMemory
@@ -128,8 +128,8 @@ class ThreadBlock:
 
     def arithmetic(self, name: str, rest: list[str], a: list[str]) -> None:
         """Everything that reads registers of one type and writes one of it."""
-        if rest[-1].startswith("bf16"):
-            self.of_bfloat16(name, rest[-1], a)
+        if "f16" in rest[-1]:
+            self.of_16_bits(name, rest[-1], a)
             return
         kind = rest[-1].replace("b", "u") if rest[-1] != "pred" else "pred"
         if name in ("fma", "mad") or "wide" in rest or "hi" in rest:
@@ -206,7 +206,10 @@ class ThreadBlock:
         self.put(a[0], result.astype(np.uint32))
 
     def op_setp(self, rest: list[str], a: list[str]) -> None:
-        x, y = (self.get(operand, rest[-1].replace("b", "u")) for operand in a[1:])
+        if rest[-1] in ("bf16", "f16"):
+            x, y = (from_bits(self.get(operand, "u16"), rest[-1]) for operand in a[1:])
+        else:
+            x, y = (self.get(operand, rest[-1].replace("b", "u")) for operand in a[1:])
         nan = (x != x) | (y != y)
         if rest[0] in ("num", "nan"):
             self.put(a[0], ~nan if rest[0] == "num" else nan)
@@ -223,12 +226,8 @@ class ThreadBlock:
         if "tf32" in rest:
             self.put(a[0], self.get(a[1]) + np.uint32(0x1000) & np.uint32(0xFFFFE000))
             return
-
-        def half(x: Array) -> Array:
-            return to_bfloat16(x) if "bf16" in to else x.astype(np.float16).view(np.uint16).astype(np.uint32)
-
         if to.endswith("x2"):
-            high, low = (half(self.get(operand, "f32")) for operand in a[1:])
+            high, low = (to_bits(self.get(operand, "f32"), to.removesuffix("x2")) for operand in a[1:])
             self.put(a[0], high << np.uint32(16) | low)
             return
         x = from_bits(self.get(a[1], "u16"), of) if of in ("bf16", "f16") else self.get(a[1], of)
@@ -236,7 +235,7 @@ class ThreadBlock:
             x = np.floor(x)
         types = {"f32": np.float32, "u64": np.uint64, "s64": np.int64, "u32": np.uint32, "s32": np.int32}
         if to in ("bf16", "f16"):
-            self.put(a[0], half(x.astype(np.float32)))
+            self.put(a[0], to_bits(x.astype(np.float32), to))
         else:
             self.put(a[0], x.astype(np.uint32) & np.uint32(0xFFFF) if to == "u16" else x.astype(types[to]))
 
@@ -247,13 +246,13 @@ class ThreadBlock:
     def op_rcp(self, rest: list[str], a: list[str]) -> None:
         self.put(a[0], np.float32(1) / self.get(a[1], "f32"))
 
-    def of_bfloat16(self, name: str, kind: str, a: list[str]) -> None:
-        """A sum, difference, negation or magnitude of bfloat16, or of two of them in a register."""
+    def of_16_bits(self, name: str, kind: str, a: list[str]) -> None:
+        """A sum, difference, negation or magnitude of bf16 or f16, or of two of them in a register (x2)."""
         terms = [self.get(operand).astype(np.uint32) for operand in a[1:]]
-        result = np.zeros_like(terms[0])
-        for shift in map(np.uint32, (0, 16) if kind == "bf16x2" else (0,)):
-            values = (from_bits(x >> shift & 0xFFFF, "bf16") for x in terms)
-            result |= to_bfloat16((BINARY | UNARY)[name](*values).astype("f4")) << shift
+        result, of = np.zeros_like(terms[0]), kind.removesuffix("x2")
+        for shift in map(np.uint32, (0, 16) if kind.endswith("x2") else (0,)):
+            values = (from_bits(x >> shift & 0xFFFF, of) for x in terms)
+            result |= to_bits((BINARY | UNARY)[name](*values), of) << shift
         self.put(a[0], result)
 
     def op_shfl(self, rest: list[str], a: list[str]) -> None:

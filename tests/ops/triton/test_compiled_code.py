@@ -175,6 +175,10 @@ def test_model_of_new_instructions() -> None:
     block = run("mov.b32 %r1, 0xBF804000", "neg.bf16x2 %r2, %r1", "abs.bf16x2 %r3, %r1", "neg.bf16 %rs1, 0x8000")
     results = [int(block.registers[name][0]) for name in ("%r2", "%r3", "%rs1")]
     assert results == [0x3F80C000, 0x3F804000, 0]
+    block = run(
+        "mov.b32 %r1, 0x3C00C000", "neg.f16x2 %r2, %r1", "setp.ne.bf16 %p1, 0x8000, 0", "setp.lt.f16 %p2, 0xC000, 0"
+    )
+    assert [int(block.registers[name][0]) for name in ("%r2", "%p1", "%p2")] == [0xBC004000, False, True]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +186,7 @@ def test_model_of_new_instructions() -> None:
     [
         "st.shared::cluster.b32 [%r1], %r1",
         "ld.volatile.global.b32 %r1, [%rd1]",
-        "neg.f16x2 %r2, %r1",
+        "add.s16x2 %r2, %r1, %r1",
         "mul.hi.s64 %rd2, %rd1, 3",
         "setp.lt.and.s32 %p1, %r1, %r2, %p2",
         "fence.acq_rel.gpu",
