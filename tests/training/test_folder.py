@@ -20,6 +20,7 @@ from torch.distributed import checkpoint as sharded_files
 
 from deltazoo.diagnosis.pictures import draw_loss_curve
 from deltazoo.training.config import DataConfig
+from deltazoo.training.console import say
 from deltazoo.training.data import Records, open_text
 from deltazoo.training.folder import (
     SaveError,
@@ -164,9 +165,13 @@ with held(Path(sys.argv[1])):
 """
 
 
-def test_other_processes_of_the_same_run_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_of_the_same_run_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with held(tmp_path / "run"):
         monkeypatch.setenv("RANK", "1")
+        say("going on")
+        assert capsys.readouterr().err == "", "the first process says it"
         check_run(run_config(tmp_path, tmp_path / "run"), resume=False)
         with held(tmp_path / "run"):
             pass

@@ -312,6 +312,15 @@ def test_more_steps_go_on_beyond_the_end(source: str, tmp_path: Path, request: p
         train(config("extended", 8), resume=True)
 
 
+def test_a_run_can_end_at_a_checkpoint_that_has_no_score(text: Path, tmp_path: Path) -> None:
+    """The run was to be longer, and is scored as one of so many steps."""
+    config = run_config(text, tmp_path / "run", training={"evaluate_every": 8})
+    with stopping_after(6), pytest.raises(KeyboardInterrupt):
+        train(config)
+    ended = train(run_config(text, tmp_path / "run", training={"evaluate_every": 8, "steps": 4}), resume=True)
+    assert [entry["step"] for entry in ended.log_history if "eval_loss" in entry] == [4]
+
+
 def test_nothing_to_resume_is_said(text: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nothing to resume in .*run: no checkpoint was saved there"):
         train(run_config(text, tmp_path / "run"), resume=True)

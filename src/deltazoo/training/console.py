@@ -1,5 +1,6 @@
 """Messages and progress bars on standard error; bars appear on a terminal only."""
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -14,8 +15,9 @@ console = Console(stderr=True)
 
 
 def say(line: str) -> None:
-    """Print one line on standard error, without markup or line breaks."""
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    """Print one line on standard error, without markup or line breaks; of the processes of a run the first does."""
+    if os.environ.get("RANK", "0") == "0":
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def track(items: Iterable[T], description: str) -> Iterable[T]:

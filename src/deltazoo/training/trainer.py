@@ -137,8 +137,11 @@ class PackedTrainer(ShardedTrainer):
             refuse_damaged(checkpoint)
             reached = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
             if reached.global_step >= self._settings.steps:  # the Trainer's loop would continue with a stream
-                self.state = reached
+                self.state, reached.max_steps = reached, self._settings.steps
                 self._load_from_checkpoint(str(checkpoint))
+                scored = [entry["step"] for entry in reached.log_history if "eval_loss" in entry]
+                if scored[-1:] != [reached.global_step]:  # the run was to be longer
+                    self.evaluate()
                 return
             if isinstance(self.train_dataset, StreamedRows):
                 self.train_dataset.go_to(json.loads((checkpoint / _STREAM_POSITION).read_text(encoding="utf-8")))
