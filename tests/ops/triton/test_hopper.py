@@ -18,7 +18,7 @@ from delta_rule_cases import DeltaRuleCase, DeltaRuleInputs  # noqa: E402
 from helpers import assert_within_reference, relative_errors, results_and_gradients  # noqa: E402
 from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel  # noqa: E402
 from ops.triton.launches import HOPPER, arguments_of, is_gluon, launched_by, routed  # noqa: E402
-from ops.triton.machine_code import MORE_SPILLED  # noqa: E402
+from ops.triton.machine_code import more_spilled  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
 from deltazoo.ops.call import RuleCall  # noqa: E402
@@ -107,7 +107,7 @@ def test_compiles_without_spills_and_with_products_in_flight(call: Call) -> None
         compiled = compile_kernel(kernel, arguments)
         print(kernel.__name__, {n: x for n, x in arguments.items() if n.isupper()}, compiled)
         # Of the scans a number or two, with some versions of Triton; second terms take registers too.
-        assert compiled.spilled <= (350 if arguments.get("STRICT") else 16) + MORE_SPILLED
+        assert compiled.spilled <= (350 if arguments.get("STRICT") else 16) + more_spilled(480)
         assert compiled.shared <= SHARED_MEMORY
         assert not [line for line in compiled.warnings if "C7519" not in line]  # that one costs next to nothing
 

@@ -18,7 +18,7 @@ from delta_rule_cases import DeltaRuleCase, DeltaRuleInputs  # noqa: E402
 from fresh_process import run_interpreted  # noqa: E402
 from helpers import assert_within_reference, relative_errors, results_and_gradients  # noqa: E402
 from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel  # noqa: E402
-from ops.triton.machine_code import MORE_SPILLED  # noqa: E402
+from ops.triton.machine_code import more_spilled  # noqa: E402
 from ops.triton.test_hopper import Call, launched_kernels, no_kernels, sizes  # noqa: E402
 
 from deltazoo.ops import DeltaRuleOutput, delta_rule  # noqa: E402
@@ -77,7 +77,7 @@ def test_compiles_with_products_in_flight(call: Call) -> None:
         else:
             few, many = (0, 350) if kernel.fn.__name__ == "hopper_scan_kernel" else (350, 1100)
             allowed = many if arguments["STRICT"] else few
-        assert compiled.spilled <= allowed + MORE_SPILLED
+        assert compiled.spilled <= allowed + more_spilled(900)
         waiting = [line for line in compiled.warnings if "C7519" not in line]  # that one costs next to nothing
         assert not waiting
 

@@ -108,12 +108,12 @@ def test_compiles_with_products_in_flight(decay: str, strict: bool | None) -> No
 def assert_fits(call: RuleCall) -> None:
     """The fused kernel, the first that is launched, compiles without what makes products wait."""
     from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel
-    from ops.triton.machine_code import MORE_SPILLED
+    from ops.triton.machine_code import more_spilled
 
     compiled = compile_kernel(*launches(call)["hopper_forward_kernel"])
     print(compiled)
     assert not compiled.warnings
-    assert compiled.spilled <= 256 + MORE_SPILLED  # addresses and counters
+    assert compiled.spilled <= 256 + more_spilled(64)  # addresses and counters
     assert compiled.shared <= SHARED_MEMORY
 
 

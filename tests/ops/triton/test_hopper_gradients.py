@@ -17,7 +17,7 @@ from delta_rule_cases import DeltaRuleCase  # noqa: E402
 from helpers import assert_within_reference, relative_errors, results_and_gradients  # noqa: E402
 from ops.triton.gluon_compile import SHARED_MEMORY, Compiled, compile_kernel  # noqa: E402
 from ops.triton.launches import HOPPER, arguments_of, launched_by, routed  # noqa: E402
-from ops.triton.machine_code import MORE_SPILLED  # noqa: E402
+from ops.triton.machine_code import more_spilled  # noqa: E402
 from ops.triton.test_compiled_code import Modelled  # noqa: E402
 from ops.triton.test_hopper import sizes  # noqa: E402
 from ptx.thread_block import Program  # noqa: E402
@@ -76,7 +76,7 @@ def compiled_well(kernel: Any, arguments: dict[str, Any]) -> Compiled:
     compiled = compile_kernel(kernel, arguments)
     print(compiled)
     erase = arguments["erase_key"] is not None
-    assert compiled.spilled <= SPILLED[kernel.fn.__name__][erase] + MORE_SPILLED
+    assert compiled.spilled <= SPILLED[kernel.fn.__name__][erase] + more_spilled(280)
     assert 2 * (compiled.shared + 1024) <= SHARED_MEMORY + 1024  # two programs per multiprocessor
     assert not compiled.warnings
     return compiled
