@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,14 +13,55 @@ import torch
 from torch.utils._device import _device_constructors
 from xdist.scheduler import LoadFileScheduling
 
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (count := torch.cuda.device_count()) > 1:
+    # Workers take GPUs in turn: each sees all of them, beginning with its own. CUDA reads this when it first runs.
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    first = int(worker.removeprefix("gw")) % count
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*gpus[first:], *gpus[:first]])
+
+KERNELS = ("dtype", "K", "V", "decay", "num_micro_steps", "n")
+"""Parameters of tests, and fields of their cases, that decide which kernels of the operator are compiled."""
+
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
-    """Gives workers one file at a time, large ones first, so that the fixtures of a file are made once."""
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Gives workers one file at a time, large ones first, so that the fixtures of a file are made once.
+
+    With `--dist loadgroup` one group of `kernels_of` at a time, in the order of `pytest_collection_modifyitems`.
+    """
+    if config.option.dist == "loadgroup":
+        config.option.loadscopereorder = False
+        return None
     return LoadFileScheduling(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def kernels_of(item: pytest.Item) -> str:
+    """A name that tests of a file share if they compile the same kernels, as far as their parameters tell."""
+    if item.get_closest_marker("processes"):
+        return item.nodeid
+    given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    subject = next((given[name] for name in ("case", "rule", "kind", "check") if name in given), None)
+    values = [given.get(name, getattr(subject, name, None)) for name in KERNELS]
+    if isinstance(subject, str):
+        values = [subject]
+    elif subject is not None:
+        values.append(getattr(subject, "__name__", type(subject).__name__))
+    return " ".join([item.nodeid.partition("::")[0], *(str(value) for value in values if value is not None)])
+
+
+def cost_of(item: pytest.Item, tests: int) -> tuple[bool, bool, int]:
+    """What costs most compares highest: several processes, then the operator's kernels, then groups of many tests."""
+    return bool(item.get_closest_marker("processes")), "ops/triton/" in item.nodeid, tests
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("loadgroup", False):
+        groups = {item: kernels_of(item) for item in items if item.get_closest_marker("gpu")}
+        sizes = Counter(groups.values())
+        for item, group in groups.items():
+            item.add_marker(pytest.mark.xdist_group(group))
+        items.sort(key=lambda item: cost_of(item, sizes[groups.get(item, "")]), reverse=True)
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU; torch.cuda.is_available() is False here")
