@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from deltazoo.generation.cache import cache_in
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.sequences import SharedSequences
 from deltazoo.ops import ContextParallel
-from deltazoo.ops.context.exchange import all_tokens, next_tokens
+from deltazoo.ops.context.exchange import all_tokens, exchanged_tokens, next_tokens
 from deltazoo.ops.context.group import agreed_lengths, sum_over_ranks
 from deltazoo.ops.fused import IGNORED
 
@@ -234,30 +235,60 @@ def _attend_to_all_ranks(
             "softmax layers of rows that several ranks share are causal and without a mask, got "
             f"{', '.join(odd) or 'a mask'}"
         )
-    seen = sequences.begin + sequences.num_tokens  # no query sees the tokens of later ranks
-    key, value = (all_tokens(x.transpose(1, 2), sequences.context)[:, :seen].transpose(1, 2) for x in (key, value))
+    context, seen = sequences.context, sequences.begin + sequences.num_tokens
+    key, value = (all_tokens(x.transpose(1, 2), context).transpose(1, 2) for x in (key, value))
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    if _takes_documents(query, sequences, dropout):
+    if sequences.cu_seqlens is None:
+        return _attend_to_whole_rows(query, key, value, context, dropout, scaling), None
+    key, value = key[:, :, :seen], value[:, :, :seen]  # no query sees the tokens of later ranks
+    if _takes_documents(query, dropout):
         return _attend_within_documents(query, key, value, sequences, scaling), None
-    flash = query.is_cuda and sequences.cu_seqlens is None  # whose kernels need no mask
-    at_once = sequences.num_tokens if flash else _QUERIES
     outputs = []
-    for first in range(0, sequences.num_tokens, at_once):
-        queries = query[:, :, first : first + at_once]
-        begin = sequences.begin + first
+    for begin in range(sequences.begin, seen, _QUERIES):
+        queries = query[:, :, begin - sequences.begin :][:, :, :_QUERIES]
         end = begin + queries.shape[2]
-        mask = causal_lower_right(end - begin, end) if flash else _visible(sequences, begin, end, query.device)
-        keys, values = key[:, :, :end], value[:, :, :end]
-        outputs.append(F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling))
+        mask = _visible(sequences.cu_seqlens, begin, end)
+        output = F.scaled_dot_product_attention(
+            queries, key[:, :, :end], value[:, :, :end], mask, dropout, scale=scaling
+        )
+        outputs.append(output)
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
-def _takes_documents(query: Tensor, sequences: SharedSequences, dropout: float) -> bool:
-    """Whether the rows are packed and `varlen_attn` can compute them."""
+def _attend_to_whole_rows(
+    query: Tensor, key: Tensor, value: Tensor, context: ContextParallel, dropout: float, scaling: float | None
+) -> Tensor:
+    """Causal attention `[B, T, H, d]` of this rank's queries `[B, H, T, d]` to the keys of the whole rows.
+
+    The last of n ranks would have 2n - 1 times the work of the first. So the ranks exchange queries, and rank r attends
+    with those of parts r and 2n - 1 - r of 2n equal parts of the row, which have as many keys together on every rank.
+    """
+    n, tokens = context.size, key.shape[2]
+    bounds = [tokens * part // (2 * n) for part in range(2 * n + 1)]
+    shares = [[(bounds[part], bounds[part + 1]) for part in (rank, 2 * n - 1 - rank)] for rank in range(n)]
+    ends = list(accumulate(context.known_lengths))
+    pieces = [[(end - length, end)] for end, length in zip(ends, context.known_lengths, strict=True)]
+    mine = exchanged_tokens(query.permute(2, 0, 1, 3), pieces, shares, context)
+    outputs = []
+    for begin, end in shares[context.rank]:
+        part, mine = mine[: end - begin], mine[end - begin :]
+        at_once = end - begin if query.is_cuda else _QUERIES  # the kernels of GPUs need no mask
+        for first in range(begin, end, max(at_once, 1)):
+            last = min(first + at_once, end)
+            mask = causal_lower_right(last - first, last) if query.is_cuda else _visible(None, first, last)
+            queries = part[first - begin : last - begin].permute(1, 2, 0, 3)
+            keys, values = key[:, :, :last], value[:, :, :last]
+            output = F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling)
+            outputs.append(output.permute(2, 0, 1, 3))
+    return exchanged_tokens(torch.cat(outputs), shares, pieces, context).transpose(0, 1).contiguous()
+
+
+def _takes_documents(query: Tensor, dropout: float) -> bool:
+    """Whether `varlen_attn` can compute packed rows."""
     known = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout
-    return known and sequences.cu_seqlens is not None and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return known and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
 
 def _attend_within_documents(
@@ -276,12 +307,12 @@ def _attend_within_documents(
     return output[None]  # type: ignore[call-overload]
 
 
-def _visible(sequences: SharedSequences, begin: int, end: int, device: torch.device) -> Tensor:
+def _visible(cu_seqlens: Tensor | None, begin: int, end: int) -> Tensor:
     """Mask `[end - begin, end]` bool of the tokens that each from `begin` attends to: of its sequence, up to itself."""
-    tokens = torch.arange(end, device=device)
+    tokens = torch.arange(end, device=None if cu_seqlens is None else cu_seqlens.device)
     queries = tokens[begin:, None]
     visible = queries >= tokens
-    if sequences.cu_seqlens is None:
+    if cu_seqlens is None:
         return visible
-    starts = sequences.cu_seqlens[torch.searchsorted(sequences.cu_seqlens, queries, right=True) - 1]
+    starts = cu_seqlens[torch.searchsorted(cu_seqlens, queries, right=True) - 1]
     return visible & (tokens >= starts)

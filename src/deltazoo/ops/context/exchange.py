@@ -1,6 +1,7 @@
 """Tokens of other ranks, and gradients back to the ranks that they come from."""
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -8,6 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.ops.context.group import ContextParallel, finished, started_gather
+
+Spans = Sequence[Sequence[tuple[int, int]]]
+"""By rank, beginnings and ends of tokens of the whole row."""
 
 
 def all_tokens(x: Tensor, context: ContextParallel) -> Tensor:
@@ -17,6 +21,35 @@ def all_tokens(x: Tensor, context: ContextParallel) -> Tensor:
     pieces = _gathered(F.pad(x.transpose(0, 1), padding), context)
     whole = torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
     return whole.transpose(0, 1).contiguous()
+
+
+def exchanged_tokens(x: Tensor, held: Spans, wanted: Spans, context: ContextParallel) -> Tensor:
+    """The tokens `[n, ...]` that this rank wants, in the order of the row.
+
+    Args:
+        x: `[m, ...]`, the tokens that this rank holds, in the order of the row.
+        held: beginnings and ends of the tokens in each rank's `x`, ascending.
+        wanted: the same of what each rank gets; every token is held and wanted once.
+        context: the ranks.
+    """
+    if context.size == 1:
+        return x
+
+    def common(source: int, target: int) -> list[tuple[int, int]]:
+        both = product(held[source], wanted[target])
+        return [(max(a, c), min(b, d)) for (a, b), (c, d) in both if max(a, c) < min(b, d)]
+
+    ranks = range(context.size)
+    sent = sorted((begin, end, rank) for rank in ranks for begin, end in common(context.rank, rank))
+    parts = zip(sent, x.split([end - begin for begin, end, _ in sent]), strict=True)
+    by_target = sorted(parts, key=lambda part: part[0][2])
+    got = [(begin, end, rank) for rank in ranks for begin, end in common(rank, context.rank)]
+    sizes = [[sum(end - begin for begin, end, of in spans if of == rank) for rank in ranks] for spans in (got, sent)]
+    x = torch.cat([part for _, part in by_target])
+    received = torch.ops._c10d_functional_autograd.all_to_all_single(x, *sizes, context.group_name)
+    received = finished(received, context)
+    arrived = zip(got, received.split([end - begin for begin, end, _ in got]), strict=True)
+    return torch.cat([part for _, part in sorted(arrived, key=lambda part: part[0])])
 
 
 def next_tokens(x: Tensor, context: ContextParallel, after_last: int) -> Tensor:
