@@ -1,7 +1,7 @@
 """Tokens of other ranks, and gradients back to the ranks that they come from."""
 
+import math
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import torch
@@ -9,9 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.ops.context.group import ContextParallel, finished, started_gather
-
-Spans = Sequence[Sequence[tuple[int, int]]]
-"""By rank, beginnings and ends of tokens of the whole row."""
 
 
 def all_tokens(x: Tensor, context: ContextParallel) -> Tensor:
@@ -23,33 +20,20 @@ def all_tokens(x: Tensor, context: ContextParallel) -> Tensor:
     return whole.transpose(0, 1).contiguous()
 
 
-def exchanged_tokens(x: Tensor, held: Spans, wanted: Spans, context: ContextParallel) -> Tensor:
-    """The tokens `[n, ...]` that this rank wants, in the order of the row.
+def exchanged(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], context: ContextParallel) -> list[Tensor]:
+    """The parts that all ranks have for this one.
 
     Args:
-        x: `[m, ...]`, the tokens that this rank holds, in the order of the row.
-        held: beginnings and ends of the tokens in each rank's `x`, ascending.
-        wanted: the same of what each rank gets; every token is held and wanted once.
+        parts: one for each rank.
+        shapes: of the parts of all ranks for this one.
         context: the ranks.
     """
     if context.size == 1:
-        return x
-
-    def common(source: int, target: int) -> list[tuple[int, int]]:
-        both = product(held[source], wanted[target])
-        return [(max(a, c), min(b, d)) for (a, b), (c, d) in both if max(a, c) < min(b, d)]
-
-    ranks = range(context.size)
-    sent = sorted((begin, end, rank) for rank in ranks for begin, end in common(context.rank, rank))
-    parts = zip(sent, x.split([end - begin for begin, end, _ in sent]), strict=True)
-    by_target = sorted(parts, key=lambda part: part[0][2])
-    got = [(begin, end, rank) for rank in ranks for begin, end in common(rank, context.rank)]
-    sizes = [[sum(end - begin for begin, end, of in spans if of == rank) for rank in ranks] for spans in (got, sent)]
-    x = torch.cat([part for _, part in by_target])
-    received = torch.ops._c10d_functional_autograd.all_to_all_single(x, *sizes, context.group_name)
-    received = finished(received, context)
-    arrived = zip(got, received.split([end - begin for begin, end, _ in got]), strict=True)
-    return torch.cat([part for _, part in sorted(arrived, key=lambda part: part[0])])
+        return list(parts)
+    sizes = [math.prod(shape) for shape in shapes], [part.numel() for part in parts]
+    sent = torch.cat([part.reshape(-1) for part in parts])
+    got = torch.ops._c10d_functional_autograd.all_to_all_single(sent, *sizes, context.group_name)
+    return [part.view(*shape) for part, shape in zip(finished(got, context).split(sizes[0]), shapes, strict=True)]
 
 
 def next_tokens(x: Tensor, context: ContextParallel, after_last: int) -> Tensor:
