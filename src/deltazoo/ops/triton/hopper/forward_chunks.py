@@ -176,7 +176,7 @@ def prepare_chunks(
                 P_buffer.permute((1, 0)).store((P if DECAY == "scalar" else P * scale).to(DTYPE))
         # Rows of (1 / beta - L)^-1 from the first to the last: b_r (e_r + sum_n -L_rn x_n); A has no b_r.
         steps = _split16(factors.index(vectors + STEP).reshape([4, 16]).load(STEPS))
-        gain = gl.full([4], 0.0, gl.float32, gl.SliceLayout(1, COLUMN))
+        least = gl.full([4], 0.0, gl.float32, gl.SliceLayout(1, COLUMN))  # minus the largest gain of each block
         xs = ()
         for r in gl.static_range(16):
             x = gl.where(o_x == r, 1.0, 0.0)
@@ -188,7 +188,7 @@ def prepare_chunks(
                     if 4 * m + n < r:
                         x += factor[:, None] * xs[4 * m + n]
                     if BY_GAIN and 4 * m + n == r:
-                        gain = gl.maximum(gain, -factor if KEEP else -factor * step)
+                        least = gl.minimum(least, factor if KEEP else factor * step)
             xs += (x if KEEP else x * step[:, None],)
         x8 = ()
         for n in gl.static_range(8):
@@ -199,9 +199,16 @@ def prepare_chunks(
         X = gl.join(gl.join(x4[0], x4[2]), gl.join(x4[1], x4[3]))  # [block, column, the four bits of the row]
         inverses.store(X.reshape([4, 16, 16]).to(DTYPE))
         if BY_GAIN:
-            gains.store(gain)
+            gains.store(least)
         # Blocks [D0, D1] of a pair: T = [[D0, 0], [-D1 L D0, D1]]. Even warps have D0 in place of the product.
         X = inverses.permute((0, 2, 1)).load(LEFT)
+        if BY_GAIN or DECAY == "channel":  # found here, it hides behind the products
+            is_large = gl.to_tensor(False)
+            if BY_GAIN:
+                is_large = gl.min(gains.load(gl.BlockedLayout([4], [32], [4], [0])), 0) < -MAX_FAST_GAIN
+            if DECAY == "channel":
+                is_large |= gl.min(fewest.load(gl.BlockedLayout([4], [32], [4], [0])), 0) < -2 * RANGE
+            large.index(stage).store(gl.full([1], 0, gl.int32, SPREAD) + is_large.to(gl.int32))
         even = even_inverses.permute((0, 2, 1)).load(gl.SliceLayout(1, PAIRS))
         even = gl.convert_layout(_twice(even, PAIRS), RIGHT)
         Z = mma_v2(X, below, no_block)
@@ -228,12 +235,6 @@ def prepare_chunks(
             A.slice(0, 32, dim=1).store(gl.where(upper, T, M.to(DTYPE)))
             A.slice(32, 32, dim=1).store(gl.where(upper, none.to(DTYPE), T))
         if BY_GAIN or DECAY == "channel":
-            is_large = gl.to_tensor(False)
-            if BY_GAIN:
-                is_large = gl.max(gains.load(gl.BlockedLayout([4], [32], [4], [0])), 0) > MAX_FAST_GAIN
-            if DECAY == "channel":
-                is_large |= gl.min(fewest.load(gl.BlockedLayout([4], [32], [4], [0])), 0) < -2 * RANGE
-            large.index(stage).store(gl.full([1], 0, gl.int32, SPREAD) + is_large.to(gl.int32))
             if is_large:  # the state passes this chunk unchanged
                 T_ring.index(stage).store(gl.full([C, 32], 0.0, DTYPE, PAIR))
                 if DECAY == "scalar":
