@@ -58,7 +58,7 @@ def fused(p: Problem, kept: Kept | None) -> tuple[Tensor, Tensor]:
         kept = Kept.empty(plan, p.q, keep=False)
         launch_forward(p, None, fused_starts(p, kept, stopped), output, final, stopped)
         if stopped is not None:  # the other launch left the same chunks, which are prepared
-            scan_once(p, kept, "state", p.v, final, final, output, None, None, strict=True)
+            scan_once(p, kept, "state", p.v, final, final, output, None, None, True, stopped)
         return output, final.unflatten(0, (plan.N, plan.segments))[:, -1].contiguous()
     launch_forward(p, kept, p.initial_state, output, final, stopped)
     if stopped is not None:
@@ -88,4 +88,4 @@ def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor | None, fin
     strict_L = p.float32(plan.slots, CHUNK, CHUNK) if kept.states is None else kept.states[0].view(torch.float32)
     launch_prepare_rest(p, kept, stopped, strict_L)
     launch_invert(plan, kept.large_gain, strict_L, kept.AP)
-    scan_once(p, kept, "state", p.v, final, final, output, kept.U, kept.states, strict=True)
+    scan_once(p, kept, "state", p.v, final, final, output, kept.U, kept.states, True, stopped)

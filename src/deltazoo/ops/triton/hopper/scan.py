@@ -176,8 +176,8 @@ def second_term(x, DTYPE: gl.constexpr):
 @jit
 def state_partition(
     walk, PART: gl.constexpr, DECAY: gl.constexpr, SEPARATE: gl.constexpr, INITIAL: gl.constexpr, HAS_V: gl.constexpr,
-    OUTPUT: gl.constexpr, KEEP: gl.constexpr, BY_TOKEN: gl.constexpr, STRICT: gl.constexpr, REST: gl.constexpr,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
+    OUTPUT: gl.constexpr, KEEP: gl.constexpr, BY_TOKEN: gl.constexpr, STRICT: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Carry the state of 64 value channels through `count` chunks."""
     tiles, rings, barriers, factors, totals, buffers, initial_state, final_state, place, store_final = walk
@@ -194,10 +194,7 @@ def state_partition(
     o_k = gl.arange(0, D, gl.SliceLayout(0, STATE))
     o_state = state_slot * (D * D) + o_k[None, :] * D + o_v[:, None]
     if INITIAL == "state":
-        if STRICT or REST:  # a launch that finds nothing to do reads nothing
-            S = gl.load(initial_state + o_state, mask=o_v[:, None] < D * count, other=0.0)
-        else:
-            S = gl.load(initial_state + o_state)
+        S = gl.load(initial_state + o_state)
     elif INITIAL == "identity":
         S = gl.where(o_v[:, None] == o_k[None, :], 1.0, 0.0)
     else:
@@ -348,10 +345,9 @@ def hopper_scan_kernel(
         first += done * C
         slot += done * HV
         count -= done
-    if BY_GAIN:
+    if BY_GAIN and not (STRICT and REST):
         stop = first_large(large_gain, slot, count, HV)
         if STRICT:
-            store_final = stop < count
             count -= stop
             first += stop * C
             slot += stop * HV
@@ -359,8 +355,9 @@ def hopper_scan_kernel(
             if KEEP and not OUTPUT:  # only the launch with STRICT reads the state, if chunks remain for it
                 store_final = stop < count
             count = stop
-    if REST:
-        store_final = count > 0
+    if REST or STRICT and BY_GAIN:
+        if count <= 0:  # most often
+            return
 
     k_in_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
     q_ring, k_out_ring, v_ring, rest_ring, out_buffers, states_buffers, totals = (k_in_ring,) * 7
@@ -414,16 +411,16 @@ def hopper_scan_kernel(
     if PARTS == 2:
         gl.warp_specialize([
             (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
-                               BY_TOKEN, STRICT, REST, PARTS, STAGES, LATE_STAGES)),
+                               BY_TOKEN, STRICT, PARTS, STAGES, LATE_STAGES)),
             (state_partition, (walk, 1, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
-                               BY_TOKEN, STRICT, REST, PARTS, STAGES, LATE_STAGES)),
+                               BY_TOKEN, STRICT, PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, place, DECAY, UNDECAYED, SEPARATE,
                               HAS_V, OUTPUT, PARTS, STAGES, LATE_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
-                               BY_TOKEN, STRICT, REST, PARTS, STAGES, LATE_STAGES)),
+                               BY_TOKEN, STRICT, PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, place, DECAY, UNDECAYED, SEPARATE,
                               HAS_V, OUTPUT, PARTS, STAGES, LATE_STAGES)),
         ], [1], [24])  # fmt: skip
