@@ -16,6 +16,7 @@ from deltazoo.ops.triton.chunk.scan import (
     unpack_inverse,
     unpack_values,
 )
+from deltazoo.ops.triton.chunk.score_gradients import not_near_zero
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Kept, Problem
@@ -28,11 +29,12 @@ def reverse_scan_kernel(
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, HAS_BETA: tl.constexpr,
     STRICT: tl.constexpr, BY_GAIN: tl.constexpr, SEPARATE: tl.constexpr, MICRO_STEPS: tl.constexpr,
     UNDECAYED: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr,
-    KEEP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    KEEP: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the initial states; with KEEP dS and Z of every chunk (without beta: Z = dU).
 
-    With dS the gradient of the state that leaves a chunk, and dS' of the one that enters it,
+    With SCALED it stores dv = beta o Z in place of Z for tokens whose step size is not near zero, as the Gluon kernels
+    for gradients per channel read it. With dS the gradient of the state that leaves a chunk, and dS' of the one that enters it,
 
         dU = P^T dO + k_out dS,   Z = A^T dU,   dS' = total o dS + scale q_in^T dO - k_in^T (beta o Z)
 
@@ -159,6 +161,8 @@ def reverse_scan_kernel(
         else:
             Z = dU
         if KEEP:
+            if SCALED:
+                Z *= tl.where(not_near_zero(b_beta), b_beta, 1.0)[None, :]
             tl.store(Z_out + v_base + step * (HV * V) + o_vc, Z.to(Z_out.dtype.element_ty), mask=m_vc)
         after, dS = dS, ()
         for tile in tl.static_range(NK):
@@ -196,6 +200,7 @@ def _constants(plan: Plan, final: bool, initial: bool, keep: bool, strict: bool)
     tiles = plan.scan_tiles[strict].reverse_scan
     return scan_arguments(
         plan, tiles, plan.V, HAS_FINAL=final, HAS_INITIAL=initial, KEEP=keep, STRICT=strict,
+        SCALED=plan.route.gradients == "gluon",
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
+from deltazoo.ops.triton.chunk.score_gradients import NEAR_ZERO
 from deltazoo.ops.triton.gluon import (
     async_copy,
     barrier,
@@ -59,9 +60,10 @@ def hopper_chunk_gradients_channel_kernel(
 ):  # fmt: skip
     """All gradients of one chunk of one value head, except tiles with too strong a decay; grid (HV, NT, B).
 
-    If there are such tiles, dv is left to their kernel, as Z may lie there.
+    Z has dv already in tokens whose step size is not near zero. If there are such tiles, dv of the others is left to
+    their kernel, which reads Z there.
 
-    dv may lie in the memory of Z, and dq and dk in that of `d_states` and `d_states_high`, if there is the latter. Only
+    dv lies in the memory of Z, and dq and dk in that of `d_states` and `d_states_high`, if there is the latter. Only
     this program reads what it overwrites. All of Z is in shared memory before it stores dv, and a tile of dS before it
     stores that tile of dq and dk; later copies are of other tiles.
 
@@ -120,7 +122,7 @@ def hopper_chunk_gradients_channel_kernel(
     ZU_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], SWIZZLED)
     token = gl.arange(0, C, TOKENS)
     m_tokens = token < rows
-    diagonal, b_beta, b_dbeta = score_gradients(
+    diagonal, rest, b_dbeta = score_gradients(
         v + base, dv + base, beta + slot * C, d_beta, wide_row, o_values, m_values, m_values & (far == 0), token,
         HV, rows, scale, dO, b_U, b_Z, dP_buffer.index(0), ZU_buffer.index(0),
     )  # fmt: skip
@@ -162,7 +164,7 @@ def hopper_chunk_gradients_channel_kernel(
         k_written = b_k * gl.exp2(-b_G)
         written.store(k_written.to(gl.bfloat16))
         query.store((q_16.to(gl.float32) * (entry * scale)).to(gl.bfloat16))
-        erase.store((-b_beta[:, None] * e_16.to(gl.float32) * entry).to(gl.bfloat16))
+        erase.store((-rest[:, None] * e_16.to(gl.float32) * entry).to(gl.bfloat16))
         b_dq, b_row, b_col = warpgroup_mma_wait(0, deps=[b_dq, b_row, b_col])
         to_middle = gl.exp2(middle)
         b_dq, b_row = b_dq * to_middle, b_row * to_middle
@@ -192,7 +194,7 @@ def hopper_chunk_gradients_channel_kernel(
         b_dq += diagonal[:, None] * b_k
         b_row = -entry * b_row
         b_dbeta += gl.sum(b_e * b_row, 1)
-        b_row *= b_beta[:, None]
+        b_row *= rest[:, None]
         b_dG += b_e * b_row
         b_dk = diagonal[:, None] * b_q
         if erase_key is None:
@@ -232,7 +234,7 @@ def hopper_chunk_gradients_channel_kernel(
                 gl.store(d_erase_key + (o_gradients + o), written.load(ROWS), mask=m_rows)
         gl.store(d_log_decay + (o_tile + o), gl.convert_layout(b_dg, TILE) + b_dG, mask=m_tokens[:, None])
         o = next_o
-    gl.store(d_beta + token * HV, b_dbeta, mask=m_tokens & (b_beta <= 0.0625))
+    gl.store(d_beta + token * HV, b_dbeta, mask=m_tokens & (rest <= NEAR_ZERO))
 
 
 def channel_arguments(plan: Plan) -> dict[str, Any]:

@@ -8,6 +8,7 @@ matrices, which are needed later in a chunk; so these have a ring of buffers of 
 from torch import Tensor
 
 from deltazoo.ops.triton.chunk.decay_factors import CENTRED
+from deltazoo.ops.triton.chunk.score_gradients import NEAR_ZERO
 from deltazoo.ops.triton.gluon import (
     fence_async_shared,
     gl,
@@ -124,8 +125,8 @@ def store_gradient(
 @jit
 def gradient_partition(
     walk, PART: gl.constexpr, DECAY: gl.constexpr, AFTER_FUSED: gl.constexpr, BY_GAIN: gl.constexpr, HAS_FINAL: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, KEEP: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    LATE_STAGES: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, KEEP: gl.constexpr, SCALED: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Carry the gradient for 64 value channels of the state through `count` chunks, the last one first."""
     tiles, rings, barriers, factors, totals, buffers, d_final, d_initial, place, handed_on = walk
@@ -196,6 +197,8 @@ def gradient_partition(
         dX = gl.convert_layout((Z * erased).to(DTYPE), LEFT_STATE)
         dS = warpgroup_mma(dX, k_in, dS, is_async=True)
         if KEEP:
+            if SCALED:
+                Z = gl.where(erased < -NEAR_ZERO, Z * -erased, Z)
             tma.store_wait(1)
             store_tile(Z_tiles, [row, first + chunk * C, column], Z_buffer, Z.to(DTYPE))
         dS = warpgroup_mma_wait(0, deps=[dS])
@@ -213,7 +216,8 @@ def hopper_reverse_scan_kernel(
     q_tiles, k_in_tiles, k_out_tiles, d_output_tiles, AP_tiles, Z_tiles, d_states_tiles, d_states_high_tiles, beta, G,
     large_gain, strong_decay, d_final, d_initial, scale, T, NT, segments, chunks, HK, HV, DECAY: gl.constexpr, BY_GAIN: gl.constexpr,
     SEPARATE: gl.constexpr, UNDECAYED: gl.constexpr, HAS_FINAL: gl.constexpr, HAS_INITIAL: gl.constexpr,
-    KEEP: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
+    KEEP: gl.constexpr, SCALED: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """`chunk.reverse_scan.reverse_scan_kernel` without STRICT, for heads of 128 channels, 16-bit inputs, unpacked rows.
 
@@ -286,16 +290,16 @@ def hopper_reverse_scan_kernel(
     if PARTS == 2:
         gl.warp_specialize([
             (gradient_partition, (walk, 0, DECAY, AFTER_FUSED, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
-                                  IN_PLACE, PARTS, STAGES, LATE_STAGES)),
+                                  SCALED, IN_PLACE, PARTS, STAGES, LATE_STAGES)),
             (gradient_partition, (walk, 1, DECAY, AFTER_FUSED, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
-                                  IN_PLACE, PARTS, STAGES, LATE_STAGES)),
+                                  SCALED, IN_PLACE, PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, strong_decay, place, DECAY, UNDECAYED, SEPARATE,
                               PARTS, STAGES, LATE_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (gradient_partition, (walk, 0, DECAY, AFTER_FUSED, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
-                                  IN_PLACE, PARTS, STAGES, LATE_STAGES)),
+                                  SCALED, IN_PLACE, PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, strong_decay, place, DECAY, UNDECAYED, SEPARATE,
                               PARTS, STAGES, LATE_STAGES)),
         ], [1], [24])  # fmt: skip
@@ -306,7 +310,8 @@ def _constants(plan: Plan, final: bool, initial: bool, keep: bool, in_place: boo
     after_fused = plan.per_channel and plan.route.recorded == "fused"
     options = gluon_reverse_scan_options(keep, plan.decay, plan.separate, plan.many_scans, after_fused)
     return gluon_scan_arguments(
-        plan, options, HAS_FINAL=final, HAS_INITIAL=initial, KEEP=keep, IN_PLACE=in_place,
+        plan, options, HAS_FINAL=final, HAS_INITIAL=initial, KEEP=keep, SCALED=plan.route.gradients == "gluon",
+        IN_PLACE=in_place,
     )  # fmt: skip
 
 
