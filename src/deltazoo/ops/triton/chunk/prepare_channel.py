@@ -331,8 +331,8 @@ def prepare_channel_kernel(
 @triton.jit(do_not_specialize=["chunks", "strong_tiles", "T", "NT", "H", "HV"])
 def prepare_channel_rest_kernel(
     q, k, beta, log_decay, stopped, AP, chunk_beta, G, strong_decay, large_gain, strict_L, q_in, k_in, k_out, chunks,
-    scale, strong_tiles, T, NT, H, HV, K: tl.constexpr, STRONG_BK: tl.constexpr, STRONG_RUNS: tl.constexpr, C: tl.constexpr,
-    BY_GAIN: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
+    scale, strong_tiles, T, NT, H, HV, K: tl.constexpr, STRONG_BK: tl.constexpr, STRONG_RUNS: tl.constexpr,
+    C: tl.constexpr, BY_GAIN: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store what `prepare_channel_kernel` does for the chunks at which and after which a fused kernel stopped.
 

@@ -33,10 +33,12 @@ def reverse_scan_kernel(
 ):  # fmt: skip
     """Gradients of the initial states; with KEEP dS and Z of every chunk (without beta: Z = dU).
 
-    With SCALED it stores dv = beta o Z in place of Z for tokens whose step size is not near zero, as the Gluon kernels
-    for gradients per channel read it. With dS the gradient of the state that leaves a chunk, and dS' of the one that enters it,
+    With dS the gradient of the state that leaves a chunk, and dS' of the one that enters it,
 
         dU = P^T dO + k_out dS,   Z = A^T dU,   dS' = total o dS + scale q_in^T dO - k_in^T (beta o Z)
+
+    SCALED, for the Gluon kernels of gradients per channel: tokens whose step size is not near zero have beta o Z, which
+    is dv, in place of Z.
 
     With `d_states_high` dS lies in the memory of `q_in` and `k_in`, and that of value channels from 64 on in
     `d_states_high`, with channels in place of the chunk's tokens. That takes one program per head (V <= BV), so that no

@@ -73,4 +73,3 @@ def decay_keys(q, k, written, gates, total_before, entry, total, fewest, kept_G,
         entry.store(gl.exp2(middle) * total_before.load(gl.SliceLayout(0, LAYOUT)))
     total.store(gl.exp2(whole - middle))
     fewest.store(gl.min(whole.reshape([4, K // 4]), 1))
-

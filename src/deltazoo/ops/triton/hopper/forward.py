@@ -178,7 +178,8 @@ def carry_state(
     zero = gl.full([HALF, C], 0.0, gl.float32, CHUNK)
     none = gl.full([HALF, 32], 0.0, gl.float32, BLOCK)
     buffer, U_buffer, states_buffer = output.index(PART), U_buffers.index(PART), states_buffers.index(PART)
-    SHARES: gl.constexpr = KEEP and DECAY == "channel"  # output and corrections share a buffer
+    SHARES: gl.constexpr = KEEP and DECAY == "channel"  # output and corrections share a buffer; P is as it is kept
+    SCALES: gl.constexpr = DECAY != "scalar" and not SHARES  # P has no scale
     column = i_h * D + PART * HALF
     token = gl.to_tensor(NOWHERE)  # there is no output before the first chunk
     O_before = zero.to(DTYPE)
@@ -258,7 +259,7 @@ def carry_state(
         R2 = warpgroup_mma(U1_left, L.slice(32, 32, dim=0).permute((1, 0)), R2, is_async=True)
         # The products of S and O take U1 from registers of their own; otherwise ptxas makes all products wait (C7512).
         if QUERIES:
-            U1_out = U1_left if DECAY == "scalar" or SHARES else gl.convert_layout((U1 * scale).to(DTYPE), BLOCK_LEFT)
+            U1_out = gl.convert_layout((U1 * scale).to(DTYPE), BLOCK_LEFT) if SCALES else U1_left
         if DECAY == "scalar":
             to_end = factors.index(vectors + TO_END)
             U1 = U1 * to_end.slice(0, 32).load(gl.SliceLayout(0, BLOCK))[None, :]
@@ -278,9 +279,7 @@ def carry_state(
                 fence_async_shared()
                 barrier()
                 tma_store(U_tiles, [i_b, first + c * C, column], as_tile(U_buffer, HALF))
-            U2_out = gl.convert_layout(
-                (U2 if DECAY == "scalar" or SHARES else U2 * scale).to(DTYPE), CHUNK_LEFT
-            )  # fmt: skip
+            U2_out = gl.convert_layout((U2 * scale if SCALES else U2).to(DTYPE), CHUNK_LEFT)
         else:
             U2, S = warpgroup_mma_wait(0, deps=[U2, S])
         if DECAY == "scalar":
@@ -326,9 +325,9 @@ def hopper_forward_kernel(
     A program stops at the first chunk that it must not process: with BY_GAIN one whose largest erase gain needs strict
     precision, per channel one that decays too far (`decayed_keys`). It stores the number of this chunk, from the
     segment's start, in `stopped [B * segments, HV]` (the number of chunks if there is none), and the state that enters
-    it in `final`. Outputs from this chunk on are not valid. With KEEP it also stores tensors for the backward pass,
-    those of keys and queries per channel in the form of `decayed_keys`. Without QUERIES, with KEEP, it stores of all this the final states and what
-    other scans of the segments read of the chunks but P.
+    it in `final`. Outputs from this chunk on are not valid. With KEEP it also stores tensors for the backward pass, of
+    keys and queries per channel those of `decayed_keys`. Without QUERIES, with KEEP, it stores of all this the final
+    states and what other scans of the segments read of the chunks but P.
     """
     DTYPE: gl.constexpr = k_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

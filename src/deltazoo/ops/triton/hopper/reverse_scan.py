@@ -108,9 +108,7 @@ def copy_partition(
 
 
 @jit
-def store_gradient(
-    tiles, high_tiles, at_tokens, at_row, buffer, dS, PART: gl.constexpr, IN_PLACE: gl.constexpr
-):  # fmt: skip
+def store_gradient(tiles, high_tiles, at_tokens, at_row, buffer, dS, PART: gl.constexpr, IN_PLACE: gl.constexpr):
     """Start to store a rounded gradient of a state, in the memory of the chunk's tokens or in rows of its own."""
     tma.store_wait(1)
     buffer.store(dS)
@@ -124,9 +122,9 @@ def store_gradient(
 
 @jit
 def gradient_partition(
-    walk, PART: gl.constexpr, DECAY: gl.constexpr, AFTER_FUSED: gl.constexpr, BY_GAIN: gl.constexpr, HAS_FINAL: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, KEEP: gl.constexpr, SCALED: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
+    walk, PART: gl.constexpr, DECAY: gl.constexpr, AFTER_FUSED: gl.constexpr, BY_GAIN: gl.constexpr,
+    HAS_FINAL: gl.constexpr, HAS_INITIAL: gl.constexpr, KEEP: gl.constexpr, SCALED: gl.constexpr,
+    IN_PLACE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Carry the gradient for 64 value channels of the state through `count` chunks, the last one first."""
     tiles, rings, barriers, factors, totals, buffers, d_final, d_initial, place, handed_on = walk
@@ -214,10 +212,10 @@ def gradient_partition(
 @jit(do_not_specialize=["T", "NT", "segments", "chunks", "HK", "HV"])
 def hopper_reverse_scan_kernel(
     q_tiles, k_in_tiles, k_out_tiles, d_output_tiles, AP_tiles, Z_tiles, d_states_tiles, d_states_high_tiles, beta, G,
-    large_gain, strong_decay, d_final, d_initial, scale, T, NT, segments, chunks, HK, HV, DECAY: gl.constexpr, BY_GAIN: gl.constexpr,
-    SEPARATE: gl.constexpr, UNDECAYED: gl.constexpr, HAS_FINAL: gl.constexpr, HAS_INITIAL: gl.constexpr,
-    KEEP: gl.constexpr, SCALED: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    LATE_STAGES: gl.constexpr,
+    large_gain, strong_decay, d_final, d_initial, scale, T, NT, segments, chunks, HK, HV, DECAY: gl.constexpr,
+    BY_GAIN: gl.constexpr, SEPARATE: gl.constexpr, UNDECAYED: gl.constexpr, HAS_FINAL: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, KEEP: gl.constexpr, SCALED: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """`chunk.reverse_scan.reverse_scan_kernel` without STRICT, for heads of 128 channels, 16-bit inputs, unpacked rows.
 
@@ -293,15 +291,15 @@ def hopper_reverse_scan_kernel(
                                   SCALED, IN_PLACE, PARTS, STAGES, LATE_STAGES)),
             (gradient_partition, (walk, 1, DECAY, AFTER_FUSED, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
                                   SCALED, IN_PLACE, PARTS, STAGES, LATE_STAGES)),
-            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, strong_decay, place, DECAY, UNDECAYED, SEPARATE,
-                              PARTS, STAGES, LATE_STAGES)),
+            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, strong_decay, place, DECAY, UNDECAYED,
+                              SEPARATE, PARTS, STAGES, LATE_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (gradient_partition, (walk, 0, DECAY, AFTER_FUSED, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
                                   SCALED, IN_PLACE, PARTS, STAGES, LATE_STAGES)),
-            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, strong_decay, place, DECAY, UNDECAYED, SEPARATE,
-                              PARTS, STAGES, LATE_STAGES)),
+            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, strong_decay, place, DECAY, UNDECAYED,
+                              SEPARATE, PARTS, STAGES, LATE_STAGES)),
         ], [1], [24])  # fmt: skip
 
 
