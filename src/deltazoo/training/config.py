@@ -383,7 +383,7 @@ def _overridden(cls: type[T], written: dict[str, Any], overrides: Iterable[str])
 def _set_by(cls: type, written: dict[str, Any], overrides: Iterable[str], said: str) -> str:
     """The overrides without each of which an error would not be said, as options of the command line."""
     found = []
-    for override in overrides:
+    for override in dict.fromkeys(overrides):
         try:
             _overridden(cls, written, [other for other in overrides if other != override])
         except ValueError as error:
