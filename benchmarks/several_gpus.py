@@ -10,9 +10,11 @@ whole work on one GPU, which all ranks do at the same time without a word to eac
 
 * `operator`, `layer`: one row of tokens, forward, and forward and backward; bfloat16. Layers include projections. Our
   own are CUDA graphs, replayed four times in a row: as in training, ranks wait for each other and not for the host.
+* `softmax`: causal attention of one row, keys and values of all ranks gathered, projections left out.
 * `model`: bfloat16 weights with float32 gates, forward, backward, clipping, AdamW. DDP and FSDP2 have 8 rows (`--rows`)
   of 4,096 tokens per GPU; context parallelism and FSDP2 x CP one row of 131,072.
-* `million`: forward and backward of one row of 1,048,576 tokens with `recompute="block"`.
+* `million`, `millions2`, `millions4`: forward and backward of one row of 1, 2 and 4 times 1,048,576 tokens with
+  `recompute="block"`. With little memory left PYTORCH_ALLOC_CONF=expandable_segments:True avoids gaps.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -38,9 +42,11 @@ from transformers.utils import logging
 import deltazoo
 from benchmarks.common import Results, Row, captured, now, options
 from benchmarks.inputs import Shape, make_inputs
-from benchmarks.models import SIZES, candidates
+from benchmarks.models import PEERS, SIZES, candidates
 from deltazoo.distributed import fully_shard_model, local_batch
+from deltazoo.distributed.context import _attend_to_all_ranks
 from deltazoo.layers import make_layer, parameter_groups
+from deltazoo.layers.sequences import SharedSequences
 from deltazoo.ops import ContextParallel, delta_rule
 
 ON_GPU = torch.cuda.is_available()
@@ -165,6 +171,21 @@ def layer_call(rule: str, tokens: int, heads: int, backward: bool, ranks: Ranks 
     return partial(run, partial(layer, x), [x, *layer.parameters()], torch.randn_like(x), backward)
 
 
+def softmax_call(rule: str, tokens: int, heads: int, backward: bool, ranks: Ranks | None) -> Callable:
+    """Attention of a softmax layer, heads of 128 channels; without ranks torch's, as a model calls it."""
+    shape = (1, heads, tokens // (ranks.size if ranks else 1), 128)
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=DTYPE, requires_grad=backward) for _ in range(3))
+    if ranks is None:
+        compute = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+        return partial(run, compute, [q, k, v], torch.randn_like(q), backward)
+    module, batch = nn.Module(), SimpleNamespace(sequences=SharedSequences(ranks.pieces(tokens), None))
+
+    def compute() -> Tensor:
+        return _attend_to_all_ranks(module, q, k, v, None, delta_batch=batch)[0].transpose(1, 2)
+
+    return partial(run, compute, [q, k, v], torch.randn_like(q), backward)
+
+
 def replays(call: Callable[[], object]) -> Callable[[], None]:
     """A function that replays a CUDA graph of the call `REPLAYS` times."""
     graph = captured(call)
@@ -199,7 +220,7 @@ def call_rows(
 
 
 def build(size: str, what: str, **runtime: Any) -> nn.Module:
-    ours, peers = ([], ["llama"]) if what == "llama" else ([what], [])
+    ours, peers = ([], [what]) if what in PEERS else ([what], [])
     (candidate,) = candidates(SIZES[size], ours, peers)
     torch.manual_seed(0)
     with DEVICE:
@@ -262,9 +283,9 @@ def model_rows(ranks: Ranks, size: str, what: str, way: str, rows: int, repeats:
     yield {**row, "measure": "tokens_per_s", **speed, "peak_gib": ranks.peak_gib(step)}
 
 
-def million_rows(ranks: Ranks, what: str, way: str) -> Rows:
+def million_rows(ranks: Ranks, what: str, way: str, millions: int = 1) -> Rows:
     """Forward and backward; memory is that above weights and what else lies there before."""
-    size, tokens = ("340m" if ON_GPU else "quickstart"), 2**20 // SMALL
+    size, tokens = ("340m" if ON_GPU else "quickstart"), millions * 2**20 // SMALL
     model = build(size, what, recompute="block")
     for length in (tokens // 16, tokens):  # the short row compiles
         if way == "CP":
@@ -305,11 +326,15 @@ def cases(ranks: Ranks, rows: int) -> dict[str, Callable[[], Rows]]:
     found[f"layer-{gdn}"] = partial(layer, gdn, row, heads)
     for way in ("CP", "alone"):
         found[f"million-{gdn}-{way}"] = partial(million_rows, ranks, gdn, way)
+    for millions in (2, 4):
+        found[f"millions{millions}-{gdn}-CP"] = partial(million_rows, ranks, gdn, "CP", millions)
     for what, size in ((gdn, "1.3b"), (gdn, "340m"), ("llama", "340m"), ("llama", "1.3b")):
         add_models(what, size, "alone", "FSDP2", "DDP")
     add_models(gdn, "340m", "long, alone", "CP", "FSDP2 x CP")
-    found[f"wide-{gdn}"] = partial(layer, gdn, wide, many)
+    add_models("swapped", "340m", "long, alone", "CP")
+    found["softmax"] = partial(call_rows, ranks, "softmax", "deltazoo", softmax_call, "softmax", row, heads, repeats=5)
     for rule in OPERATORS:
+        found[f"wide-{rule}"] = partial(layer, rule, wide, many)
         found[f"operator-{rule}"] = partial(operator, "deltazoo", operator_call, rule)
         if rule != "delta_net":
             found[f"fla-{rule}"] = partial(operator, "fla", fla_call, rule)

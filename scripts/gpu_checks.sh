@@ -3,12 +3,13 @@
 #
 #   scripts/gpu_checks.sh [FOLDER]     results go to FOLDER (gpu_checks), one file per check; exit status 1 if any fails
 #
-# PYTHON names the interpreter, JOBS the processes at a time. Needs torch with CUDA, triton, pytest and pytest-xdist.
+# PYTHON names the interpreter, JOBS the processes at a time, which take GPUs in turn. Needs the package with its extra
+# `test`, and torch with CUDA.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:-gpu_checks}
 python=${PYTHON:-python3}
-jobs=${JOBS:-12}
+jobs=${JOBS:-$(nproc)}
 mkdir -p "$out"
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$HOME/.triton/cache}" # one for all processes: nothing is compiled twice
@@ -25,7 +26,7 @@ check() { # name, command...
 
 "$python" -c 'import json, torch, triton; print(json.dumps(dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)))' >"$out/machine.json" || exit 1
 check selfcheck "$python" -m deltazoo check --jobs "$jobs"
-# shellcheck disable=SC2046
-check tests "$python" -m pytest -q -m gpu -n "$jobs" --dist worksteal --junitxml "$out/tests.xml" $(grep -rlE 'mark\.gpu' tests)
+check tests "$python" -m pytest -v -m gpu -n "$jobs" --dist loadgroup --timeout 900 --timeout-method thread \
+    --durations 50 --junitxml "$out/tests.xml"
 check sanitizer "$python" scripts/sanitize.py --out "$out/sanitizer.json"
 exit $status

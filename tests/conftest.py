@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +16,84 @@ import torch
 from torch.utils._device import _device_constructors
 from xdist.scheduler import LoadFileScheduling
 
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (count := torch.cuda.device_count()) > 1:
+    # Workers take GPUs in turn: each sees all of them, beginning with its own. CUDA reads this when it first runs.
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    first = int(worker.removeprefix("gw")) % count
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*gpus[first:], *gpus[:first]])
+
+KERNELS = ("dtype", "K", "V", "decay", "num_micro_steps", "n")
+"""Parameters of tests, and fields of their cases, that decide which kernels of the operator are compiled."""
+
+
+def groups_file(workerinput: dict[str, Any]) -> Path:
+    """Where the first worker leaves the group of each test for the scheduler, which sees no parameters of tests."""
+    return Path(tempfile.gettempdir(), f"groups_{workerinput['testrunuid']}.json")
+
+
+class GroupScheduling(LoadFileScheduling):
+    """Gives workers one group of `kernels_of` at a time, in the order of `pytest_collection_modifyitems`."""
+
+    def schedule(self) -> None:
+        if self.collection is None:
+            self.config.option.loadscopereorder = False
+            path = groups_file(self.nodes[0].workerinput)
+            self.groups: dict[str, str] = json.loads(path.read_text())
+            path.unlink()
+        super().schedule()
+        super().schedule()  # a worker begins a test when it has the next, and groups of one test have none
+
+    def remove_node(self, node: Any) -> str | None:
+        """The test at which a worker died, which is not run again; others take what is left of its groups."""
+        left = self.assigned_work.pop(node)
+        died = next((test for group in left.values() for test, done in group.items() if not done), None)
+        if died is not None:
+            left[self.groups[died]][died] = True
+            self.workqueue.update({name: group for name, group in left.items() if not all(group.values())})
+            for other in self.nodes:
+                self._reschedule(other)
+        return died
+
+    def _split_scope(self, nodeid: str) -> str:
+        return self.groups[nodeid]
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
-    """Gives workers one file at a time, large ones first, so that the fixtures of a file are made once."""
-    return LoadFileScheduling(config, log)
+    """Gives workers one file at a time, large ones first, so that the fixtures of a file are made once.
+
+    With `--dist loadgroup` one group of tests that share kernels.
+    """
+    return (GroupScheduling if config.option.dist == "loadgroup" else LoadFileScheduling)(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def kernels_of(item: pytest.Item) -> str:
+    """A name that tests of a file share if they compile the same kernels, as far as their parameters tell."""
+    if item.get_closest_marker("processes"):
+        return item.nodeid
+    given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    subject = next((given[name] for name in ("case", "rule", "kind", "check") if name in given), None)
+    values = [given.get(name, getattr(subject, name, None)) for name in KERNELS]
+    if isinstance(subject, str):
+        values = [subject]
+    elif subject is not None:
+        values.append(getattr(subject, "__name__", type(subject).__name__))
+    return " ".join([item.nodeid.partition("::")[0], *(str(value) for value in values if value is not None)])
+
+
+def cost_of(item: pytest.Item, tests: int) -> tuple[bool, bool, int]:
+    """What costs most compares highest: several processes, then the operator's kernels, then groups of many tests."""
+    return bool(item.get_closest_marker("processes")), "ops/triton/" in item.nodeid, tests
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("loadgroup", False):
+        groups = {item.nodeid: kernels_of(item) for item in items}
+        sizes = Counter(groups.values())
+        items.sort(key=lambda item: cost_of(item, sizes[groups[item.nodeid]]), reverse=True)
+        if worker == "gw0":
+            groups_file(config.workerinput).write_text(json.dumps(groups))  # type: ignore[attr-defined]
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU; torch.cuda.is_available() is False here")

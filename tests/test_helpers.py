@@ -1,4 +1,11 @@
-"""How the tests judge results is tested too."""
+"""How the tests judge results, and how workers share them, is tested too."""
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from helpers import Missed, known_miss
@@ -37,3 +44,30 @@ def test_on_another_gpu_nothing_need_be_missed(monkeypatch):
 def test_other_failures_are_none_that_is_known(error):
     with pytest.raises(error, match="something else"), known_miss("a reason", at_most=0.5):
         raise error("something else")
+
+
+ONE_DIES = """
+import os
+import pytest
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("case", ["one", "two", "three", "dies"])
+def test(case, number):
+    if (case, number) == ("dies", 1):
+        os._exit(1)
+"""
+
+
+@pytest.mark.processes
+def test_groups_stay_together_and_a_worker_that_dies_costs_one_test(tmp_path):
+    (tmp_path / "test_cases.py").write_text(ONE_DIES)
+    here = Path(__file__).parent
+    options = ["-p", "conftest", "-v", "-n", "2", "--dist", "loadgroup", "-c", str(here.parent / "pyproject.toml")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(tmp_path)],
+        capture_output=True, text=True, timeout=200, check=False, env=os.environ | {"PYTHONPATH": str(here)},
+    )  # fmt: skip
+    found = re.findall(r"^\[(gw\d)\] .* (PASSED|FAILED) .*\[(\w+)-(\d)\]", done.stdout, re.MULTILINE)
+    assert Counter(outcome for _, outcome, *_ in found) == {"PASSED": 11, "FAILED": 1}, done.stdout
+    assert [(case, number) for _, outcome, case, number in found if outcome == "FAILED"] == [("dies", "1")]
+    assert all(len({worker for worker, _, x, _ in found if x == case}) == 1 for case in ("one", "two", "three"))

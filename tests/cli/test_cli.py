@@ -518,6 +518,17 @@ QUICK = [
 ]
 
 
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("train", "lm-eval", "list", "show")])
+def test_several_processes_are_refused_at_once(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does
+    assert call(command, "./nowhere") == 1
+    assert (
+        f"deltazoo {command} runs in one process, and WORLD_SIZE says that this is one of 2" in capsys.readouterr().err
+    )
+
+
 def test_help_lists_and_wrong_arguments_wait_for_no_torch() -> None:
     """Importing torch, transformers and peft takes ten seconds, too long before a message about a typo."""
     code = f"""

@@ -18,7 +18,7 @@ from deltazoo.training import RunConfig, TrainingResult, save_config, train
 from deltazoo.training.data import Corpus
 from deltazoo.training.folder import held
 
-TWO_STEPS = ("--set", "training.steps=2", "--set", "training.save_every=10")
+TWO_STEPS = ("--set", "training.steps=2", "--set", "training.save_every=10", "--set", "training.row_length=256")
 
 
 def words(size: int) -> str:
@@ -32,7 +32,6 @@ TEXTS = {
     "3 kB": words(3_000),
     "words again and again": "the cat sat " * 150_000,
     "lines again and again": "abc\n" * 5_000,
-    "one letter": "a" * 5_000,
     "emoji": "".join(random.Random(0).choices("😀😃😄😁😆😅🤣😂🙂🙃😉😊😇🥰😍🤩😘", k=104_000)),
 }
 
@@ -52,6 +51,18 @@ def test_any_text_trains_and_says_which_vocabulary_it_yields(
     assert arguments[:3] == ["deltazoo", "generate", "runs/my text"]
     assert arguments[4] in TEXTS[name], "a prompt from the user's own text"
     assert call(*arguments[1:], "--max-new-tokens", "2") == 0
+
+
+def test_a_text_shorter_than_a_row_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Five thousand times one letter are a dozen tokens, which each row would hold twenty times."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("a" * 5_000)
+    assert call("train", "--text", "text.txt", *TWO_STEPS) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("Error: row_length is 256, and the training text, from text.txt, has ")
+    assert call("train", "--text", "text.txt", *TWO_STEPS, "--set", "training.row_length=8") == 0
 
 
 def test_three_repetitive_files_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

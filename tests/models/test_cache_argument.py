@@ -60,6 +60,15 @@ def test_the_old_name_is_taken_with_a_warning(model: Any) -> None:
 
 
 @pytest.mark.skipif(CACHE != "cache", reason="this version of transformers has one name")
+def test_the_warning_names_the_line_of_the_caller(model: Any) -> None:
+    cache = model(IDS[:, :7], use_cache=True).cache
+    with pytest.warns(FutureWarning, match="`past_key_values` is deprecated") as said:
+        model.prepare_inputs_for_generation(IDS[:, 7:], past_key_values=cache)
+        model.generate(IDS, past_key_values=cache, max_new_tokens=1)
+    assert [warning.filename for warning in said] == 2 * [__file__]
+
+
+@pytest.mark.skipif(CACHE != "cache", reason="this version of transformers has one name")
 def test_two_caches_are_refused(model: Any) -> None:
     """As PEFT's prefix tuning hands them over. A head of transformers drops one, with a warning of its own."""
     caches = {name: DynamicCache(config=model.config) for name in ("cache", "past_key_values")}

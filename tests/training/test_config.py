@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,14 @@ def test_a_written_configuration_reads_back_the_same(minimal: Path, tmp_path: Pa
     ],
 )
 def test_bad_values_are_refused_by_name(minimal: Path, override: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_config(minimal, [override])
+    with pytest.raises(ValueError, match=f"^{re.escape(f'--set {override}')}: .*{message}"):
+        load_config(minimal, ["seed=3", "training.steps=12", override])
+
+
+def test_the_file_is_named_for_what_it_says_itself(minimal: Path) -> None:
+    minimal.write_text(minimal.read_text() + "sed: 1\n")
+    with pytest.raises(ValueError, match="minimal.yaml: unknown key 'sed'"):
+        load_config(minimal, ["seed=3"])
 
 
 def test_the_warm_up_is_a_share_of_the_steps(minimal: Path) -> None:

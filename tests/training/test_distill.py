@@ -285,6 +285,15 @@ def test_rows_beyond_the_learned_positions_are_refused(home: Path, tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
+def test_rows_longer_than_the_text_are_refused(home: Path, tmp_path: Path) -> None:
+    text = write_text_folder(tmp_path / "text", bytes_per_file=100)
+    config = recipe(text, tmp_path / "run")
+    config = replace(config, finetune=replace(config.finetune, row_length=20_000))
+    with pytest.raises(ValueError, match=r"row_length is 20,000, and .*/text, has [\d,]+ tokens, of which no row"):
+        distilled(home, config)
+    assert not (tmp_path / "run").exists(), "before anything is measured"
+
+
 def test_16_bit_parameters_are_refused(home: Path, tmp_path: Path) -> None:
     config, tokenizer = recipe(home / "text", tmp_path / "run"), AutoTokenizer.from_pretrained(home / "original")
     with pytest.raises(ValueError, match="the model's parameters are torch.bfloat16"):

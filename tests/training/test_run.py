@@ -345,6 +345,13 @@ def test_what_cannot_be_trained_leaves_nothing_behind(
     assert not (tmp_path / "run").exists()
 
 
+def test_rows_longer_than_the_text_are_refused(tmp_path: Path) -> None:
+    text = write_text_folder(tmp_path / "text", bytes_per_file=100)
+    with pytest.raises(ValueError, match=r"row_length is 20,000, and .*/text, has 1,\d\d\d tokens, of which no row"):
+        train(run_config(text, tmp_path / "run", tokenizer={"vocab_size": 259}, training={"row_length": 20_000}))
+    assert not checkpoints(tmp_path / "run")
+
+
 def test_a_rule_that_ranks_cannot_share_leaves_nothing_behind(text: Path, tmp_path: Path) -> None:
     config = run_config(text, tmp_path / "run", model={"mixer": "falcon"}, training={"context_parallel": 2})
     with pytest.raises(NotImplementedError, match="ranks cannot share rows"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,15 @@ def test_a_saved_position_continues_with_the_same_rows(
     assert json.loads(json.dumps(resumed.position_after(done + 12))) == json.loads(
         json.dumps(unbroken.position_after(done + 12))
     )
+
+
+@pytest.mark.parametrize("held_out", [0.2, 0.9999])
+def test_rows_longer_than_the_text_are_refused(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, held_out: float
+) -> None:
+    source = open_text(replace(data, validation_fraction=held_out))
+    with pytest.raises(ValueError, match=r"row_length is 20,000, and the training text, from .*, has [\d,]+ tokens"):
+        StreamedRows(source, tokenizer, 20_000, num_rows=1, remembered=20)[0]
 
 
 def test_rows_of_other_processes_are_skipped(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -46,6 +46,7 @@ _HEAD_DIM_OF_TYPES = {"delta_rule": _HEAD_DIM, "delta_net": _HEAD_DIM, "efla": _
 paper's, so the paper's is the default there."""
 _BAD_INPUT = (ValueError, KeyError, OSError, NotImplementedError, ArithmeticError, ImportError)
 _DTYPES = ("float32", "bfloat16", "float16")
+_IN_SEVERAL_PROCESSES = ("train", "lm-eval", "list", "show")  # the last two do nothing that processes could share
 _DRAWN_OTHERWISE = {"min_p": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
 """Options of a generation config by which only `model.generate` draws, and the value that changes nothing, as None
 does."""
@@ -87,11 +88,18 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _common(
+    context: typer.Context,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the Python traceback of an error.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
     ] = False,
-) -> None: ...
+) -> None:
+    processes = os.environ.get("WORLD_SIZE", "1")  # set by torchrun and accelerate launch
+    if int(processes) > 1 and context.invoked_subcommand not in _IN_SEVERAL_PROCESSES:
+        raise ValueError(
+            f"deltazoo {context.invoked_subcommand} runs in one process, and WORLD_SIZE says that this is one of "
+            f"{processes}: call it without torchrun"
+        )
 
 
 @app.command("list", epilog="Example: [bold]deltazoo list[/]")

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -9,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -19,7 +19,7 @@ from deltazoo.generation.cache import cache_in
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.sequences import SharedSequences
 from deltazoo.ops import ContextParallel
-from deltazoo.ops.context.exchange import all_tokens, next_tokens
+from deltazoo.ops.context.exchange import all_tokens, exchanged, next_tokens
 from deltazoo.ops.context.group import agreed_lengths, sum_over_ranks
 from deltazoo.ops.fused import IGNORED
 
@@ -40,8 +40,8 @@ def context_parallel(model: M, ranks: DeviceMesh | ProcessGroup | ContextParalle
     Rank r gets its piece of the tokens, which follows the piece of rank r - 1, and the other arguments of the model:
     `cu_seqlens` are boundaries in the whole row, `position_ids` count the tokens of the whole row (by default they do),
     and a row whose `position_ids` start again is packed. Hidden states and logits are those of the piece. The results
-    are exact: ranks exchange states (delta-rule layers), the last tokens before a piece (short convolutions), and keys
-    and values (softmax layers).
+    are exact: ranks exchange states (delta-rule layers), the last tokens before a piece (short convolutions), and
+    pieces of all heads for a share of the heads of whole rows (softmax layers).
 
     `labels` are those of the piece; the last token of a piece predicts the first label of the next. `shift_labels`
     (token t predicts label t) take their place if they are given. The loss of a rank is its summed loss over the mean
@@ -223,6 +223,9 @@ def _attend_to_all_ranks(
     """Causal attention of this rank's queries `[B, H, T, d]` to the keys of all ranks, an implementation for
     transformers: `[B, T, H, d]`, and None in place of the weights.
 
+    The ranks exchange pieces of all heads for a share of the heads of whole rows, which each attends with as if alone
+    (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509). With fewer heads than ranks some wait.
+
     Attention within a window, or with a mask or logits of its own kind, raises NotImplementedError.
     """
     sequences = None if delta_batch is None else delta_batch.sequences
@@ -234,54 +237,62 @@ def _attend_to_all_ranks(
             "softmax layers of rows that several ranks share are causal and without a mask, got "
             f"{', '.join(odd) or 'a mask'}"
         )
-    seen = sequences.begin + sequences.num_tokens  # no query sees the tokens of later ranks
-    key, value = (all_tokens(x.transpose(1, 2), sequences.context)[:, :seen].transpose(1, 2) for x in (key, value))
-    groups = query.shape[1] // key.shape[1]
+    context, (kv_heads, ranks) = sequences.context, (key.shape[1], sequences.context.size)
+    if kv_heads < ranks:
+        key, value = (x.repeat_interleave(query.shape[1] // kv_heads, 1) for x in (key, value))
+        kv_heads = key.shape[1]
+    groups = query.shape[1] // kv_heads
+    bounds = [kv_heads * rank // ranks for rank in range(ranks + 1)]
+    query = _heads_of_whole_rows(query, [bound * groups for bound in bounds], context)
+    key, value = (_heads_of_whole_rows(x, bounds, context) for x in (key, value))
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    if _takes_documents(query, sequences, dropout):
-        return _attend_within_documents(query, key, value, sequences, scaling), None
-    flash = query.is_cuda and sequences.cu_seqlens is None  # whose kernels need no mask
-    at_once = sequences.num_tokens if flash else _QUERIES
-    outputs = []
-    for first in range(0, sequences.num_tokens, at_once):
-        queries = query[:, :, first : first + at_once]
-        begin = sequences.begin + first
-        end = begin + queries.shape[2]
-        mask = causal_lower_right(end - begin, end) if flash else _visible(sequences, begin, end, query.device)
-        keys, values = key[:, :, :end], value[:, :, :end]
-        outputs.append(F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling))
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+    output = _attend(query, key, value, sequences.cu_seqlens, dropout, scaling)
+    pieces = output.split(context.known_lengths, 2)
+    heads = [(end - begin) * groups for begin, end in pairwise(bounds)]
+    shapes = [(output.shape[0], n, sequences.num_tokens, output.shape[3]) for n in heads]
+    return torch.cat(exchanged(pieces, shapes, context), 1).transpose(1, 2).contiguous(), None
 
 
-def _takes_documents(query: Tensor, sequences: SharedSequences, dropout: float) -> bool:
-    """Whether the rows are packed and `varlen_attn` can compute them."""
-    known = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout
-    return known and sequences.cu_seqlens is not None and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+def _heads_of_whole_rows(x: Tensor, bounds: list[int], context: ContextParallel) -> Tensor:
+    """This rank's heads `[B, H_r, T, d]` of whole rows, from all heads `[B, H, T_r, d]` of its piece.
 
-
-def _attend_within_documents(
-    query: Tensor, key: Tensor, value: Tensor, sequences: SharedSequences, scaling: float | None
-) -> Tensor:
-    """Attention `[1, T, H, d]` of queries `[1, H, T, d]` within packed documents, without masks.
-
-    Keys and values `[1, H, seen, d]` end with the last query. Documents may have keys here and no queries.
+    Rank r has the heads from `bounds[r]` to `bounds[r + 1]`.
     """
-    assert sequences.cu_seqlens is not None
-    T, seen = query.shape[2], key.shape[2]
-    of_queries = (sequences.cu_seqlens - sequences.begin).clamp(0, T).int()
-    q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
-    bounds = of_queries, sequences.cu_seqlens.clamp(max=seen).int()
-    output = varlen_attn(q, k, v, *bounds, T, seen, scale=scaling, window_size=(-1, 0))
-    return output[None]  # type: ignore[call-overload]
+    heads = bounds[context.rank + 1] - bounds[context.rank]
+    shapes = [(x.shape[0], heads, length, x.shape[3]) for length in context.known_lengths]
+    return torch.cat(exchanged([x[:, begin:end] for begin, end in pairwise(bounds)], shapes, context), 2)
 
 
-def _visible(sequences: SharedSequences, begin: int, end: int, device: torch.device) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, dropout: float, scaling: float | None
+) -> Tensor:
+    """Causal attention `[B, H, T, d]` of whole rows, or within the sequences packed into one, of as many key heads."""
+    if not query.shape[1]:  # fewer heads than ranks: gradients of nothing, so that their exchange begins here too
+        return value + (query.sum() + key.sum())
+    if cu_seqlens is None:
+        return F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal=True, scale=scaling)
+    tokens = query.shape[2]
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if query.is_cuda and half and not dropout and query.shape[3] % 8 == 0 and query.shape[3] <= 256:
+        q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
+        bounds = cu_seqlens.int()
+        output = varlen_attn(q, k, v, bounds, bounds, tokens, tokens, scale=scaling, window_size=(-1, 0))
+        assert isinstance(output, Tensor)
+        return output.transpose(0, 1)[None]
+    outputs = []
+    for begin in range(0, tokens, _QUERIES):
+        end = min(begin + _QUERIES, tokens)
+        mask = _visible(cu_seqlens, begin, end)
+        keys, values = key[:, :, :end], value[:, :, :end]
+        output = F.scaled_dot_product_attention(query[:, :, begin:end], keys, values, mask, dropout, scale=scaling)
+        outputs.append(output)
+    return torch.cat(outputs, 2)
+
+
+def _visible(cu_seqlens: Tensor, begin: int, end: int) -> Tensor:
     """Mask `[end - begin, end]` bool of the tokens that each from `begin` attends to: of its sequence, up to itself."""
-    tokens = torch.arange(end, device=device)
+    tokens = torch.arange(end, device=cu_seqlens.device)
     queries = tokens[begin:, None]
-    visible = queries >= tokens
-    if sequences.cu_seqlens is None:
-        return visible
-    starts = sequences.cu_seqlens[torch.searchsorted(sequences.cu_seqlens, queries, right=True) - 1]
-    return visible & (tokens >= starts)
+    starts = cu_seqlens[torch.searchsorted(cu_seqlens, queries, right=True) - 1]
+    return (queries >= tokens) & (tokens >= starts)

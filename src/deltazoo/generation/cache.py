@@ -370,6 +370,8 @@ def prepare_cache_layer(cache: Cache, index: int) -> None:
 def takes_cache(old_name: str = _OLD_NAME) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator for a method with the parameter `cache`, which gives it the name that transformers uses.
 
+    Or for one that passes a cache on among other arguments, so that the warning names the line of the caller.
+
     If that name is `cache`, the old one is taken too, with transformers' own warning; both at once raise ValueError. If
     it is the old name, `cache` is an unknown argument.
 
@@ -380,6 +382,10 @@ def takes_cache(old_name: str = _OLD_NAME) -> Callable[[Callable[..., Any]], Cal
         return deprecate_kwarg(old_name, _NO_LONGER_TAKEN, new_name="cache", raise_if_both_names=True)
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(method)
+        if "cache" not in signature.parameters:
+            return method
+
         @wraps(method)
         def renamed(*args: Any, **kwargs: Any) -> Any:
             if "cache" in kwargs:
@@ -391,7 +397,6 @@ def takes_cache(old_name: str = _OLD_NAME) -> Callable[[Callable[..., Any]], Cal
                 kwargs["cache"] = kwargs.pop(old_name)
             return method(*args, **kwargs)
 
-        signature = inspect.signature(method)
         parameters = [p.replace(name=old_name) if p.name == "cache" else p for p in signature.parameters.values()]
         renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return renamed

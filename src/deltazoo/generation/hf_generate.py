@@ -22,7 +22,7 @@ from transformers.masking_utils import create_masks_for_generate, create_recurre
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from deltazoo.generation.batch import current_padding, refuse_empty, whole_numbers
-from deltazoo.generation.cache import CACHE, cache_in, is_used
+from deltazoo.generation.cache import CACHE, cache_in, is_used, takes_cache
 from deltazoo.generation.capture import free_bytes, graphs_run_on
 from deltazoo.generation.conditions import why_not_this_call, why_not_this_model
 from deltazoo.generation.states import move_cache
@@ -57,6 +57,7 @@ class CapturedGeneration:
             '(generate_batch, cache_implementation="paged") cannot hold: pass generate a padded batch'
         )
 
+    @takes_cache()
     def generate(self, *args: Any, capture_step: bool | None = None, **kwargs: Any) -> Any:
         """The output of transformers' `generate`, with captured steps where possible.
 

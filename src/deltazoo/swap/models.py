@@ -22,7 +22,7 @@ from transformers.generation import GenerationMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from deltazoo.generation.cache import cache_in, check_cache, prepare_cache_layer
+from deltazoo.generation.cache import cache_in, check_cache, prepare_cache_layer, takes_cache
 from deltazoo.generation.hf_generate import CapturedGeneration
 from deltazoo.models.captured_training import capture_library_blocks, release_library_blocks
 from deltazoo.models.config_keys import HEADS, SharedConfig, auto_class_name
@@ -125,6 +125,7 @@ class SwappedModel(ModelWithDeltaLayers):
 class SwappedGeneration(CapturedGeneration, GenerationMixin):
     """Generation with swapped layers."""
 
+    @takes_cache()
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *, attention_mask: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """The configuration of a training run: keys and ranges of its YAML file, and overrides."""
 
+import copy
 import dataclasses
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -349,24 +351,46 @@ def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ..
             string if it is not YAML. Another ``tokenizer.kind`` replaces the whole section: its keys belong to a kind.
 
     Raises:
-        ValueError: no such file, not YAML, an unknown, missing or repeated key, or a value out of range.
+        ValueError: no such file, not YAML, an unknown, missing or repeated key, or a value out of range; the message
+            begins with the file, or with the override as ``--set section.key=value``.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no configuration file {str(path)!r}")
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-        if not isinstance(values, dict):
-            found = type(values).__name__
+        written = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        if not isinstance(written, dict):
+            found = type(written).__name__
             raise ValueError(f"must hold a mapping of keys to values, got {found} (a text to train on: --text {path})")
-        for override in sorted(overrides, key=lambda override: not override.startswith("tokenizer.kind=")):
-            _apply(values, override)
-        return from_mapping(cls, values)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         said = " ".join(str(error).split())
         raise ValueError(f"{path} is not a YAML file (a text to train on: --text {path}): {said}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    try:
+        return _overridden(cls, written, overrides)
+    except ValueError as error:
+        raise ValueError(f"{_set_by(cls, written, overrides, str(error)) or path}: {error}") from error
+
+
+def _overridden(cls: type[T], written: dict[str, Any], overrides: Iterable[str]) -> T:
+    values = copy.deepcopy(written)
+    for override in sorted(overrides, key=lambda override: not override.startswith("tokenizer.kind=")):
+        _apply(values, override)
+    return from_mapping(cls, values)
+
+
+def _set_by(cls: type, written: dict[str, Any], overrides: Iterable[str], said: str) -> str:
+    """The overrides without each of which an error would not be said, as options of the command line."""
+    found = []
+    for override in dict.fromkeys(overrides):
+        try:
+            _overridden(cls, written, [other for other in overrides if other != override])
+        except ValueError as error:
+            if str(error) == said:
+                continue
+        found.append(f"--set {override}")
+    return " ".join(found)
 
 
 def from_mapping(cls: type[T], values: Any) -> T:
@@ -432,7 +456,7 @@ def _sentence(cls: Any, error: ValidationError) -> str:
 def _apply(values: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals or not name:
-        raise ValueError(f"an override has the form section.key=value, got {override!r}")
+        raise ValueError("an override has the form section.key=value")
     try:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError:  # for example **/*.py: in YAML * begins an alias
@@ -441,7 +465,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise ValueError(f"the override {override!r} takes {section!r} for a section, and it holds a value")
+            raise ValueError(f"{section!r} is no section: it holds a value")
     if name == "tokenizer.kind" and values.get(key) != value:
         values.clear()
     values[key] = value

@@ -81,8 +81,8 @@ def distill(
 
     Raises:
         ValueError: the model is not swapped, or from another ``original``; rows exceed its learned positions; there is
-            more than one process; another process trains in the folder; the folder holds a run and ``resume`` is false;
-            swap, recipe or text differ from those that the run began with.
+            more than one process; a row is longer than the text; another process trains in the folder; the folder holds
+            a run and ``resume`` is false; swap, recipe or text differ from those that the run began with.
         TrainingDiverged: a loss became NaN or infinite.
         FloatingPointError: the held-out score is NaN or infinite.
         SaveError: the disk is full; earlier saves are intact.
@@ -121,6 +121,8 @@ class _Run:
         self.rule = next(iter(swapped_layers(model).values())).delta.spec.name
         corpus = read_corpus(recipe.data)
         self.text = TokenizedText(corpus, tokenizer)
+        self.longest = max(recipe.stages.values(), key=lambda stage: stage.row_length)
+        self.text.training_rows(self.longest, recipe.seed)  # raises before any work if the text is too short
         swap = {"model_type": model.config.model_type, "layers": model.config.delta_layers}
         if resume:
             refuse_other_text(corpus, self.folder, recipe.data)
@@ -139,9 +141,8 @@ class _Run:
         """
         if name in self.scores:
             return
-        longest = max(self.recipe.stages.values(), key=lambda stage: stage.row_length)
-        rows = pack_in_order(self.text.validation, longest.row_length)
-        nats, tokens = score_rows(model, rows, longest.rows_per_batch, collate_side_by_side)
+        rows = pack_in_order(self.text.validation, self.longest.row_length)
+        nats, tokens = score_rows(model, rows, self.longest.rows_per_batch, collate_side_by_side)
         if not math.isfinite(nats):
             raise FloatingPointError(f"the model's negative log-likelihood of the held-out text is {nats}")
         self.scores[name] = nats / tokens / math.log(2) / self.text.bytes_per_token

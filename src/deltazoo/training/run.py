@@ -78,7 +78,8 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
 
     A resumed run has the losses of an uninterrupted run. With more ``training.steps`` than before it continues past its
     former end, with the learning rates of a run of so many steps. A finished run is not trained again; its result is
-    returned. Nothing is written before the configuration, the text and the model are checked.
+    returned. Nothing is written before the configuration, the text and the model are checked, and nothing but the
+    tokenizer before its tokens are counted.
 
     Args:
         config: configuration of the run.
@@ -86,8 +87,8 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
 
     Raises:
         ValueError: another process trains there; the folder holds a run and ``resume`` is false, or no checkpoint and
-            it is true; configuration or text differ from those that the run began with; the text cannot be read or the
-            model cannot be built; a checkpoint or the stored result is damaged.
+            it is true; configuration or text differ from those that the run began with; the text cannot be read
+            or is shorter than a row; the model cannot be built; a checkpoint or the stored result is damaged.
         NotImplementedError: context parallelism of a rule that refuses it.
         TrainingDiverged: the loss became NaN or infinite.
         TrainingInterrupted: SIGINT or SIGTERM stopped the run; a checkpoint was saved.

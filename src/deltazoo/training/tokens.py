@@ -257,12 +257,13 @@ class StreamedRows:
         records = self._source.open()
         if position["records"] is not None:
             records.load_state_dict(copy.deepcopy(position["records"]))
-        num_rows = position["num_rows"]
+        num_rows, from_start, read = position["num_rows"], position["records"] is None, 0
         pieces = deque(np.array(piece, dtype=np.int64) for piece in position["pieces"])
         while True:
             for document in self._source.documents_of(records):
                 if not is_held_out(document.split_key, self._source.data.validation_fraction):
                     pieces.extend(encode_documents(self._tokenizer, [document.text], with_end=True))
+                    read += len(pieces[-1])
                 while num_tokens(pieces) >= self._row_length:
                     row = _take_row(pieces, self._row_length)
                     num_rows += 1
@@ -270,7 +271,18 @@ class StreamedRows:
                     found = {"num_rows": num_rows, "records": copy.deepcopy(records.state_dict()), "pieces": left}
                     self._positions.append((num_rows, found))
                     yield row
-            records = self._source.open()
+            if from_start:
+                refuse_long_rows(self._row_length, read, self._source.description)
+            records, from_start, read = self._source.open(), True, 0
+
+
+def refuse_long_rows(row_length: int, tokens: int, source: str) -> None:
+    """Raise ValueError if a row is longer than the training text, which it would hold more than once."""
+    if row_length > tokens:
+        raise ValueError(
+            f"row_length is {row_length:,}, and the training text, from {source}, has {tokens:,} tokens, of which no "
+            "row can be made: give more text or shorter rows"
+        )
 
 
 def num_tokens(pieces: Iterable[np.ndarray]) -> int:
@@ -318,11 +330,16 @@ class TokenizedText:
         return encode_documents(self.tokenizer, self._corpus.train, "tokenizing the training text", with_end=True)
 
     def training_rows(self, settings: OptimizationConfig, seed: int) -> PackedRows | StreamedRows:
-        """The rows that a run reads, the same for any number of processes; a stream is tokenized while it is read."""
+        """The rows that a run reads, the same for any number of processes; a stream is tokenized while it is read.
+
+        Raises:
+            ValueError: a row is longer than the text; of a stream the first row says so, when it is read.
+        """
         size, count, source = settings.row_length, settings.steps * settings.rows_per_step, self._corpus.source
         if isinstance(source, Records) and source.data.streaming:
             remembered = 4 * settings.rows_per_step
             return StreamedRows(source, self.tokenizer, size, num_rows=count, remembered=remembered)
+        refuse_long_rows(size, num_tokens(self._training), self._corpus.description)
         return PackedRows(self._training, size, num_rows=count, seed=seed)
 
 

@@ -14,6 +14,7 @@ from deltazoo._report import ModelReport, backend_of, report
 from deltazoo.compat.transformers.arrangements import LAYER_ARRANGEMENTS, LayerArrangement, arrangement_of
 from deltazoo.compat.transformers.layer import AcceleratedLayer, accelerated_class, rule_of
 from deltazoo.compat.transformers.packing import describe_documents, layers_over_neighbours
+from deltazoo.generation.cache import takes_cache
 from deltazoo.generation.hf_generate import CapturedGeneration
 from deltazoo.generation.step import steps_of
 from deltazoo.models.captured_training import capture_library_blocks, release_library_blocks
@@ -185,6 +186,7 @@ class AcceleratedGeneration(CapturedGeneration):
     def prepare_cache(self, cache: Cache) -> None:
         """Leave the cache unchanged: accelerated layers keep their states in the original form."""
 
+    @takes_cache()
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:

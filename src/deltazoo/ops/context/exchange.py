@@ -1,5 +1,6 @@
 """Tokens of other ranks, and gradients back to the ranks that they come from."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,22 @@ def all_tokens(x: Tensor, context: ContextParallel) -> Tensor:
     pieces = _gathered(F.pad(x.transpose(0, 1), padding), context)
     whole = torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
     return whole.transpose(0, 1).contiguous()
+
+
+def exchanged(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], context: ContextParallel) -> list[Tensor]:
+    """The parts that all ranks have for this one.
+
+    Args:
+        parts: one for each rank.
+        shapes: of the parts of all ranks for this one.
+        context: the ranks.
+    """
+    if context.size == 1:
+        return list(parts)
+    sizes = [math.prod(shape) for shape in shapes], [part.numel() for part in parts]
+    sent = torch.cat([part.reshape(-1) for part in parts])
+    got = torch.ops._c10d_functional_autograd.all_to_all_single(sent, *sizes, context.group_name)
+    return [part.view(*shape) for part, shape in zip(finished(got, context).split(sizes[0]), shapes, strict=True)]
 
 
 def next_tokens(x: Tensor, context: ContextParallel, after_last: int) -> Tensor:
