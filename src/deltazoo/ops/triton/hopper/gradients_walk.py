@@ -63,7 +63,7 @@ def add_products(before, x, y):
 
 @jit
 def row_products(x, y):
-    """`sum(x * y, 1)` in fused multiply-adds; `gl.sum` of the products is a tree from Triton 3.8 on, and spills more."""
+    """`sum(x * y, 1)` in fused multiply-adds; `gl.sum` of the products is a tree from Triton 3.8 on, which spills."""
     rows = gl.sum(add_products(None, x, y), 1)
     return gl.convert_layout(rows, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
