@@ -73,7 +73,7 @@ def test_compiles_with_products_in_flight(call: Call) -> None:
         assert compiled.shared <= SHARED_MEMORY
         # What the loop does not change, most of it; second terms take registers too.
         if kernel.fn.__name__ == "hopper_forward_kernel":
-            allowed = 660 if arguments["INITIAL"] else 160
+            allowed = 760 if arguments["INITIAL"] else 160
         else:
             few, many = (0, 350) if kernel.fn.__name__ == "hopper_scan_kernel" else (200, 650)
             allowed = many if arguments["STRICT"] else few
