@@ -142,7 +142,7 @@ def _hopper_scan(
     return _scan_options(8, 2, min(BV, 32), BK)
 
 
-FUSED_BACKWARD = dict(WALK_REGISTERS=168, GRADIENT_REGISTERS=160, COPY_REGISTERS=24, num_warps=4)
+FUSED_BACKWARD = dict(WALK_REGISTERS=160, GRADIENT_REGISTERS=168, COPY_REGISTERS=24, num_warps=4)
 """Options of the fused backward pass: registers per thread of its partitions; the partition that is not named gets the
 rest."""
 
