@@ -35,7 +35,7 @@ class GroupScheduling(LoadFileScheduling):
     """Gives workers one group of `kernels_of` at a time, in the order of `pytest_collection_modifyitems`."""
 
     def schedule(self) -> None:
-        if self.collection is None:
+        if self.collection is None and any(self.registered_collections.values()):
             self.config.option.loadscopereorder = False
             path = groups_file(self.nodes[0].workerinput)
             self.groups: dict[str, str] = json.loads(path.read_text())
@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         groups = {item.nodeid: kernels_of(item) for item in items}
         sizes = Counter(groups.values())
         items.sort(key=lambda item: cost_of(item, sizes[groups[item.nodeid]]), reverse=True)
-        if worker == "gw0":
+        if worker == "gw0" and items:
             groups_file(config.workerinput).write_text(json.dumps(groups))  # type: ignore[attr-defined]
     if torch.cuda.is_available():
         return

@@ -153,6 +153,7 @@ INTERNALS = (
     Internal("_backward_cls", "torch.autograd:Function", "its backward pass is found without a look-up by name"),
     Internal("_base", "torch:Tensor", "views share one saved tensor"),
     Internal("_c10d_functional", "torch.ops", "collectives that the compiler knows, started before they are awaited"),
+    Internal("_c10d_functional_autograd", "torch.ops", "the exchange between ranks that softmax layers differentiate"),
     Internal("_cdata", "torch:UntypedStorage", "identity of memory"),
     Internal("_compiled_call_impl", "torch.nn:Module", "a compiled module captures no step"),
     Internal("_current_level", "torch.autograd.forward_ad", "forward-mode derivatives"),

@@ -25,9 +25,8 @@ __all__ = ["disassembled", "faults", "more_spilled", "resources", "told"]
 def more_spilled(most: int) -> int:
     """Bytes per thread that a kernel may spill beyond its limit, that of Triton 3.6 and 3.7: 0 there, else `most`.
 
-    From 3.8 on a thread sums up its numbers as a tree, not one after another, and the fused backward pass spills 460
-    bytes more. Triton 3.9 assembles for Hopper with ptxas 13.4, which spills up to 480 more in the scans, where 12.8
-    spills nothing of the same PTX, and up to 890 in the strict backward pass.
+    Triton 3.9 assembles for Hopper with ptxas 13.4, which spills up to 480 more in the scans, where 12.8 spills nothing
+    of the same PTX, 370 in the fused backward pass, and 1,200 in the strict one.
     """
     return 0 if triton.__version__.startswith(("3.6.", "3.7.")) else most
 

@@ -73,11 +73,11 @@ def test_compiles_with_products_in_flight(call: Call) -> None:
         assert compiled.shared <= SHARED_MEMORY
         # What the loop does not change, most of it; second terms take registers too.
         if kernel.fn.__name__ == "hopper_forward_kernel":
-            allowed = 660 if arguments["INITIAL"] else 160
+            allowed = 760 if arguments["INITIAL"] else 160
         else:
-            few, many = (0, 350) if kernel.fn.__name__ == "hopper_scan_kernel" else (350, 1100)
+            few, many = (0, 350) if kernel.fn.__name__ == "hopper_scan_kernel" else (200, 650)
             allowed = many if arguments["STRICT"] else few
-        assert compiled.spilled <= allowed + more_spilled(900)
+        assert compiled.spilled <= allowed + more_spilled(1100 if arguments.get("STRICT") else 300)
         waiting = [line for line in compiled.warnings if "C7519" not in line]  # that one costs next to nothing
         assert not waiting
 

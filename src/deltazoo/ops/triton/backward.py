@@ -97,7 +97,8 @@ def in_stages(
     Z, d_states, d_initial = reverse_scan(
         p, kept, d_output, d_final, keep=True, initial=p.initial_state is not None, in_place=in_place
     )  # fmt: skip
-    gradients = gradients_in_place(p, kept, Z, d_states) if in_place else empty_gradients(p)
+    dv = Z if p.plan.route.gradients == "gluon" else None
+    gradients = gradients_in_place(p, kept, dv, d_states) if in_place else empty_gradients(p, dv=dv)
     of_chunks(p, kept, (U, Z, d_output, states), d_states, gradients)
     if in_place:  # sums over heads and copies in other dtypes may follow
         free((U, Z, states, *d_states), gradients)

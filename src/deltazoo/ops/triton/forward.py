@@ -82,7 +82,7 @@ def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor | None, fin
     plan = p.plan
     if plan.per_channel:
         prepare(p, kept, stopped)
-        scan(p, kept, p.v, final, final, output, stopped=stopped)
+        scan(p, kept, p.v, final, final, output, kept.U, kept.states, stopped)
         return
     # With heads of 128 the rows of L are as long as those of the states, which the last launch stores over them.
     strict_L = p.float32(plan.slots, CHUNK, CHUNK) if kept.states is None else kept.states[0].view(torch.float32)

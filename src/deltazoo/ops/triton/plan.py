@@ -55,8 +55,7 @@ class Route(NamedTuple):
     """Forward pass that keeps no more than its inputs: "fused" in one Gluon kernel, which other kernels complete, or in
     "stages"."""
     recorded: str
-    """Forward pass that keeps states for the backward pass: "fused" or in "stages". A backward pass in stages reads the
-    states in another form than the fused kernel writes."""
+    """Forward pass that keeps states for the backward pass: "fused" or in "stages"."""
     backward: str
     """Backward pass: "fused" in one Gluon kernel after the states are known, or in "stages"."""
     gradients: str
@@ -88,7 +87,7 @@ OBSTACLES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("scans", lambda p: p.slots >= MAX_ROWS, "there are more chunks than 32-bit coordinates address"),
     ("scans", lambda p: not p.card.gluon, "Gluon kernels run on Hopper GPUs, with Triton 3.6 to 3.9"),
     ("gradients", lambda p: not p.per_channel, "decay is not per channel"),
-    ("recorded backward", lambda p: p.per_channel, "decay is per channel"),
+    ("backward", lambda p: p.per_channel, "decay is per channel"),
     ("forward recorded backward gradients", lambda p: p.dtype != torch.bfloat16, "inputs are {p.dtype}"),
     ("forward recorded backward", lambda p: p.strict, "precision is strict"),
     ("forward recorded backward", lambda p: p.reads_otherwise, "the erase reads with other keys or before the decay"),

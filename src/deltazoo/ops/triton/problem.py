@@ -98,7 +98,8 @@ class Kept(NamedTuple):
     k_out: Tensor | None = None
     """Keys times the decay to the chunk's end `[B, T, HV, K]`, if the decay is per channel."""
     strong_decay: Tensor | None = None
-    """Flags of the chunks that decay beyond one matrix product, int32 `[slots]`, if the decay is per channel."""
+    """Flags of the chunks that decay beyond one matrix product, int32 `[slots]`, if the decay is per channel; `CENTRED`
+    in chunks whose `q_in`, `k_in` and `k_out` are those of `hopper.decayed_keys`."""
     starts: Tensor | None = None
     """The first state of each segment `[N * segments, HV, K, V]`, if rows are cut into segments."""
     transitions: Tensor | None = None
@@ -191,16 +192,17 @@ def empty_gradients(
     return dq, dk, de, dv, *empty_gate_gradients(p)
 
 
-def gradients_in_place(p: Problem, kept: Kept, Z: Tensor | None, d_states: StateGradients) -> Gradients:
-    """Uninitialised gradients in the memory of Z or of tensors that the scans read, of which the others are freed.
+def gradients_in_place(p: Problem, kept: Kept, dv: Tensor | None, d_states: StateGradients) -> Gradients:
+    """Uninitialised gradients, but for dv, in the memory of tensors that the scans read, of which others are freed.
 
     The scans, which have been launched, were the last to read these, so dq, dk and dv may lie in any of them. If the
-    Gluon kernels compute the gradients, dv lies in the memory of Z, and dq and dk may lie in that of the gradients of
-    the states; these kernels say why that is safe. Plain kernels read Z anew for every tile of key channels.
+    Gluon kernels compute the gradients, dq and dk may lie in the memory of the gradients of the states; these kernels
+    say why that is safe.
     """
     plan = p.plan
     dq, dk = (None, None) if plan.grouped else (kept.q_in, kept.k_in)
-    dv = Z if plan.route.gradients == "gluon" else kept.k_out if plan.K == plan.V else None
+    if dv is None and plan.K == plan.V:
+        dv = kept.k_out
     free((kept.AP, kept.q_in, kept.k_in, kept.k_out), (dq, dk, dv, *d_states))
     return empty_gradients(p, dq, dk, dv)
 

@@ -142,7 +142,7 @@ def _hopper_scan(
     return _scan_options(8, 2, min(BV, 32), BK)
 
 
-FUSED_BACKWARD = dict(WALK_REGISTERS=168, GRADIENT_REGISTERS=160, COPY_REGISTERS=24, num_warps=4)
+FUSED_BACKWARD = dict(WALK_REGISTERS=160, GRADIENT_REGISTERS=168, COPY_REGISTERS=24, num_warps=4)
 """Options of the fused backward pass: registers per thread of its partitions; the partition that is not named gets the
 rest."""
 
@@ -185,10 +185,17 @@ def gluon_scan_options(
     return dict(PARTS=parts, num_warps=4) | _stages(HOPPER - once, stage, late_stage)
 
 
-def gluon_reverse_scan_options(keep: bool, decay: str, separate: bool, many_scans: bool) -> dict[str, int]:
-    """Options of the reverse scan, see above; `keep`: whether it stores Z and the gradients of the states."""
+def gluon_reverse_scan_options(
+    keep: bool, decay: str, separate: bool, many_scans: bool, after_fused: bool
+) -> dict[str, int]:
+    """Options of the reverse scan, see above.
+
+    Args:
+        keep: whether it stores Z and the gradients of the states.
+        after_fused: whether chunks may come from the fused forward pass, with more factors per channel.
+    """
     parts = 2 if many_scans else 1
-    factors = 4 * dict(none=CHUNK, scalar=3 * CHUNK + 1, channel=CHUNK + HEAD)[decay]
+    factors = 4 * dict(none=CHUNK, scalar=3 * CHUNK + 1, channel=CHUNK + (3 if after_fused else 1) * HEAD)[decay]
     stage = (2 + separate) * KEYS + parts * PART + factors
     once = keep * parts * (PART + STATE) + BARRIERS
     return dict(PARTS=parts, num_warps=4) | _stages(HOPPER - once, stage, 2 * MATRIX)

@@ -16,6 +16,7 @@ from deltazoo.ops.triton.chunk.scan import (
     unpack_inverse,
     unpack_values,
 )
+from deltazoo.ops.triton.chunk.score_gradients import not_near_zero
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Kept, Problem
@@ -28,13 +29,16 @@ def reverse_scan_kernel(
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, HAS_BETA: tl.constexpr,
     STRICT: tl.constexpr, BY_GAIN: tl.constexpr, SEPARATE: tl.constexpr, MICRO_STEPS: tl.constexpr,
     UNDECAYED: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr,
-    KEEP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    KEEP: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the initial states; with KEEP dS and Z of every chunk (without beta: Z = dU).
 
     With dS the gradient of the state that leaves a chunk, and dS' of the one that enters it,
 
         dU = P^T dO + k_out dS,   Z = A^T dU,   dS' = total o dS + scale q_in^T dO - k_in^T (beta o Z)
+
+    SCALED, for the Gluon kernels of gradients per channel: tokens whose step size is not near zero have beta o Z, which
+    is dv, in place of Z.
 
     With `d_states_high` dS lies in the memory of `q_in` and `k_in`, and that of value channels from 64 on in
     `d_states_high`, with channels in place of the chunk's tokens. That takes one program per head (V <= BV), so that no
@@ -159,6 +163,8 @@ def reverse_scan_kernel(
         else:
             Z = dU
         if KEEP:
+            if SCALED:
+                Z *= tl.where(not_near_zero(b_beta), b_beta, 1.0)[None, :]
             tl.store(Z_out + v_base + step * (HV * V) + o_vc, Z.to(Z_out.dtype.element_ty), mask=m_vc)
         after, dS = dS, ()
         for tile in tl.static_range(NK):
@@ -196,6 +202,7 @@ def _constants(plan: Plan, final: bool, initial: bool, keep: bool, strict: bool)
     tiles = plan.scan_tiles[strict].reverse_scan
     return scan_arguments(
         plan, tiles, plan.V, HAS_FINAL=final, HAS_INITIAL=initial, KEEP=keep, STRICT=strict,
+        SCALED=plan.route.gradients == "gluon",
     )  # fmt: skip
 
 

@@ -66,10 +66,14 @@ def score_gradients(
     return b_dO, b_U, b_Z, b_dP, b_dL, b_dbeta
 
 
+NEAR_ZERO = tl.constexpr(0.0625)
+"""The largest step size whose gradient does not come from `<z, u>`."""
+
+
 @triton.jit
 def not_near_zero(b_beta):
     """Mask of the step sizes whose gradient comes from `<z, u>`."""
-    return b_beta > 0.0625
+    return b_beta > NEAR_ZERO
 
 
 @triton.jit

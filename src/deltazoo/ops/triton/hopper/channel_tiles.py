@@ -4,6 +4,7 @@ Four warps own one chunk of one value head. dO, U and Z stay in shared memory, a
 single buffer.
 """
 
+from deltazoo.ops.triton.chunk.score_gradients import NEAR_ZERO
 from deltazoo.ops.triton.gluon import (
     async_copy,
     async_load,
@@ -126,14 +127,15 @@ def copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states, o_rows
 def score_gradients(
     v, dv, beta, d_beta, wide_row, o_values, m_values, m_stored, token, HV, rows, scale, dO, b_U, b_Z, dP, ZU
 ):  # fmt: skip
-    """Store dv, d_beta where it is <z, u> / beta, and in shared memory dP and Z U^T below their diagonals.
+    """Store d_beta where it is <z, u> / beta, dv elsewhere, and in shared memory dP and Z U^T below their diagonals.
 
     It waits for all copies except the latest. Step sizes near zero have a sum in place of <z, u> / beta
-    (`chunk.score_gradients`); no other tokens' values are read. Returns the diagonal of dP, beta, and the values' part
-    of that sum.
+    (`chunk.score_gradients`); no other tokens' values are read, and all others have dv = beta z in place of z. Returns
+    the diagonal of dP, the factor of beta that Z lacks, and the values' part of that sum.
     """
     values_beta = gl.load(beta + wide_row)
-    b_v = gl.load(v + o_values, mask=m_values & (values_beta <= 0.0625)[:, None], other=0.0)
+    small = (values_beta <= NEAR_ZERO)[:, None]
+    b_v = gl.load(v + o_values, mask=m_values & small, other=0.0)
     b_beta, m_tokens = gl.load(beta + token), token < rows
     async_copy.wait_group(1)
     fence_async_shared()
@@ -143,13 +145,13 @@ def score_gradients(
     b_ZU = warpgroup_mma(b_Z, b_U.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     z = b_Z.load(WIDE_ROWS).to(gl.float32)
     b_dbeta = gl.convert_layout(gl.sum(z * b_v.to(gl.float32), 1), TOKENS)
-    gl.store(dv + o_values, (values_beta[:, None] * z).to(gl.bfloat16), mask=m_stored)
+    gl.store(dv + o_values, (values_beta[:, None] * z).to(gl.bfloat16), mask=m_stored & small)
     b_dP, b_ZU = warpgroup_mma_wait(0, deps=[b_dP, b_ZU])
     i, j = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None], gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
     diagonal = gl.convert_layout(gl.sum(gl.where(i == j, b_dP, 0.0), 1) * scale, TOKENS)
     zu = gl.convert_layout(gl.sum(gl.where(i == j, b_ZU, 0.0), 1), TOKENS)
-    large = b_beta > 0.0625
-    gl.store(d_beta + token * HV, zu / gl.where(large, b_beta, 1.0), mask=m_tokens & large)
+    large = b_beta > NEAR_ZERO
+    gl.store(d_beta + token * HV, zu / gl.where(large, b_beta * b_beta, 1.0), mask=m_tokens & large)
     dP.store(gl.where(i > j, b_dP, 0.0).to(gl.bfloat16))
     ZU.store(gl.where(i > j, b_ZU, 0.0).to(gl.bfloat16))
-    return diagonal, b_beta, b_dbeta
+    return diagonal, gl.where(large, 1.0, b_beta), b_dbeta

@@ -51,6 +51,7 @@ from deltazoo.ops.triton.hopper.gradients_walk import (
     gradient_of_L,
     gradient_of_P,
     last_five,
+    row_products,
     store_step_gradients,
     walk,
 )
@@ -144,7 +145,7 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, place, DECAY: gl.constex
     o_c = gl.arange(0, C, ROW)
     for n in range(NC):
         s = n % 2
-        z = n * ZERO
+        z = n & ZERO
         parity = n & 1
         token = first + (NC - 1 - n) * C
         k, q, dO, U = k_buffer.index(s), q_buffer.index(z), dO_buffer.index(s), U_buffer.index(s)
@@ -189,7 +190,7 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, place, DECAY: gl.constex
             d_query = warpgroup_mma(W_P, k.slice(64 * m, 64, dim=1), d_query, is_async=True)
             d_query = warpgroup_mma_wait(0, deps=[d_query])
             if DECAY == "scalar":
-                dG += gl.sum(q.slice(64 * m, 64, dim=1).load(PAIRS).to(gl.float32) * d_query, 1)
+                dG += row_products(q.slice(64 * m, 64, dim=1).load(PAIRS).to(gl.float32), d_query)
             if m == 0:
                 d_query_0 = d_query.to(DTYPE)
             else:
@@ -223,7 +224,7 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, place, DECAY: gl.constex
         mbarrier.arrive(Z_empty, count=1)
         if DECAY == "scalar":
             written = warpgroup_mma_wait(0, deps=[written])
-            as_written = gl.sum(k.load(KEYS).to(gl.float32) * written, 1)
+            as_written = row_products(k.load(KEYS).to(gl.float32), written)
         dk_sum = warpgroup_mma(W_L, k, written, is_async=True)
         dk_sum = warpgroup_mma(z0, S_buffer.index(0 + z), dk_sum, is_async=True)
         dk_sum = warpgroup_mma(z1, S_buffer.index(1 + z), dk_sum, is_async=True)
@@ -232,7 +233,7 @@ def gradients(tiles, buffers, bars, gates, d_beta, d_G, place, DECAY: gl.constex
             mbarrier.arrive(WL_empty, count=1)
         mbarrier.arrive(S_empty, count=1)
         if DECAY == "scalar":
-            both = gl.sum(k.load(KEYS).to(gl.float32) * dk_sum, 1)
+            both = row_products(k.load(KEYS).to(gl.float32), dk_sum)
             dG += gl.convert_layout(both - 2.0 * as_written, ROW)
             gl.store(d_G + (row * T + token + o_c) * HV + head, dG, mask=token + o_c < T)
         U.store(dk_sum.to(DTYPE))
@@ -252,7 +253,8 @@ def backward_kernel(
 
     The first arguments are tiles for the copy engine: `[C, D]` of q, k, dO, U, S, dq and dk, `[C, HALF]` of AP and dv.
     With `large_gain` the launch with STRICT computes heads with a flagged chunk, and the launch without it all others.
-    ZERO is 0: the compiler does not know an index with `n * ZERO`, so it does not keep every address in a register.
+    ZERO is 0: the compiler does not know an index with `n & ZERO`, so it does not keep every address in a register; nor
+    counters of its own, which it would for a multiple of n.
     """
     DTYPE: gl.constexpr = k_tiles.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
+from deltazoo.ops.triton.chunk.score_gradients import NEAR_ZERO
 from deltazoo.ops.triton.gluon import (
     async_copy,
     barrier,
@@ -52,6 +53,19 @@ from deltazoo.ops.triton.plan import Plan, per_plan
 from deltazoo.ops.triton.problem import Problem
 
 
+@jit
+def tile_offsets(n, key_stride, stride):
+    """Offsets into a tile of S and dS, of keys, of gradients, and of log-decays, from row n on."""
+    row, column = n + gl.arange(0, C, gl.SliceLayout(1, ROWS)), gl.arange(0, BK, gl.SliceLayout(0, ROWS))[None, :]
+    state_row, gate_row = n + gl.arange(0, D, gl.SliceLayout(1, ROWS)), n + gl.arange(0, C, gl.SliceLayout(1, ROWS_32))
+    return (
+        state_row[:, None] * D + column,
+        row[:, None] * key_stride + column,
+        row[:, None] * stride + column,
+        gate_row[:, None] * stride + gl.arange(0, BK, gl.SliceLayout(0, ROWS_32))[None, :],
+    )
+
+
 @jit(do_not_specialize=["nothing", "T", "NT", "H", "HV"])
 def hopper_chunk_gradients_channel_kernel(
     q, k, erase_key, v, beta, log_decay, G, strong_decay, U, Z, d_output, states, d_states, d_states_high, dq, dk,
@@ -59,14 +73,15 @@ def hopper_chunk_gradients_channel_kernel(
 ):  # fmt: skip
     """All gradients of one chunk of one value head, except tiles with too strong a decay; grid (HV, NT, B).
 
-    If there are such tiles, dv is left to their kernel, as Z may lie there.
+    Z has dv already in tokens whose step size is not near zero. If there are such tiles, dv of the others is left to
+    their kernel, which reads Z there.
 
-    dv may lie in the memory of Z, and dq and dk in that of `d_states` and `d_states_high`, if there is the latter. Only
+    dv lies in the memory of Z, and dq and dk in that of `d_states` and `d_states_high`, if there is the latter. Only
     this program reads what it overwrites. All of Z is in shared memory before it stores dv, and a tile of dS before it
     stores that tile of dq and dk; later copies are of other tiles.
 
-    `nothing` is zero, unknown to the compiler: otherwise it would keep the address of every operand of its products in
-    a register.
+    `nothing` is zero, unknown to the compiler: otherwise it would keep the address of every operand of its products and
+    every offset in a register.
     """
     i_h, i_t, i_b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     first = i_b.to(gl.int64) * T + i_t * C
@@ -104,23 +119,18 @@ def hopper_chunk_gradients_channel_kernel(
     erase_tile = key_tile
     if erase_key is not None:
         erase_tile = gl.allocate_shared_memory(gl.bfloat16, [C, BK], SWIZZLED_TILE)
-    row, column = gl.arange(0, C, gl.SliceLayout(1, ROWS)), gl.arange(0, BK, gl.SliceLayout(0, ROWS))
-    o_states = gl.arange(0, D, gl.SliceLayout(1, ROWS))[:, None] * D + column[None, :]
-    o_keys = row[:, None] * key_stride + column[None, :]
-    o_gradients = row[:, None] * (HV * D) + column[None, :]
-    m_rows = (row < rows)[:, None]
+    o_states, o_keys, o_gradients, o_gates = tile_offsets(0, key_stride, HV * D)
+    m_rows = (gl.arange(0, C, gl.SliceLayout(1, ROWS)) < rows)[:, None]
     tiles = (S_buffer.index(0), dS_buffer.index(0), key_tile, query_tile, erase_tile)
     copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states + o, o_gradients, o, o_keys + o, m_rows, tiles)
-    gate_row = gl.arange(0, C, gl.SliceLayout(1, ROWS_32))
-    o_gates = gate_row[:, None] * (HV * D) + gl.arange(0, BK, gl.SliceLayout(0, ROWS_32))[None, :]
-    m_gates = (gate_row < rows)[:, None]
+    m_gates = (gl.arange(0, C, gl.SliceLayout(1, ROWS_32)) < rows)[:, None]
     next_g = gl.load(log_decay + (o_gates + o), mask=m_gates, other=0.0)
 
     dP_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], SWIZZLED)
     ZU_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], SWIZZLED)
     token = gl.arange(0, C, TOKENS)
     m_tokens = token < rows
-    diagonal, b_beta, b_dbeta = score_gradients(
+    diagonal, rest, b_dbeta = score_gradients(
         v + base, dv + base, beta + slot * C, d_beta, wide_row, o_values, m_values, m_values & (far == 0), token,
         HV, rows, scale, dO, b_U, b_Z, dP_buffer.index(0), ZU_buffer.index(0),
     )  # fmt: skip
@@ -137,6 +147,7 @@ def hopper_chunk_gradients_channel_kernel(
     none = gl.full([C, BK], 0.0, gl.float32, TILE)
     for _ in range(0, count):
         n = o * nothing
+        o_states, o_keys, o_gradients, o_gates = tile_offsets(n, key_stride, HV * D)
         dO, b_U, b_Z, S, dS = (
             dO_buffer.index(n), U_buffer.index(n), Z_buffer.index(n), S_buffer.index(n), dS_buffer.index(n),
         )  # fmt: skip
@@ -162,7 +173,7 @@ def hopper_chunk_gradients_channel_kernel(
         k_written = b_k * gl.exp2(-b_G)
         written.store(k_written.to(gl.bfloat16))
         query.store((q_16.to(gl.float32) * (entry * scale)).to(gl.bfloat16))
-        erase.store((-b_beta[:, None] * e_16.to(gl.float32) * entry).to(gl.bfloat16))
+        erase.store((-rest[:, None] * e_16.to(gl.float32) * entry).to(gl.bfloat16))
         b_dq, b_row, b_col = warpgroup_mma_wait(0, deps=[b_dq, b_row, b_col])
         to_middle = gl.exp2(middle)
         b_dq, b_row = b_dq * to_middle, b_row * to_middle
@@ -192,7 +203,7 @@ def hopper_chunk_gradients_channel_kernel(
         b_dq += diagonal[:, None] * b_k
         b_row = -entry * b_row
         b_dbeta += gl.sum(b_e * b_row, 1)
-        b_row *= b_beta[:, None]
+        b_row *= rest[:, None]
         b_dG += b_e * b_row
         b_dk = diagonal[:, None] * b_q
         if erase_key is None:
@@ -216,7 +227,7 @@ def hopper_chunk_gradients_channel_kernel(
         barrier()
         b_dg = mma_v2(everything, query.load(RIGHT), no_sums)
         b_dg = mma_v2(earlier, hi.load(RIGHT), mma_v2(earlier, lo.load(RIGHT), b_dg))
-        o_tile = token[:, None] * (HV * D) + gl.arange(0, BK, CHANNELS)[None, :]
+        o_tile = (token + n)[:, None] * (HV * D) + gl.arange(0, BK, CHANNELS)[None, :]
         if GROUPED:  # in float32, for the sum over the heads of a group
             gl.store(dq + (o_tile + o), b_dq, mask=m_tokens[:, None])
             gl.store(dk + (o_tile + o), b_dk, mask=m_tokens[:, None])
@@ -232,7 +243,7 @@ def hopper_chunk_gradients_channel_kernel(
                 gl.store(d_erase_key + (o_gradients + o), written.load(ROWS), mask=m_rows)
         gl.store(d_log_decay + (o_tile + o), gl.convert_layout(b_dg, TILE) + b_dG, mask=m_tokens[:, None])
         o = next_o
-    gl.store(d_beta + token * HV, b_dbeta, mask=m_tokens & (b_beta <= 0.0625))
+    gl.store(d_beta + token * HV, b_dbeta, mask=m_tokens & (rest <= NEAR_ZERO))
 
 
 def channel_arguments(plan: Plan) -> dict[str, Any]:

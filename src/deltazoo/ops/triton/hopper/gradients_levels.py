@@ -11,6 +11,7 @@ ones are assembled wrongly (docs/kernels.md).
 from torch import Tensor
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
+from deltazoo.ops.triton.chunk.score_gradients import NEAR_ZERO
 from deltazoo.ops.triton.gluon import (
     async_copy,
     barrier,
@@ -75,7 +76,7 @@ def add_pairs(b_dq, b_row, b_col, level, operands, buffers, WHOLE: gl.constexpr)
 
     WHOLE: one block is the chunk, so that no pairs are masked. It also returns whether the blocks were in range.
     """
-    k_16, q_16, e_16, b_beta, token, reader, scale = operands
+    k_16, q_16, e_16, rest, token, reader, scale = operands
     dP, ZU, hi, lo, written, query, erase = buffers
     i, j = reader[:, None], gl.arange(0, C, gl.SliceLayout(0, LEFT))[None, :]
     middle = (reader >> (level + 1) << (level + 1)) + (1 << level) - 1
@@ -88,7 +89,7 @@ def add_pairs(b_dq, b_row, b_col, level, operands, buffers, WHOLE: gl.constexpr)
         entry, undone = gl.where(right | within, entry, 0.0), gl.where(right & (not within), 0.0, undone)
     written.store((k_16.to(gl.float32) * undone).to(gl.bfloat16))
     query.store((q_16.to(gl.float32) * (entry * scale)).to(gl.bfloat16))
-    erase.store((-b_beta[:, None] * e_16.to(gl.float32) * entry).to(gl.bfloat16))
+    erase.store((-rest[:, None] * e_16.to(gl.float32) * entry).to(gl.bfloat16))
     shift = level + within.to(gl.int32)
     pairs = i >> shift == (j >> shift) ^ (1 - within.to(gl.int32))
     barrier()
@@ -173,12 +174,12 @@ def hopper_chunk_gradients_strong_kernel(
             token = gl.arange(0, C, TOKENS) + n
             m_tokens = token < rows
             step_gradients = d_beta + first * HV + i_h
-            diagonal, b_beta, b_dbeta = score_gradients(
+            diagonal, rest, b_dbeta = score_gradients(
                 v + base, dv + base, beta + slot * C, step_gradients, wide_row, o_values, m_values, m_values, token, HV,
                 rows, scale, dO, b_U, b_Z, dP_buffer.index(n), ZU_buffer.index(n),
             )  # fmt: skip
 
-            m_sums = m_tokens & (b_beta <= 0.0625)
+            m_sums = m_tokens & (rest <= NEAR_ZERO)
             if tiles_left != ALL_TILES:  # with the sums over the others
                 b_dbeta = gl.load(step_gradients + token * HV, mask=m_sums, other=0.0)
             for _ in range(0, tile_count):
@@ -222,7 +223,7 @@ def hopper_chunk_gradients_strong_kernel(
                         (S, dS, key_tile, query_tile, erase_tile),
                     )  # fmt: skip
 
-                operands = (k_16, q_16, e_16, b_beta, token, reader, scale)
+                operands = (k_16, q_16, e_16, rest, token, reader, scale)
                 buffers = (dP, ZU, hi, lo, written, query, erase)
                 b_dq, b_row, b_col, within = add_pairs(b_dq, b_row, b_col, 5, operands, buffers, WHOLE=True)
                 level = gl.where(within, -1, 4)
@@ -235,7 +236,7 @@ def hopper_chunk_gradients_strong_kernel(
                 b_dG = b_q * b_dq - b_k * b_col
                 b_dq += diagonal[:, None] * b_k
                 b_dbeta += gl.sum(b_e * b_row, 1)
-                b_row *= b_beta[:, None]
+                b_row *= rest[:, None]
                 b_dG += b_e * b_row
                 b_dk = diagonal[:, None] * b_q + b_col
                 if erase_key is None:

@@ -12,6 +12,7 @@ from deltazoo.ops.triton.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from deltazoo.ops.triton.hopper.forward_chunks import halves
 from deltazoo.ops.triton.hopper.scan import HALF, C, D, as_tile, split_inverse
 from deltazoo.ops.triton.hopper.small_step_gradients import SMALL_STEP
 
@@ -44,6 +45,27 @@ def last_five(single):
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 """Layout of `[C, C]`, of pairs of tokens."""
 ROW, COLUMN = gl.constexpr(gl.SliceLayout(1, PAIRS.value)), gl.constexpr(gl.SliceLayout(0, PAIRS.value))
+
+
+@jit
+def add_products(before, x, y):
+    """`x * y` added to `before`, one block of 8 columns after the other."""
+    if x.shape[1] > 8:
+        x0, x1 = halves(x, x.shape[1])
+        y0, y1 = halves(y, x.shape[1])
+        total = add_products(add_products(before, x0, y0), x1, y1)
+    elif before is None:
+        total = x * y
+    else:
+        total = before + x * y
+    return total
+
+
+@jit
+def row_products(x, y):
+    """`sum(x * y, 1)` in fused multiply-adds; `gl.sum` of the products is a tree from Triton 3.8 on, which spills."""
+    rows = gl.sum(add_products(None, x, y), 1)
+    return gl.convert_layout(rows, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
 
 @jit
@@ -86,7 +108,7 @@ def gradient_of_L(Z_buffer, U_buffer, gates, s, z, DECAY: gl.constexpr):
     below = gl.maximum(gl.minimum(between, 1.0), 0.0) * decay
     ZU = warpgroup_mma_wait(0, deps=[ZU])
     steps = gates.index(ROWS * s + STEP).load(ROW)
-    d_steps = gl.sum(ZU * (decay - below), 1) / (steps * steps)
+    d_steps = row_products(ZU, decay - below) / (steps * steps)
     rest = gl.where(steps > SMALL, 1.0, steps)  # the factor of beta that Z lacks
     return (ZU * below * -rest[:, None]).to(DTYPE), d_steps
 
@@ -131,7 +153,7 @@ def walk(
         dS = gl.load(d_final + o_state)
     for n in range(NC):
         s = n % 2
-        z = n * ZERO
+        z = n & ZERO
         parity = n & 1
         rounded = dS.to(DTYPE)
         chunk = (slot + (NC - 1 - n) * HV).to(gl.int64)
@@ -218,7 +240,7 @@ def walk(
         mbarrier.arrive(empty.index(s), count=1)
         if DECAY == "scalar":
             mbarrier.wait(S_full, parity)
-            part = gl.sum(dS * S_buffer.index(PART + z).load(STATE).to(gl.float32), 1)
+            part = row_products(dS, S_buffer.index(PART + z).load(STATE).to(gl.float32))
             gl.store(overlap + chunk * D + o_v, part)
             mbarrier.arrive(S_empty, count=1)
     if d_initial is not None:
