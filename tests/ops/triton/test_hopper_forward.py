@@ -119,8 +119,10 @@ def assert_fits(call: RuleCall, recorded: bool = False) -> None:
     compiled = compile_kernel(*launches(call, recorded)["hopper_forward_kernel"])
     print(compiled)
     assert not compiled.warnings
-    # Addresses and counters; with an initial state also what the loop does not change.
-    assert compiled.spilled <= (288 if call.initial_state is None else 740) + more_spilled(200)
+    # Addresses and counters; calls that record gradients with an initial state also what the loop does not change.
+    per_channel = call.log_decay is not None and call.log_decay.ndim == 4
+    allowed = 740 if recorded and call.initial_state is not None else 288 if per_channel else 256
+    assert compiled.spilled <= allowed + more_spilled(200 if per_channel else 64)
     assert compiled.shared <= SHARED_MEMORY
 
 
