@@ -15,8 +15,6 @@ from deltazoo.ops.decoding.launch_ahead import launch_step, wait_for_inputs
 from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.triton.launch import Constants
 
-__all__ = ["HeadNorm", "RowNorm", "add_parts", "head_scale", "norm_heads", "swiglu_parts"]
-
 _CHANNELS = 1024
 """Outputs of one program, except for the norm of a row."""
 

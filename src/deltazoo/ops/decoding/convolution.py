@@ -17,8 +17,6 @@ from deltazoo.ops.decoding.launch_ahead import launch_step, page_size, wait_for_
 from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.triton.launch import Constants
 
-__all__ = ["Convolution", "convolve", "convolve_parts", "load_windows"]
-
 _CHANNELS = 256
 """Outputs of one program."""
 

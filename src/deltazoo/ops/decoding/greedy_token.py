@@ -9,8 +9,6 @@ from torch import Tensor
 
 from deltazoo.ops.triton.launch import Constants, launch
 
-__all__ = ["greedy_token"]
-
 _BLOCK = 8192
 """Logits that a program compares at once; with 16 warps, 16 of a thread."""
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from deltazoo.ops.triton.launch import Constants, launch
 
-__all__ = ["gumbel_scores"]
-
 _BLOCK = 1024
 
 

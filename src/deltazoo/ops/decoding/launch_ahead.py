@@ -16,8 +16,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltazoo.ops.triton.launch import Constants, launch
 
-__all__ = ["launch_step", "launches_ahead", "page_size", "prefetch_rows", "wait_for_inputs"]
-
 
 @triton.jit
 def wait_for_inputs(AHEAD: tl.constexpr):

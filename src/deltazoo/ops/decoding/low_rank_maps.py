@@ -15,8 +15,6 @@ from torch import Tensor
 from deltazoo.ops.decoding.launch_ahead import launch_step, wait_for_inputs
 from deltazoo.ops.triton.launch import Constants
 
-__all__ = ["LowRankGate", "low_rank_gates"]
-
 
 class LowRankGate(NamedTuple):
     """The second map of a low-rank pair."""

@@ -22,8 +22,6 @@ from deltazoo.ops.decoding.launch_ahead import launch_step, wait_for_inputs
 from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.triton.launch import Constants
 
-__all__ = ["ProductTile", "choose_tile", "token_product"]
-
 
 @triton.jit(do_not_specialize=["eps"])
 def token_product_kernel(

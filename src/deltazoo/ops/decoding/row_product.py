@@ -19,8 +19,6 @@ from torch import Tensor
 from deltazoo.ops.decoding.launch_ahead import launch_step, prefetch_rows, wait_for_inputs
 from deltazoo.ops.triton.launch import Constants
 
-__all__ = ["MOST_ROWS", "RowProductTile", "choose_tile", "row_product"]
-
 MOST_ROWS = 64
 """Most rows of a product in parts. With more, one product by torch is faster."""
 

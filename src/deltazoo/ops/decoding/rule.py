@@ -23,8 +23,6 @@ from deltazoo.ops.decoding.step_form import RuleShape
 from deltazoo.ops.fused.device_math import exponential_minus_1, softplus
 from deltazoo.ops.triton.launch import Constants
 
-__all__ = ["RuleTile", "choose_tile", "token_rule", "unit_head"]
-
 
 @triton.jit
 def unit_head(x, NORMALIZE: tl.constexpr = True):

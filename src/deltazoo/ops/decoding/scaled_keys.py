@@ -16,8 +16,6 @@ from deltazoo.ops.decoding.rule import unit_head
 from deltazoo.ops.fused.device_math import softplus
 from deltazoo.ops.triton.launch import Constants
 
-__all__ = ["scaled_keys"]
-
 
 @triton.jit
 def scaled_keys_kernel(

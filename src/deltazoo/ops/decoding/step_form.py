@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from deltazoo.ops.step_size import largest_gain
 
-__all__ = ["STEP_KEYS", "STEP_SIZES", "RuleShape"]
-
 STEP_KEYS = (
     "tied", "gated", "gated_query", "roots", "query_share", "feedback", "unit_feedback", "erase_first", "scaled",
 )  # fmt: skip

@@ -10,8 +10,6 @@ from deltazoo.ops.autograd_modes import refuse_transforms, transforming
 from deltazoo.ops.backends import triton_interprets, triton_obstacle
 from deltazoo.ops.dtypes import KERNEL_DTYPES
 
-__all__ = ["FUSED_ACTIVATIONS", "GATE_ACTIVATIONS", "L2_NORM_EPS", "MOST_COLUMNS", "REFUSAL", "takes_kernel"]
-
 GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 """The activations of output gates that a spec can name."""
 

@@ -2,8 +2,6 @@
 
 from deltazoo.ops.fused.optional_triton import tl, triton
 
-__all__ = ["exponential", "exponential_minus_1", "logistic", "sigmoid", "softplus"]
-
 
 @triton.jit
 def sigmoid(x, HALF: tl.constexpr):

@@ -23,8 +23,6 @@ from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.fused.row_operator import element_constants, row_blocks, row_operator, sum_of_parts
 from deltazoo.ops.recompute import recomputable
 
-__all__ = ["log_sigmoid_decay", "rate_and_logit", "sigmoid_gate", "softplus_log_decay"]
-
 _MOST_COLUMNS = 1024
 """Most columns of a program; more take several programs."""
 

@@ -16,8 +16,6 @@ from deltazoo.ops.fused.row_operator import element_constants, row_operator
 from deltazoo.ops.linear_maps import linear_maps, sum_of_products, trained_weights
 from deltazoo.ops.recompute import recomputable
 
-__all__ = ["swiglu", "swiglu_mlp"]
-
 
 def swiglu(gate: Tensor, up: Tensor, *, fused: bool | None = None) -> Tensor:
     """`silu(gate) * up`, recomputed in a backward pass.

@@ -27,8 +27,6 @@ from deltazoo.ops.fused.row_operator import row_blocks, row_operator
 from deltazoo.ops.operator import Operator
 from deltazoo.ops.recompute import recomputable
 
-__all__ = ["comba_keys", "erase_gain", "q_delta_key", "qed_key", "squared_norm"]
-
 
 def q_delta_key(gate: Tensor, q: Tensor, k: Tensor, *, fused: bool | None = None) -> Tensor:
     """The erase key of Q-Delta, `k + sigmoid(gate - 0.9) q`, computed in float32 and rounded once.

@@ -20,8 +20,6 @@ from deltazoo.ops.dtypes import at_least_float32, autocast_dtype, cast_for_produ
 from deltazoo.ops.fused.choice import takes_kernel
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 
-__all__ = ["IGNORED", "linear_cross_entropy"]
-
 IGNORED = -100
 """The label of a row that does not count."""
 

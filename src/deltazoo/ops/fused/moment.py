@@ -23,8 +23,6 @@ from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.fused.row_operator import row_operator
 from deltazoo.ops.recompute import recomputable
 
-__all__ = ["decayed_sum", "scaled_key", "takes_decayed_sum", "weighted_squares"]
-
 SQUASH = 1.5
 """Largest factor of a channel of the write key; the smallest is its inverse. The kernels have it as a literal."""
 

@@ -23,8 +23,6 @@ from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.fused.row_operator import row_blocks, row_operator, sum_of_parts
 from deltazoo.ops.recompute import declare_recomputable, recomputable
 
-__all__ = ["add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm"]
-
 _MOST_PARTS = 512
 """Most programs of a backward pass: four per multiprocessor of an H100. Each sums a part of the weight's gradient."""
 

@@ -15,8 +15,6 @@ from deltazoo.ops.fused.choice import takes_kernel
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.fused.row_operator import row_operator
 
-__all__ = ["rotate"]
-
 _ELEMENTS = 4096
 """Elements that a program turns at a time."""
 

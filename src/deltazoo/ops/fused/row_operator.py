@@ -11,8 +11,6 @@ from deltazoo.ops.fused.choice import REFUSAL
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.operator import DifferentiableOperator, Operator
 
-__all__ = ["element_constants", "row_blocks", "row_operator", "sum_of_parts", "sums_of_parts"]
-
 _ELEMENTS = 2048
 """Elements that a program computes at a time: 16 bytes of bfloat16 for each thread of eight warps."""
 

@@ -23,8 +23,6 @@ from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.fused.row_operator import row_operator
 from deltazoo.ops.recompute import recomputable
 
-__all__ = ["token_scan"]
-
 _ELEMENTS = 2048
 """Elements that a program scans at once, of at most 32 channels."""
 

@@ -18,17 +18,6 @@ from deltazoo.ops.fused.norms import l2_norm
 from deltazoo.ops.fused.short_conv_kernels import short_convs
 from deltazoo.ops.recompute import recomputable
 
-__all__ = [
-    "causal_sum",
-    "convolve_window",
-    "depthwise_sum",
-    "is_silu",
-    "short_convolution",
-    "short_convolutions",
-    "takes_joint_kernel",
-    "unit_heads",
-]
-
 
 def short_convolution(
     x: Tensor,

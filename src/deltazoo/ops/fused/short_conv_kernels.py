@@ -23,8 +23,6 @@ from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.fused.row_operator import row_operator, sum_of_parts, sums_of_parts
 
-__all__ = ["short_convs"]
-
 _CHANNELS = 128
 """Channels of one program without a norm over heads."""
 

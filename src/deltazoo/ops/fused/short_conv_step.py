@@ -18,8 +18,6 @@ from deltazoo.ops.fused.optional_triton import Constants, launch, tl, triton
 from deltazoo.ops.fused.short_conv import convolve_window, is_silu, unit_heads
 from deltazoo.ops.operator import Operator
 
-__all__ = ["short_convolution_step"]
-
 _CHANNELS = 128
 """Channels of one program without a norm over heads: four per thread of its warp."""
 
