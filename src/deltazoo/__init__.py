@@ -56,40 +56,6 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     from deltazoo.swap import swap_attention as swap_attention
     from deltazoo.swap import unswap_attention as unswap_attention
 
-__all__ = [
-    "EFLA",
-    "DeltaNet",
-    "DeltaRuleAttention",
-    "DeltaRuleConfig",
-    "DeltaRuleForCausalLM",
-    "DeltaRuleModel",
-    "DeltaRuleOutput",
-    "DiagnoseCallback",
-    "GatedDeltaNet",
-    "KimiDeltaAttention",
-    "LayerStates",
-    "LinearAttention",
-    "Longhorn",
-    "NegativeEigenvalueDeltaNet",
-    "RuleSpec",
-    "accelerate",
-    "context_parallel",
-    "delta_rule",
-    "delta_rule_step",
-    "diagnose",
-    "export",
-    "generate",
-    "get_rule",
-    "linear_attention",
-    "linear_attention_step",
-    "list_rules",
-    "register_rule",
-    "report",
-    "restore",
-    "swap_attention",
-    "unswap_attention",
-]
-
 __version__ = "0.2.0"
 
 _NAMES = {
@@ -114,6 +80,9 @@ _NAMES = {
     "diagnosis": ("DiagnoseCallback", "diagnose"),
 }
 """Public names by the module from which each is imported on first access."""
+
+__all__ = ["RuleSpec", "get_rule", "list_rules", "register_rule"]
+__all__ += [name for names in _NAMES.values() for name in names]
 
 _SUBPACKAGES = (
     "checks",
