@@ -34,7 +34,7 @@ FG2_GDN = register_rule(
         hub_model_type=None,
         paper_shape={"num_hidden_layers": 20},
     ),
-    layer="deltazoo.rules.fg2_gdn_layer.FG2GatedDeltaNet",
+    layer="deltazoo.rules.channel_gates.FG2GatedDeltaNet",
     step_form=StepForm(keys="roots", key_maps=("w_proj",)),
     gain_at_most_one=True,
 )

@@ -33,7 +33,7 @@ GATED_DELTANET2 = register_rule(
         decay_rate_range=(1.0, 16.0),
         paper_shape={"num_hidden_layers": 21},
     ),
-    layer="deltazoo.rules.gated_deltanet2_layer.GatedDeltaNet2",
+    layer="deltazoo.rules.channel_gates.GatedDeltaNet2",
     step_form=StepForm(keys="gated", key_maps=("w_proj",)),
     gain_at_most_one=True,
 )

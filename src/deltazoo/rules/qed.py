@@ -29,6 +29,6 @@ QED = register_rule(
         "a_t = b_t * k_t + lambda (I - k_t k_t^T) (b_t * q_t)",
         nonexpansive_per_channel="no",
     ),
-    layer="deltazoo.rules.qed_layer.QED",
+    layer="deltazoo.rules.channel_gates.QED",
     step_form=StepForm(keys="gated_query", key_maps=("w_proj",), key_parameters=("theta",)),
 )
