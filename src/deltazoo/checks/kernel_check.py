@@ -186,7 +186,6 @@ def run_selfcheck(*, backend: str, device: str, jobs: int, selected: list[Case] 
     """The verdicts on all cases, group by group.
 
     Args:
-        backend, device: the backend to check, and the device.
         jobs: processes at a time; 0 runs everything in this process.
         selected: cases in place of `cases()`.
     """

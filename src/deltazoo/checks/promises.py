@@ -370,9 +370,6 @@ def check_rule(rule: str) -> Iterator[Finding]:
 
     There are none after a failure to make the rule's layer, or after results that differ from call to call.
 
-    Args:
-        rule: name of the rule.
-
     Raises:
         ValueError: no such rule.
     """

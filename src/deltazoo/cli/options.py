@@ -26,9 +26,6 @@ def load_rule_file(path: str | Path) -> list[str]:
 
     The module has the file's name, as after `import my_rule`. Models record that name.
 
-    Args:
-        path: path of the file.
-
     Returns:
         The names of the rules that it registered.
 

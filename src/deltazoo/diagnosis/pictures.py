@@ -140,9 +140,6 @@ def draw_loss_curve(log_history: Sequence[dict[str, Any]], path: str | Path, tit
     """Path of a PNG with both losses of a run, which is drawn.
 
     Args:
-        log_history: the Trainer's log history.
-        path: path of the PNG.
-        title: title of the picture.
         tokens_per_step: tokens per optimizer step, for the upper axis.
     """
     found = curves(log_history)
@@ -167,11 +164,9 @@ def draw_distillation(
     """Path of a PNG with a panel per stage: its loss on the left axis, held-out bits per byte on the right.
 
     Args:
-        path: path of the PNG.
         histories: the Trainer's log history by stage, in the order of the stages.
         scores: bits per byte of all held-out rows, for ``original``, ``transfer`` and each stage. The Trainer's
             history has those of some rows, which may differ slightly.
-        title: title of the picture.
     """
     count = len(histories)
     columns = min(5, 2 * count - 1)  # columns of the legend, which in one line is as wide as three panels

@@ -240,12 +240,7 @@ def positions_in_documents(starts: Tensor) -> Tensor:
 def whole_numbers(
     attention_mask: Tensor | Mapping[str, Tensor | None] | None, layer_types: Collection[str] = LAYER_TYPES
 ) -> Tensor | Mapping[str, Tensor | None] | None:
-    """The mask as whole numbers, or ready masks with such a mask for linear layers.
-
-    Args:
-        attention_mask: the argument of `describe_batch`.
-        layer_types: names that ready masks may have.
-    """
+    """The mask as whole numbers, or ready masks with such a mask for linear layers."""
     if not isinstance(attention_mask, Mapping):
         check_tensor("attention_mask", attention_mask)
         return _without_fractions(attention_mask)

@@ -157,10 +157,7 @@ def why_not_this_call(
     """The reason why a call of `generate` with prepared arguments should run its steps one by one; None if it need not.
 
     Args:
-        config: generation config of the call.
-        cache: cache of the call.
         is_the_callers: whether the caller of `generate` passed the cache.
-        mode: way of decoding.
         required: whether the user asked for captured steps; a cache of the user's is then allowed.
     """
     implementation, unasked = config.cache_implementation, not required
@@ -243,7 +240,6 @@ def origin_of_nan(model: Any, input_ids: Tensor) -> str:
     It runs one forward pass over the tokens; if that computes no NaN, or fails, there is no clause.
 
     Args:
-        model: a causal language model.
         input_ids: `[1, T]`.
     """
     with watch_for_nan(model) as found, suppress(Exception), torch.compiler.set_stance("force_eager"):

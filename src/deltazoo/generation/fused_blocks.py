@@ -50,7 +50,6 @@ def fused_blocks(model: nn.Module, products: Sequence[JointProduct]) -> "list[Fu
     """The blocks of a model whose decoding step may run fused.
 
     Args:
-        model: the model of the blocks.
         products: its merged maps, whose weights a fused block reads.
     """
     by_map = {id(product.linears[0]): product for product in products}
@@ -152,7 +151,6 @@ class FusedBlock:
 
     Args:
         block: a block to which `why_not_fused` has no objection.
-        products: the merged products of the model, by the identity of their first map.
 
     Attributes:
         following: the block after it, if that can run fused.

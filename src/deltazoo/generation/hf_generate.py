@@ -232,7 +232,6 @@ class GenerateCall:
     """One call of `generate`, which computes this thread's forward passes of the model.
 
     Args:
-        model: the model that generates.
         may_capture: whether nothing known so far keeps the step from being captured.
         required: whether a step that cannot be captured is an error.
 

@@ -65,9 +65,7 @@ def prepared_inputs(
     """Arguments of a forward pass that gives the last token's logits, prepared as `model.generate` does.
 
     Args:
-        model: the model of the forward pass.
         tokens: `[B, T]`.
-        cache: the cache that they continue.
         mask: the argument `attention_mask`.
         positions: `[B, T]`, the argument `position_ids`.
         options: further arguments of `prepare_inputs_for_generation`.
@@ -89,9 +87,7 @@ def next_logits(
     """Logits `[N, vocabulary]` after one further token of each row.
 
     Args:
-        model: the model of the step.
         tokens: `[N, 1]` int64. `NO_TOKEN` counts as token 0: the step after it may begin before the host reads it.
-        cache: the cache of these rows.
         visible: `[N, columns]`, 1 for columns of softmax layers that the token of a row may attend to; None: as many as
             the cache has counted.
         positions: `[N, 1]` int64, positions of the tokens in their rows; None: the model counts them.

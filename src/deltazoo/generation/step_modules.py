@@ -60,11 +60,7 @@ def _output(module: Any, compute: Callable[..., Tensor | None], *args: Any, **kw
 
 @contextmanager
 def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
-    """A context in which forward passes are replaced for calls of this thread, except those replaced already.
-
-    Args:
-        replacements: the replacements, made once for a step.
-    """
+    """A context in which forward passes are replaced for calls of this thread, except those replaced already."""
     outer = getattr(_of_thread, "replaces", False)
     modules = [(vars(module), forward) for module, forward in replacements]
     changed = [own for own, forward in modules if own.setdefault("forward", forward) is forward]

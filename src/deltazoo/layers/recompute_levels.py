@@ -76,7 +76,6 @@ def run_block(level: str, forward: Callable[..., Tensor], *args: Any, exchanges:
     Args:
         level: one of `deltazoo.runtime.RECOMPUTE_LEVELS`.
         forward: a function without side effects, since it may run twice.
-        args, kwargs: arguments of `forward`.
         exchanges: whether ranks exchange tensors in `forward`. The tensors they receive are kept, so that they exchange
             them once.
     """

@@ -17,7 +17,6 @@ def rotate_queries_and_keys(
     Args:
         q, k: `[B, T, H, K]`, arranged by `sequences`.
         rotary: cosines and sines in the caller's order.
-        sequences: the sequences of the batch.
         fused_kernels: the argument `fused` of `takes_kernel`.
 
     Raises:

@@ -35,7 +35,6 @@ def last_inputs(inputs: Sequence[Tensor], past: Tensor, sequences: Sequences) ->
     Args:
         inputs: `[B, T, channels]` each, arranged by `sequences`; C is the sum of their channels.
         past: `[N, width, C]` in their dtype, the inputs before each row or packed sequence, oldest first.
-        sequences: the sequences of the batch.
 
     Returns:
         `[N, C, width]`, oldest first, contiguous.
@@ -129,7 +128,6 @@ class ShortConvolution(nn.Module):
             x: `[B, T, channels]`, arranged by `sequences`.
             state: `[N, channels, kernel_size - 1]`, the inputs before x, oldest first; zeros unless given. N is B, or
                 the number of packed sequences.
-            sequences: the sequences of the batch.
             with_state: whether the new state is wanted.
 
         Returns:
@@ -167,7 +165,6 @@ def convolve(
         convolutions: one each, with equal taps, activation and `fused`; None: the activation alone.
         q, k, v: `[B, T, channels]`, arranged by `sequences`.
         past: the state before, that of the three concatenated along the channels.
-        sequences: the sequences of the batch.
         activation: name of the activation if there are no convolutions.
 
     Returns:

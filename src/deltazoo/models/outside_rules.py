@@ -13,7 +13,6 @@ def module_of_rule(rule: str, recorded: str | None, *, remote_code: bool = True)
     """The module that registers a rule, which a configuration records beside the rule's name.
 
     Args:
-        rule: its name.
         recorded: the module that a config.json names; not imported.
         remote_code: whether such a model can be saved with `remote_code=True`; only for the message.
 

@@ -265,7 +265,6 @@ def write_remote_code(folder: Path, config: str, rule: Path | None = None) -> No
     """Write the two files; transformers marks the classes in such files as custom code, so they are subclasses of ours.
 
     Args:
-        folder: folder of the checkpoint.
         config: name of the configuration class.
         rule: the file that registers the rule, copied beside them; None: it comes with deltazoo.
     """

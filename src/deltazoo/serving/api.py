@@ -32,8 +32,6 @@ class ApiError(Exception):
     """An error that is sent to the client.
 
     Args:
-        status: status of HTTP.
-        message: a sentence.
         param: the field of the request that is wrong.
         code: a name for programs, that of OpenAI where it has one.
         retry_after: seconds after which the client should try again.
@@ -337,7 +335,6 @@ class Answer:
     """A response as JSON, whole or in chunks.
 
     Args:
-        body: body of the request.
         model: the name under which the model is served.
         tokenizer: tokenizer for log-probabilities.
         choices: streams of all choices, those of a prompt side by side.

@@ -77,7 +77,6 @@ class EngineEnd:
     """The engine's end of the pipe, which enters the requests that arrive and sends their outputs.
 
     Args:
-        engine: an `Engine`.
         pipe: socket whose pair the HTTP end has.
         on_ready: function called when that end takes requests.
     """

@@ -88,7 +88,6 @@ def prefix_keys(tokens: tuple[int, ...], piece: int) -> dict[int, bytes]:
     """Keys of the positions of a prompt at which its state can be kept or found, by the number of tokens before them.
 
     Args:
-        tokens: tokens of the prompt.
         piece: most tokens of a pass.
 
     Returns:
@@ -143,10 +142,6 @@ class PrefixCache:
 
 class Prefill:
     """The prompts that are being run.
-
-    Args:
-        prompts: rows in which the prompts run.
-        prefixes: cache of the states after pieces.
 
     Attributes:
         tasks: tasks of the prompts, oldest first.

@@ -54,7 +54,6 @@ class PromptTokens:
     cancelled, the process ends.
 
     Args:
-        tokenizer: tokenizer of the model.
         context_limit: most tokens of a prompt; None: any number.
     """
 

@@ -93,7 +93,6 @@ def choose_layers(choice: LayerChoice, num_layers: int) -> list[int]:
     Args:
         choice: one of the forms of `LayerChoice`. A ratio of delta-rule to softmax layers is repeated from the first
             layer on: `"3:1"` is three delta-rule layers, one softmax layer, and so on.
-        num_layers: number of the model's layers.
 
     Raises:
         ValueError: an unreadable choice, a number outside the model or twice, or no layer at all.

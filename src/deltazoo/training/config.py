@@ -346,7 +346,6 @@ def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ..
 
     Args:
         cls: class of the configuration, a dataclass of pydantic.
-        path: the YAML file.
         overrides: ``section.key=value`` strings that replace values of the file; a value is read as YAML, or as a
             string if it is not YAML. Another ``tokenizer.kind`` replaces the whole section: its keys belong to a kind.
 

@@ -211,10 +211,6 @@ def teacher_forced(model: nn.Module, original: PreTrainedModel) -> Iterator[list
 
     Errors do not add up from layer to layer, because the next layer gets the original attention's output.
 
-    Args:
-        model: a swapped model.
-        original: the model before the swap.
-
     Yields:
         The errors ``|y - t|^2 / |t|^2`` of the forward passes so far, over all tokens, with ``t`` the original's
         output: one scalar per layer and pass, differentiable in the new layers' parameters.

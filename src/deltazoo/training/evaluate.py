@@ -49,8 +49,6 @@ def score_rows(
 
     Args:
         model: the model, in training mode or not.
-        rows: rows to score.
-        rows_at_once: rows of a forward pass.
         collate_rows: function that makes a batch of rows.
         empty_passes: rows for further forward passes that do not count, one each.
     """
@@ -289,7 +287,6 @@ def rank_layers(
 
     Args:
         model: a model that is not swapped; it is unchanged afterwards.
-        rule: rule of the new layers.
         rows: packed rows of text, see ``deltazoo.training.tokens.pack_in_order``.
         options: further options of ``swap_attention``, such as ``init``.
 

@@ -106,7 +106,6 @@ def encode_documents(
 
     Args:
         tokenizer: any tokenizer with a BOS or an EOS token.
-        texts: texts of the documents.
         description: text next to the progress bar.
         with_end: whether to append the tokenizer's EOS token, if it has one, so that a model learns to stop.
 
@@ -131,8 +130,6 @@ def text_batch(
     """The beginnings of documents as `input_ids` and `attention_mask` `[B, T]`, padded on the right.
 
     Args:
-        tokenizer: tokenizer of the model.
-        texts: texts of one or more documents.
         length: most tokens of a document.
         max_tokens: most tokens in all: no document is added beyond them, except the first.
     """

@@ -45,8 +45,6 @@ def rows_of(known: Format, config: Any, blocks: Sequence[int]) -> dict[str, Row]
     """All parameters of a format by name.
 
     Args:
-        known: the format.
-        config: our configuration.
         blocks: the format's block number for each block of ours.
     """
     rows: dict[str, Row] = {}

@@ -279,9 +279,6 @@ def stored_state(cache: Cache | None, layer_idx: int, taps: int, qkv: Tensor) ->
     Where gradients are recorded these are copies, since autograd saves them and the layer overwrites the cache.
 
     Args:
-        cache: the model's cache.
-        layer_idx: number of the layer.
-        taps: taps of its convolution.
         qkv: `[B, T, C]`, the present inputs of the convolution.
 
     Raises:

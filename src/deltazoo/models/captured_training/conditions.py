@@ -136,10 +136,6 @@ def modules_of(blocks: Sequence[nn.Module]) -> list[nn.Module]:
 class BlocksState:
     """The state of blocks at the time when this was made.
 
-    Args:
-        blocks: the blocks, in any order.
-        config: configuration of their model.
-
     Attributes:
         places: dictionary, name and tensor of each parameter, buffer and tensor among the attributes of a module.
         parameters: the parameters, each once.

@@ -77,7 +77,6 @@ class CapturedStack:
     Args:
         call: a call whose tensors serve as an example, and whose form every later call must have.
         x: hidden states `[B, T, D]` that enter the first block.
-        config: configuration of the model.
         memory: the memory that its graphs share with others of the model.
 
     Attributes:

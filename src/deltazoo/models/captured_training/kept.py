@@ -36,7 +36,6 @@ def run_blocks(model: Any, calls: _Calls, x: Tensor, *, wanted: bool = True) -> 
 
     Args:
         model: the model of the blocks; it keeps what is captured.
-        calls: blocks in order, each with its keyword arguments.
         x: `[B, T, D]`, the input of the first block.
         wanted: whether capture is allowed.
     """

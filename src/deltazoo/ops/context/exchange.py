@@ -26,7 +26,6 @@ def exchanged(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], context:
     Args:
         parts: one for each rank.
         shapes: of the parts of all ranks for this one.
-        context: the ranks.
     """
     if context.size == 1:
         return list(parts)
@@ -41,7 +40,6 @@ def next_tokens(x: Tensor, context: ContextParallel, after_last: int) -> Tensor:
 
     Args:
         x: `[B, T]`.
-        context: the ranks.
         after_last: entry of the last token of all.
     """
     firsts = _gathered(x[:, :1], context)
@@ -89,7 +87,6 @@ def tokens_after_piece(gathered: Tensor, context: ContextParallel) -> Tensor:
 
     Args:
         gathered: the first `width` tokens of every rank, after them zeros if it has fewer, on their way.
-        context: the ranks.
     """
     first_of_ranks = _by_rank(finished(gathered, context), context)
     later = range(context.rank + 1, context.size)

@@ -46,7 +46,6 @@ class Fold:
     """The fold of one call on one rank, which has n cells per row.
 
     Args:
-        context: the ranks.
         first: first cell of each rank, then the number of all cells.
         M: transitions of this rank's cells `[n, ..., K, K]`.
         X: the states that the cells leave from zero `[n, ..., K, V]`.

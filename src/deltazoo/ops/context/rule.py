@@ -28,7 +28,6 @@ def rule_on_piece(
         check: function that gives the checked call and its backend's name. If it raises, all ranks do.
         num_tokens: number of tokens of this rank's piece.
         cu_seqlens: boundaries in the whole row, or None.
-        context: the ranks.
     """
     refuse_transforms(*_INSTEAD)
     checked: list[tuple[RuleCall, str]] = []

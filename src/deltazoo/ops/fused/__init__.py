@@ -2,9 +2,9 @@
 over tokens, SwiGLU and loss, each one pass over memory.
 
 A file holds one subject: its formula, its definition in torch, its kernels, and one function for each operation. The
-function chooses between kernel and torch (`choice.takes_kernel`) and marks what a backward pass computes again
-(`recomputable`). Callers write `from deltazoo.ops import fused` and `fused.rms_norm(...)`: the first call imports the
-file, and with it Triton. So no file bears the name of a function.
+function chooses between kernel and torch by its argument `fused`, that of `choice.takes_kernel`, and marks what a
+backward pass computes again (`recomputable`). Callers write `from deltazoo.ops import fused` and `fused.rms_norm(...)`:
+the first call imports the file, and with it Triton. So no file bears the name of a function.
 """
 
 from deltazoo._lazy import lazy_names

@@ -46,7 +46,6 @@ def softplus_log_decay(
         A_log: `[HV]`.
         dt_bias: `[HV]`, or `[HV * K]` with a decay per channel.
         saturating: whether the log-decay is bounded by -5 (`saturating_decay`).
-        fused: see `takes_kernel`.
 
     Returns:
         `log_decay` in a's shape, float32 (float64 stays).
@@ -103,7 +102,6 @@ def sigmoid_gate(
         gate, x: tensors of one shape.
         largest: upper end of the factor.
         root: whether to multiply by the root of the factor instead.
-        fused: see `takes_kernel`.
 
     Returns:
         The product, in x's shape and dtype.

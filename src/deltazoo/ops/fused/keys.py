@@ -34,7 +34,6 @@ def q_delta_key(gate: Tensor, q: Tensor, k: Tensor, *, fused: bool | None = None
     Args:
         gate: `[B, T, H]`, before its sigmoid.
         q, k: `[B, T, H, K]` of one dtype.
-        fused: see `takes_kernel`.
 
     Returns:
         `[B, T, H, K]` in k's dtype; the backward pass keeps only the inputs, here and for the other keys.
@@ -62,7 +61,6 @@ def qed_key(
         q, k: `[B, T, H, K]` of one dtype.
         theta: `[H]`.
         largest: upper end of b.
-        fused: see `takes_kernel`.
 
     Returns:
         `[B, T, H, K]` in k's dtype.
@@ -90,7 +88,6 @@ def comba_keys(
         decay: `[H]`, c before its sigmoid.
         D: `[H]`, d.
         unit: whether all three are divided by their L2 norms; the query then is `q - d c k`.
-        fused: see `takes_kernel`.
 
     Returns:
         Three `[B, T, H, K]` in the dtype of q and k; without `unit` the write key is k itself.

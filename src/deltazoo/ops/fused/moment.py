@@ -39,7 +39,6 @@ def weighted_squares(step: Tensor, k: Tensor, *, fused: bool | None = None) -> T
     Args:
         step: `[B, T, H]`.
         k: `[B, T, H, K]`.
-        fused: see `takes_kernel`.
 
     Returns:
         `[B, T, H, K]` float32 (float64 stays); the backward pass keeps only step and k.
@@ -101,7 +100,6 @@ def scaled_key(moment: Tensor, log_scale: Tensor, k: Tensor, *, fused: bool | No
         moment: `[B, T, H, K]` float32, not negative.
         log_scale: `[H]`.
         k: `[B, T, H, K]`.
-        fused: see `takes_kernel`.
 
     Returns:
         `[B, T, H, K]` in k's dtype; the backward pass keeps only the inputs.

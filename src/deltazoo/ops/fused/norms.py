@@ -38,7 +38,6 @@ def l2_norm(x: Tensor, eps: float = L2_NORM_EPS, *, fused: bool | None = None) -
     Args:
         x: `[..., D]`.
         eps: added to the sum of squares.
-        fused: see `takes_kernel`.
     """
     kernel = takes_kernel(fused, x, columns=x.shape[-1])
     return recomputable(_l2_operator if kernel else _l2_torch, x, eps)
@@ -64,7 +63,6 @@ def rms_norm(
         x: `[..., D]`.
         weight: `[D]`.
         eps: added to the mean square.
-        fused: see `takes_kernel`.
         dtype: dtype of the result; None: that of x.
         feeds_linear: only linear maps read the result. Under autocast the kernel then writes it in the dtype that each
             of them would cast it to.
@@ -138,7 +136,6 @@ def gated_rms_norm(
         eps: added to the mean square.
         activation: a name in `GATE_ACTIVATIONS`, or a function of each element; torch computes all except
             `FUSED_ACTIVATIONS`.
-        fused: see `takes_kernel`.
 
     Returns:
         `[..., D]` in x's dtype.

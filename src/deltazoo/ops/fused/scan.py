@@ -44,7 +44,6 @@ def token_scan(
         damping: c, `[B, T, D]`, not negative; None: zero.
         start: p before the first token, `[N, D]` float32 (float64 stays); None: zeros.
         cu_seqlens: `[N + 1]` boundaries of sequences packed along T, with B = 1; None: N = B.
-        fused: see `takes_kernel`.
 
     Returns:
         `[B, T, D]` in the dtype of added, and `[N, D]` float32 (float64 stays).

@@ -41,7 +41,6 @@ def short_convolution(
         cu_seqlens: `[N + 1]`, boundaries of these sequences.
         activation: activation of the sum, "silu" or "identity".
         head_dim: channels per head, each head divided by `sqrt(|y|^2 + L2_NORM_EPS)`; 0: no norm.
-        fused: see `takes_kernel`.
 
     Returns:
         `[B, T, C]` in x's dtype, computed in float32 (float64 stays).

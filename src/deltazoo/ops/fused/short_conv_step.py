@@ -44,7 +44,6 @@ def short_convolution_step(
             size.
         inplace: whether the caller keeps `window` at its address. The kernel overwrites it if it is contiguous and in
             the inputs' dtype; torch returns a view that the caller copies.
-        fused: see `takes_kernel`.
 
     Returns:
         Three outputs `[B, 1, C_i]` in the inputs' dtype, computed in float32, and the new window.
