@@ -573,9 +573,9 @@ def test_a_state_needs_a_place() -> None:
 @pytest.mark.parametrize(
     ("conv", "recurrent", "message"),
     [
-        (None, (2, HEADS, HEAD_DIM, HEAD_DIM), r"must have shape \[N, 48, conv_size - 1\], got None"),
+        (None, (2, HEADS, HEAD_DIM, HEAD_DIM), r"must have shape \(2, 48, 3\), got None"),
         ((2, 40, 3), (2, HEADS, HEAD_DIM, HEAD_DIM), r"got \(2, 40, 3\)"),
-        ((3, 48, 3), (3, HEADS, HEAD_DIM, HEAD_DIM), r"must have shape \(2, 16, 3\), got \(3, 16, 3\)"),
+        ((3, 48, 3), (3, HEADS, HEAD_DIM, HEAD_DIM), r"must have shape \(2, 48, 3\), got \(3, 48, 3\)"),
         ((2, 48, 3), (2, HEADS, HEAD_DIM, 2 * HEAD_DIM), "initial_state must have shape"),
     ],
 )

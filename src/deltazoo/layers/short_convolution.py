@@ -14,12 +14,7 @@ from deltazoo.ops.context.exchange import last_tokens, tokens_before
 from deltazoo.ops.linear_maps import PLAIN_WEIGHTS, is_hooked
 from deltazoo.ops.recompute import recomputable
 
-
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "identity": _identity}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "identity": lambda x: x}
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
@@ -134,7 +129,7 @@ class ShortConvolution(nn.Module):
             The output in x's shape and dtype, and the new state `[N, channels, kernel_size - 1]` or None.
         """
         if state is not None:
-            _check_state(state, _number(x, sequences), self.channels, self.kernel_size - 1)
+            _checked_state(state, _number(x, sequences), self.channels, self.kernel_size - 1)
         y = fused_ops.short_convolution(
             x, self.weight, state, **packing_of(sequences), activation=self.activation, head_dim=self.unit_heads,
             fused=self.fused,
@@ -183,8 +178,7 @@ def convolve(
         return _convolve_piece(convolutions, inputs, past, sequences)
     widths, before = [x.shape[-1] for x in inputs], None
     if past.recurrent is not None:
-        before = _checked_state(past.conv, sum(widths))
-        _check_state(before[:, : widths[0]], _number(q, sequences), widths[0], width)
+        before = _checked_state(past.conv, _number(q, sequences), sum(widths), width)
     outputs: Sequence[Tensor]
     if _can_join(convolutions, q):
         q_conv, k_conv, v_conv = convolutions
@@ -244,19 +238,14 @@ def _convolve_piece(
     return q[:, width:], k[:, width:], v[:, width:], state
 
 
-def _checked_state(state: Tensor | None, channels: int) -> Tensor:
-    if state is None or state.ndim != 3 or state.shape[1] != channels:
-        shape = None if state is None else tuple(state.shape)
-        raise ValueError(f"the convolution state must have shape [N, {channels}, conv_size - 1], got {shape}")
-    return state
-
-
-def _check_state(state: Tensor, number: int, channels: int, width: int) -> None:
-    if state.shape != (number, channels, width):
+def _checked_state(state: Tensor | None, number: int, channels: int, width: int) -> Tensor:
+    if state is None or state.shape != (number, channels, width):
         raise ValueError(
-            f"the convolution state must have shape {(number, channels, width)}, got {tuple(state.shape)}: it belongs "
-            "to another layer, or to another number of rows or packed sequences"
+            f"the convolution state must have shape {(number, channels, width)}, got "
+            f"{None if state is None else tuple(state.shape)}: it belongs to another layer, or to another number of "
+            "rows or packed sequences"
         )
+    return state
 
 
 def _can_join(convolutions: Sequence[nn.Module], x: Tensor) -> bool:
