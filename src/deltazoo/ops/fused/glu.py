@@ -118,11 +118,6 @@ def _mlp_backward(x, gate, up, gate_weight, up_weight, down_weight, d_z):
     return d_x, d_gate.t() @ rows, d_up.t() @ rows, d_z.t() @ product
 
 
-def _save_factors(ctx, inputs, results):
-    x, *weights = inputs
-    ctx.save_for_backward(x, *results[1:], *weights)
-
-
 _swiglu_operator = row_operator("swiglu(Tensor gate, Tensor up) -> Tensor", _forward, _backward)
 
 _mlp_operator = row_operator(
@@ -133,7 +128,7 @@ _mlp_operator = row_operator(
     backward_schema="swiglu_mlp_backward(Tensor x, Tensor y_gate, Tensor y_up, Tensor gate, Tensor up, Tensor down, "
     "Tensor d_z) -> (Tensor, Tensor, Tensor, Tensor)",
     backward_fake=lambda x, y_gate, y_up, *weights: tuple([y.new_empty(y.shape) for y in (x, *weights[:3])]),
-    save=_save_factors,
+    save=lambda ctx, inputs, results: ctx.save_for_backward(inputs[0], *results[1:], *inputs[1:]),
     gradients=lambda backward, ctx, d_z, *_: backward(*ctx.saved_tensors, d_z),
     shown=1,
 )

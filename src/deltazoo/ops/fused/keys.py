@@ -94,20 +94,16 @@ def comba_keys(
     """
     if _takes_kernel(fused, q, k, decay, D):
         return recomputable(_made, "unit_feedback" if unit else "feedback", q, k, None, decay, D)
-    return recomputable(_unit_comba_keys if unit else _comba_keys, q, k, decay, D)
+    return recomputable(_comba_keys, q, k, decay, D, unit)
 
 
-def _comba_keys(q: Tensor, k: Tensor, decay: Tensor, D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _comba_keys(q: Tensor, k: Tensor, decay: Tensor, D: Tensor, unit: bool) -> tuple[Tensor, Tensor, Tensor]:
     key = at_least_float32(k)
     c, d = torch.sigmoid(decay.to(key.dtype))[:, None], D.to(key.dtype)[:, None]
-    return (q - d * key).to(q.dtype), k, (c * key).to(k.dtype)
-
-
-def _unit_comba_keys(q: Tensor, k: Tensor, decay: Tensor, D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    key = at_least_float32(k)
-    c, d = torch.sigmoid(decay.to(key.dtype))[:, None], D.to(key.dtype)[:, None]
-    unit = partial(l2_norm, fused=False)
-    return unit(q - d * c * key).to(q.dtype), unit(k), unit(c * key).to(k.dtype)
+    if not unit:
+        return (q - d * key).to(q.dtype), k, (c * key).to(k.dtype)
+    normed = partial(l2_norm, fused=False)
+    return normed(q - d * c * key).to(q.dtype), normed(k), normed(c * key).to(k.dtype)
 
 
 def squared_norm(k: Tensor, *, fused: bool | None = None) -> Tensor:

@@ -379,14 +379,11 @@ def _constants(plan: Plan, exact: bool, strong: bool) -> Constants:
     return Constants(*grid, EXACT=exact, STRONG=int(strong), **neighbours, **gradient_arguments(plan, tiles))
 
 
-def _scratch(p: Problem, constants: Constants) -> Tensor:
-    return p.q.new_empty(constants.grid[0], p.plan.matrices, CHUNK, CHUNK)
-
-
 def launch_gradients_levels(p: Problem, tensors: tuple[Tensor | None, ...]) -> None:
     """Fill the gradients of chunks with strong decay, and in float32 of all others before, from the tensors of
     `backward.of_chunks`."""
     exact = not p.plan.half
     for strong in (False, True) if exact else (True,):
         constants = _constants(p.plan, exact, strong)
-        launch(chunk_gradients_levels_kernel, constants, *tensors, _scratch(p, constants), *p.chunk_offsets)
+        scratch = p.q.new_empty(constants.grid[0], p.plan.matrices, CHUNK, CHUNK)
+        launch(chunk_gradients_levels_kernel, constants, *tensors, scratch, *p.chunk_offsets)
