@@ -68,7 +68,9 @@ class Decoder:
     ) -> None:
         check_model(model)
         self.cache = fixed_cache(model, max_length)
-        self._makes_masks = any(map(_is_masked, self.cache.layers))
+        # The model makes masks for a softmax layer, also for one that a swap has replaced.
+        masked = (isinstance(x, StaticLayer) or getattr(x, "mask_length", None) is not None for x in self.cache.layers)
+        self._makes_masks = any(masked)
         if self._makes_masks and max_length is None:
             raise ValueError("max_length is needed: softmax layers and their masks take memory for every token")
         if prefill_chunk is not None and prefill_chunk < 1:
@@ -321,11 +323,6 @@ def _check_prompt(input_ids: Any) -> None:
         )
     if input_ids.ndim != 2 or not input_ids.numel():
         raise ValueError(f"input_ids must have shape [B, T] with B and T >= 1, got {tuple(input_ids.shape)}")
-
-
-def _is_masked(cache_layer: Any) -> bool:
-    """Whether the model makes masks for a cache layer: a softmax layer, or one that a swap has replaced."""
-    return isinstance(cache_layer, StaticLayer) or getattr(cache_layer, "mask_length", None) is not None
 
 
 def _as_list(tokens: int | Sequence[int] | None) -> list[int]:

@@ -22,7 +22,7 @@ from deltazoo.layers.parameters import Float32Parameters
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
 from deltazoo.layers.rule import EffectiveStep, RuleInputs, check_shape_of, run_rule
 from deltazoo.layers.sequences import Sequences, describe_sequences, describe_shared
-from deltazoo.layers.short_convolution import Convolutions, ShortConvolution, activation_function, convolve
+from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
 from deltazoo.names import function_of
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
@@ -245,7 +245,8 @@ class DeltaRuleAttention(Float32Parameters):
         sequences = self._describe(hidden_states, attention_mask, cu_seqlens, sequences, past)
         x = LayerInput(sequences.arrange(hidden_states), self, apart=sequences.computed_meanwhile)
         q, k, v = [x.project(name) for name in ("q_proj", "k_proj", "v_proj")]
-        q, k, v, conv_state = convolve(self._convolutions(), q, k, v, past, sequences, self.activation)
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.conv_size else None
+        q, k, v, conv_state = convolve(convolutions, q, k, v, past, sequences, self.activation)
         q, k, v = self._split_heads(q, k, v)
         q, k = rotate_queries_and_keys(q, k, rotary, sequences, fused_kernels=self.fused_kernels)
         q, k = self._normalize(q, k)
@@ -277,9 +278,6 @@ class DeltaRuleAttention(Float32Parameters):
             return describe_sequences(batch_size, num_tokens, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
         check = partial(_check_shared, attention_mask, past)
         return describe_shared(self.context, batch_size, num_tokens, cu_seqlens, check, fills_cache=past.wanted)
-
-    def _convolutions(self) -> Convolutions | None:
-        return (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.conv_size else None
 
     def _split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _per_head(q, self.head_k_dim), _per_head(k, self.head_k_dim), _per_head(v, self.head_v_dim)

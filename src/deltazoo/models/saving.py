@@ -164,7 +164,7 @@ class SharedModel(PreTrainedModel):
             source_of_rule(self.config.mixer)  # raises before anything is written
             self.config.auto_map = auto_map(config)
         super().save_pretrained(save_directory, is_main_process, **kwargs)
-        if not _writes(is_main_process):
+        if not is_main_process or (torch.distributed.is_initialized() and torch.distributed.get_rank() > 0):
             return None
         if not getattr(self, "_hf_peft_config_loaded", False):  # a model with adapters saves them alone
             if remote_code:
@@ -219,12 +219,6 @@ def _upload(
     operations = [CommitOperationAdd(name, content) for name, content in files.items()]
     commit["commit_message"] = commit.get("commit_message") or f"Upload {type(model).__name__}"
     return api.create_commit(repo_id, operations, revision=revision, **commit)
-
-
-def _writes(is_main_process: bool) -> bool:
-    """Whether this process writes the files."""
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    return is_main_process and rank == 0
 
 
 def _modification_times(folder: Path) -> dict[Path, int]:

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from torch import Tensor
-
 from deltazoo.layers.recompute_levels import SMALL_BATCH, level_of
 from deltazoo.models.block import DeltaRuleBlock
 from deltazoo.models.loss import fuses_loss, loss_obstacle
@@ -23,20 +21,16 @@ def describe_training(model: Any) -> str:
         ours = takes_kernel(None, weight, columns=columns) if wanted is None else wanted
         return f"{'our Triton kernel' if ours else 'plain torch'} ({reason('fused_kernels')})"
 
+    level = level_of(runtime.recompute, weight.device)
+    if level != level_of(runtime.recompute, weight.device, 0):
+        level += f", none in batches of up to {SMALL_BATCH // len(weight):,} tokens"
     lines = [
         f"norms: {kernel(len(weight))}",
         f"MLP: {kernel(1)}",
-        f"recomputed in training: {_recomputed(runtime.recompute, weight)} ({reason('recompute')})",
+        f"recomputed in training: {level} ({reason('recompute')})",
     ]
     if "fuse_linear_cross_entropy" in model.runtime_options:
         way = "without the logits of all positions" if fuses_loss(model) else "from the logits of all positions"
         default = loss_obstacle(model) or f"default in {model.lm_head.weight.dtype}"
         lines.append(f"loss in training: {way} ({reason('fuse_linear_cross_entropy', default)})")
     return "\n".join(lines)
-
-
-def _recomputed(chosen: str | None, weight: Tensor) -> str:
-    level = level_of(chosen, weight.device)
-    if level == level_of(chosen, weight.device, 0):
-        return level
-    return f"{level}, none in batches of up to {SMALL_BATCH // len(weight):,} tokens"

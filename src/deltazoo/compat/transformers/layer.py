@@ -129,7 +129,10 @@ class AcceleratedLayer:
         q, k, v = self._heads(qkv.split(_widths(projections), dim=-1))
         inputs = self._rule_inputs(*l2_normalize_both(q, k), v, projections).mask_padding(sequences)
         if positions is not None and not isinstance(sequences, SharedSequences):
-            inputs = _forget_at_starts(inputs, positions)
+            # A log-decay of -inf, which has no gradient, begins every document with an empty state.
+            log_decay: Any = inputs.log_decay
+            starts = (positions == 0).reshape(*positions.shape, *[1] * (log_decay.ndim - 2))
+            inputs = inputs._replace(log_decay=log_decay.masked_fill(starts, -torch.inf))
         output, new_state = self.apply_rule(inputs, before, sequences)
         if cache is not None:
             cache.update_conv_state(window, self.layer_idx, conv_kernel_size=window.shape[-1])
@@ -210,7 +213,9 @@ class AcceleratedLayer:
     def _norm_and_gate(self: Any, output: Tensor, gate: Tensor) -> Tensor:
         norm = self.get_submodule(self.arrangement.norm)
         activation = getattr(norm, "activation", "silu")  # older versions know no other
-        if not (self.fuses(output) and activation in ("silu", "sigmoid") and _is_plain(norm, self.original)):
+        # Neither an adapter nor a hook, and not FLA's norm.
+        is_plain = not is_hooked(norm) and type(norm).__module__ == self.original.__module__
+        if not (self.fuses(output) and activation in ("silu", "sigmoid") and is_plain):
             return norm(output, gate)
         return fused.gated_rms_norm(output, gate, norm.weight, norm.variance_epsilon, activation, fused=True)
 
@@ -233,11 +238,6 @@ def rule_of(layer: Any, arrangement: LayerArrangement, backend: str | None) -> R
     key_dim, value_dim = _head_dims(layer)
     spec, dtype = get_rule(arrangement.rule), norm.weight.dtype
     return RuleDescription(spec, 1, False, backend, device, dtype, key_dim, value_dim)
-
-
-def _is_plain(norm: nn.Module, original: type[nn.Module]) -> bool:
-    """Whether the norm is the original model's own class, without an adapter or a hook; FLA's norm is not."""
-    return not is_hooked(norm) and type(norm).__module__ == original.__module__
 
 
 def _head_dims(layer: Any) -> tuple[int, int]:
@@ -264,13 +264,6 @@ def _fused_convolution(x: Tensor, weight: Tensor, older: Tensor | None, position
     joined = x.flatten(0, 1)[None]
     packing = {"sequence": first_tokens, "cu_seqlens": tokens.int()}
     return fused.short_convolution(joined, weight, **packing, fused=True).view_as(x)
-
-
-def _forget_at_starts(inputs: RuleInputs, positions: Tensor) -> RuleInputs:
-    """Inputs that begin every document with an empty state, by a log-decay of -inf, which has no gradient."""
-    log_decay: Any = inputs.log_decay
-    starts = (positions == 0).reshape(*positions.shape, *[1] * (log_decay.ndim - 2))
-    return inputs._replace(log_decay=log_decay.masked_fill(starts, -torch.inf))
 
 
 def stored_state(cache: Cache | None, layer_idx: int, taps: int, qkv: Tensor) -> LayerState | None:

@@ -130,16 +130,11 @@ def surroundings(x: Tensor) -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-        _matmul_precision(),
+        # torch's older function raises once the newer attribute (2.9) has been set.
+        getattr(cuda.matmul, "fp32_precision", None) or torch.get_float32_matmul_precision(),
         torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
         torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
         (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
         torch.get_default_dtype(),
         scans_again(),
     )
-
-
-def _matmul_precision() -> str:
-    """The precision of float32 products. torch's older function raises once the newer attribute (2.9) has been set."""
-    newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    return torch.get_float32_matmul_precision() if newer is None else newer

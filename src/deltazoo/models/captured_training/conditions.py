@@ -85,7 +85,9 @@ def _why_not_module(module: Any, device: torch.device) -> str | None:
         return f"it is a {kind.__module__}.{kind.__qualname__}, which may do more than a graph repeats"
     if is_fsdp_managed_module(module):
         return "FSDP frees its parameters and gathers them elsewhere"
-    if not all(_may_sleep(hook) for hooks in HOOKS for hook in getattr(module, hooks).values()):
+    # Hooks of transformers do nothing unless outputs of single layers are asked for.
+    registered = (hook for hooks in HOOKS for hook in getattr(module, hooks).values())
+    if any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in registered):
         return "it has hooks"
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         return "its forward pass has been replaced"
@@ -106,11 +108,6 @@ def _why_not_tensor(x: Tensor, device: torch.device) -> str | None:
     if x.requires_grad and not isinstance(x, nn.Parameter):
         return "requires a gradient and is no parameter"
     return None
-
-
-def _may_sleep(hook: Any) -> bool:
-    """Whether a hook is one of transformers, which does nothing unless outputs of single layers are asked for."""
-    return getattr(hook, "__module__", "") == output_capturing.__name__
 
 
 def checkpointing_of(module: nn.Module) -> tuple[dict[str, Any] | None, str | None]:
