@@ -214,18 +214,10 @@ for _config in CONFIG_CLASSES[1:]:
         globals()[_name] = type(_name, _bases, _members)
 
 __all__ = [  # noqa: PLE0604
-    "CombaConfig",
-    "DeltaNetConfig",
     "DeltaRuleForQuestionAnswering",
     "DeltaRuleForSequenceClassification",
     "DeltaRuleForTokenClassification",
-    "EFLAConfig",
-    "GatedDeltaNetConfig",
-    "GatedDeltaProductConfig",
-    "GatedLinearAttentionConfig",
-    "KDAConfig",
-    "PrecondGatedDeltaNetConfig",
-    "PrecondKDAConfig",
+    *(config.__name__ for config in CONFIG_CLASSES[1:]),
     *(class_name(config.__name__, head) for config in CONFIG_CLASSES[1:] for head in HEADS),
 ]
 
