@@ -294,7 +294,7 @@ def test_descriptions_move_between_devices():
     model, ids = tiny_model("hybrid"), tokens(2, 5)
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     for kwargs in ({"attention_mask": mask}, {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}, {}):
-        described = model.model.describe(ids, kwargs.get("attention_mask"), kwargs.get("position_ids"), None, {})
+        described = model.model.describe(ids, None, kwargs)
         moved = described.to("meta", non_blocking=True)
         tensors = [moved.position_ids, moved.attention_mask, *vars(moved.sequences).values()]
         devices = {x.device.type for x in tensors if isinstance(x, torch.Tensor)}

@@ -26,9 +26,6 @@ def load_rule_file(path: str | Path) -> list[str]:
 
     The module has the file's name, as after `import my_rule`. Models record that name.
 
-    Returns:
-        The names of the rules that it registered.
-
     Raises:
         ValueError: no such file, a name that another module has, or an error in the file, with its line. Rules that
             the file registered before the error are forgotten.

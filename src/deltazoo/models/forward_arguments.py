@@ -76,9 +76,7 @@ def describe_arguments(
     tokens: Tensor,
     cache: Cache | None,
     past_length: int | Tensor,
-    attention_mask: Tensor | Mapping[str, Tensor | None] | None,
-    position_ids: Tensor | None,
-    kwargs: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> BatchDescription:
     """The description of a batch: where its sequences begin, and which tokens are padding.
 
@@ -87,16 +85,11 @@ def describe_arguments(
         tokens: `[B, T]` numbers or `[B, T, hidden_size]` embeddings.
         cache: the cache that the tokens continue and fill.
         past_length: number of tokens in it.
-        attention_mask, position_ids: see `describe_batch`.
-        kwargs: further arguments, among them those that describe packed documents.
+        arguments: arguments of the forward pass, among them those of `describe_batch`.
     """
+    names = ("attention_mask", "position_ids", *PACKING_ARGUMENTS)
+    given: dict[str, Any] = {name: arguments.get(name) for name in names} | {"fills_cache": cache is not None}
     batch_size, num_tokens = tokens.shape[:2]
-    given: dict[str, Any] = {
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-        "fills_cache": cache is not None,
-        **{key: kwargs[key] for key in PACKING_ARGUMENTS if kwargs.get(key) is not None},
-    }
     if context is None:
         return describe_batch(batch_size, num_tokens, past_length, tokens.device, **given)
     wrong_cache = why_not_shared(cache)

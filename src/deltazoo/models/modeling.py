@@ -181,7 +181,8 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             self.prepare_cache(cache)
         batch = delta_batch
         if batch is None:
-            batch = self.describe(inputs_embeds, attention_mask, position_ids, cache, kwargs)
+            given = {"attention_mask": attention_mask, "position_ids": position_ids}
+            batch = self.describe(inputs_embeds, cache, kwargs | given)
         if batch.beyond_one_row:
             refuse_several_documents(row_head)
         recomputes = self.training and self.runtime.recompute not in (None, "none")
@@ -195,20 +196,12 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         hidden_states = run_blocks(self, calls, inputs_embeds, wanted=self.runtime.captured_training is not False)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})  # type: ignore[arg-type]
 
-    def describe(
-        self,
-        tokens: Tensor,
-        attention_mask: Tensor | Mapping[str, Tensor | None] | None,
-        position_ids: Tensor | None,
-        cache: Cache | None,
-        kwargs: Mapping[str, Any],
-    ) -> BatchDescription:
-        """The description of a batch; `tokens` are `[B, T]` numbers or `[B, T, hidden_size]` embeddings."""
+    def describe(self, tokens: Tensor, cache: Cache | None, arguments: Mapping[str, Any]) -> BatchDescription:
+        """The description of a batch of the forward pass; see `describe_arguments`."""
         # A pipeline stage fills only its own layers of the cache; transformers replaces the others by identities.
         here = next((i for i, layer in enumerate(self.layers) if not isinstance(layer, nn.Identity)), 0)
         past_length = 0 if cache is None else cache.get_seq_length(here)
-        context = self.deltazoo_context
-        return describe_arguments(context, tokens, cache, past_length, attention_mask, position_ids, kwargs)
+        return describe_arguments(self.deltazoo_context, tokens, cache, past_length, arguments)
 
     def _softmax_inputs(
         self, x: Tensor, batch: BatchDescription, cache: Cache | None, kwargs: Mapping[str, Any]
@@ -277,7 +270,8 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         if labels is not None and tokens is not None:
             if cache is not None:
                 self.prepare_cache(cache)
-            batch = self.model.describe(tokens, attention_mask, position_ids, cache, kwargs)
+            given = {"attention_mask": attention_mask, "position_ids": position_ids}
+            batch = self.model.describe(tokens, cache, kwargs | given)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

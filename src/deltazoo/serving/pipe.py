@@ -168,7 +168,6 @@ class RemoteEngine:
         """The streams of requests, after queueing all or none of them.
 
         Args:
-            requests: the requests to queue.
             notify: function called with each output of any of them.
 
         Raises:

@@ -283,7 +283,7 @@ def _describe(
         check_cache(cache, model.config.num_hidden_layers)
         past_length = cache.get_seq_length()
     mask = _token_mask(kwargs)
-    batch = describe_arguments(context, tokens, cache, past_length, mask, position_ids, kwargs)
+    batch = describe_arguments(context, tokens, cache, past_length, kwargs | {"attention_mask": mask})
     kwargs["delta_batch"] = batch
     if batch.beyond_one_row:
         refuse_several_documents(row_head)

@@ -164,7 +164,9 @@ class CapturedStack:
             raise NotCapturedError("a block writes to its buffers")
         if waits:
             raise NotCapturedError(f"a block waits for the device: {waits[0]}")
-        if self.draws and any(map(_runs_twice, modules_of(self.call.blocks))):
+        modules = modules_of(self.call.blocks)
+        recomputed = (checkpointing_of(x)[0] is not None or vars(x).get("recompute") == "block" for x in modules)
+        if self.draws and any(recomputed):
             raise NotCapturedError("blocks that run again in the backward pass would draw other random numbers")
         if (needed := self.nbytes * _SPARE) > (free := free_bytes(self.x.device)):
             raise NotCapturedError(f"{needed / 2**30:.1f} GiB would be needed, and {free / 2**30:.1f} are free")
@@ -257,10 +259,6 @@ def _run_again(run: Callable[[], list[Tensor]], outputs: list[Tensor]) -> None:
     """The stand-in for a replay where there are no graphs: it overwrites the outputs of the first run."""
     for place, y in zip(outputs, run(), strict=True):
         place.copy_(y.detach())
-
-
-def _runs_twice(module: nn.Module) -> bool:
-    return checkpointing_of(module)[0] is not None or vars(module).get("recompute") == "block"
 
 
 @contextmanager
