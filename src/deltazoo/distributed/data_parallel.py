@@ -47,7 +47,7 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
         options["mp_policy"] = replace(policy, output_dtype=None)
     blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     if sum(parameter.numel() for parameter in model.parameters()) <= _ONE_GROUP:
-        blocks = blocks[:1] if casts else []  # the first one casts what enters
+        blocks = []
     if casts or _num_dtypes(model) > 1:
         _shard_with_gates(model, blocks, options, of_model)
     else:
