@@ -20,8 +20,8 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
     """The model, sharded by `torch.distributed.fsdp.fully_shard`, with gate parameters in float32.
 
     Each block is a group, whose parameters are gathered when they are needed. Every group takes time of the host, for
-    which GPUs wait in small models: up to half a billion parameters, all blocks are one group, or all but the first
-    under an `mp_policy`.
+    which GPUs wait in small models: up to half a billion parameters, all blocks are one group, and training steps may
+    run captured.
 
     FSDP2 gathers parameters in groups, each of one dtype, and casts a group as its `mp_policy` says. Here the
     parameters that layers keep in float32 (`A_log`, `dt_bias`) form one group of the whole model that is never cast.
