@@ -62,7 +62,7 @@ def fused(p: Problem, kept: Kept | None) -> tuple[Tensor, Tensor]:
         launch_forward(p, kept, p.initial_state, output, final)
         return output, final
     rest = Kept.empty(plan, p.q, keep=False) if kept is None else kept
-    launch_forward(p, kept, p.initial_state, output, final, stopped, rest.large_gain)
+    launch_forward(p, kept, p.initial_state, output, final, stopped, None if plan.per_channel else rest.large_gain)
     complete(p, rest, stopped, output, final)
     return output, final
 

@@ -334,7 +334,7 @@ def prepare_channel_rest_kernel(
 ):  # fmt: skip
     """Store what `prepare_channel_kernel` does for the chunks at which and after which a fused kernel stopped.
 
-    The flags `strong_decay` of those before are `CENTRED`.
+    The flags of those before are `CENTRED`.
     `stopped [B, HV]` has the first such chunk of every head, or NT. Few programs, each for up to 16 `chunks` of a head,
     since often there is nothing to do. Grid (HV, programs, B).
     """
@@ -344,6 +344,8 @@ def prepare_channel_rest_kernel(
     slots, o = i_b.to(tl.int64) * NT * HV + i_h, start + tl.arange(0, 16)
     before = o < tl.minimum(begin, end)
     tl.store(strong_decay + slots + o.to(tl.int64) * HV, CENTRED, mask=before)
+    if BY_GAIN:
+        tl.store(large_gain + slots + o.to(tl.int64) * HV, 0, mask=before)
     for i_t in tl.range(tl.maximum(begin, start), end, num_stages=1):
         first, slot = i_b.to(tl.int64) * T + i_t * C, slots + tl.cast(i_t, tl.int64) * HV
         flag = prepare_chunk(
