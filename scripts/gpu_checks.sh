@@ -9,7 +9,7 @@ set -u
 cd "$(dirname "$0")/.."
 out=${1:-gpu_checks}
 python=${PYTHON:-python3}
-jobs=${JOBS:-$(nproc)}
+jobs=${JOBS:-$(env -u OMP_NUM_THREADS nproc)} # nproc would give that number
 mkdir -p "$out"
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$HOME/.triton/cache}" # one for all processes: nothing is compiled twice

@@ -22,6 +22,7 @@ from ops.triton.machine_code import more_spilled  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
 from deltazoo.ops.call import RuleCall  # noqa: E402
+from deltazoo.ops.context.backends import backend_for  # noqa: E402
 from deltazoo.ops.triton import gluon  # noqa: E402
 from deltazoo.ops.triton.backward import backward  # noqa: E402
 from deltazoo.ops.triton.forward import forward  # noqa: E402
@@ -51,6 +52,7 @@ class Call:
     strict: bool | None = None
     keep: bool = True
     in_place: bool = False
+    shared: bool = False  # rows of several ranks
 
     def launches(self) -> list[tuple[Any, dict[str, Any]]]:
         """Kernels in Gluon and their arguments by name, of forward and backward on meta tensors."""
@@ -77,6 +79,13 @@ class Call:
         update = (e if self.erase_key else None, self.undecayed, 1)
         inputs = (q, k, v, beta, log_decay, 0.1, state, None, self.strict, *update)
         rule_call = RuleCall(*inputs)
+        if self.shared:
+            backend = backend_for("triton", 2 * B)
+            kept = backend.pairs(rule_call)[2]
+            output, ends, states = backend.outputs(rule_call, kept, keep=True)
+            backend.start_gradients(rule_call, (*kept, *states), output, ends)
+            backend.gradients(rule_call, (*kept, *states), output, ends)
+            return
         output, final_state, kept = forward(Problem(rule_call), self.keep)
         backward(rule_call, kept, output, final_state if self.state else None, self.in_place)
 
@@ -86,6 +95,7 @@ CALLS = [
     Call(decay="scalar", erase_key=True, few=True),
     Call(decay="channel", few=True, state=False),
     Call(decay="channel", keep=False, in_place=True),
+    Call(decay="channel", shared=True),
 ]
 MORE_CALLS = [
     Call(decay="none", strict=False, dtype=torch.float16),

@@ -91,7 +91,7 @@ OBSTACLES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("forward recorded backward gradients", lambda p: p.dtype != torch.bfloat16, "inputs are {p.dtype}"),
     ("forward recorded backward", lambda p: p.strict, "precision is strict"),
     ("forward recorded backward", lambda p: p.reads_otherwise, "the erase reads with other keys or before the decay"),
-    ("recorded", lambda p: p.segments > 1, "long rows are cut into segments"),
+    ("recorded", lambda p: p.segments > 1 or p.shared, "long rows are cut into segments"),
     ("forward", lambda p: p.segments > 1 and p.per_channel, "long rows are cut into segments"),
     ("forward recorded", lambda p: p.leaves_idle, "{p.row_heads} heads in all leave multiprocessors idle"),
     ("recorded backward", lambda p: p.heads * p.segments < MIN_HEADS, "there are few heads"),
@@ -185,7 +185,9 @@ class Plan:
         self.slots = self.B * self.NT * self.HV
         """Chunks of all rows and value heads: the first dimension of tensors kept per chunk."""
         self.segments, self.segment_chunks = 1, self.NT
-        if sequences is None and whole_segments is None:
+        self.shared = whole_segments is not None
+        """Whether several ranks share the rows, whose segments are the sequences here."""
+        if sequences is None and not self.shared:
             self.segments, self.segment_chunks = segments_of(self.NT, self.B * self.HV * -(-self.V // 64))
         self.scans = self.N * self.segments
         """Independent scans: sequences, or their segments."""
