@@ -153,6 +153,19 @@ def test_autocast():
         assert replayed(captured) == STEPS - 2, reasons(captured)
 
 
+def test_parameters_that_fsdp2_gathers():
+    from deltazoo.distributed import fully_shard_model
+
+    torch.distributed.init_process_group("nccl", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        eager, captured = map(fully_shard_model, both(own))
+        found = [train(model, batches("plain", (2, 256))) for model in (eager, captured)]
+        assert_same(*[[[loss, *[d.to_local() for d in gradients]] for loss, *gradients in steps] for steps in found])
+    finally:
+        torch.distributed.destroy_process_group()
+    assert replayed(captured) == STEPS - 2, reasons(captured)
+
+
 def test_empty_sequences_at_the_end_change_no_bit():
     from deltazoo.layers.sequences import PackedSequences
 

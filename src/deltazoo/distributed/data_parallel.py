@@ -20,8 +20,8 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
     """The model, sharded by `torch.distributed.fsdp.fully_shard`, with gate parameters in float32.
 
     Each block is a group, whose parameters are gathered when they are needed. Every group takes time of the host, for
-    which GPUs wait in small models: up to half a billion parameters, all blocks are one group, or all but the first
-    under an `mp_policy`.
+    which GPUs wait in small models: up to half a billion parameters, all blocks are one group, and training steps may
+    run captured.
 
     FSDP2 gathers parameters in groups, each of one dtype, and casts a group as its `mp_policy` says. Here the
     parameters that layers keep in float32 (`A_log`, `dt_bias`) form one group of the whole model that is never cast.
@@ -47,7 +47,7 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
         options["mp_policy"] = replace(policy, output_dtype=None)
     blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     if sum(parameter.numel() for parameter in model.parameters()) <= _ONE_GROUP:
-        blocks = blocks[:1] if casts else []  # the first one casts what enters
+        blocks = []
     if casts or _num_dtypes(model) > 1:
         _shard_with_gates(model, blocks, options, of_model)
     else:

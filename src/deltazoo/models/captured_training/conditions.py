@@ -83,8 +83,6 @@ def _why_not_module(module: Any, device: torch.device) -> str | None:
     kind: Any = type(module)
     if not (kind.__module__.startswith(_KNOWN_PACKAGES) or isinstance(module, DeltaRuleAttention)):
         return f"it is a {kind.__module__}.{kind.__qualname__}, which may do more than a graph repeats"
-    if is_fsdp_managed_module(module):
-        return "FSDP frees its parameters and gathers them elsewhere"
     # Hooks of transformers do nothing unless outputs of single layers are asked for.
     registered = (hook for hooks in HOOKS for hook in getattr(module, hooks).values())
     if any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in registered):
@@ -136,6 +134,7 @@ class BlocksState:
     Attributes:
         places: dictionary, name and tensor of each parameter, buffer and tensor among the attributes of a module.
         parameters: the parameters, each once.
+        gathered: all of them under FSDP, which frees them and gathers them elsewhere in every step; else none.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], config: Any) -> None:
@@ -144,7 +143,10 @@ class BlocksState:
         self.places = [(by, name, x) for by in holders for name, x in by.items() if isinstance(x, Tensor)]
         self._tensors = list({id(x): x for *_, x in self.places}.values())
         self.parameters = [x for x in self._tensors if type(x) is nn.Parameter]
-        self._addresses, self._forms = self._read(Tensor.data_ptr), self._read_forms()
+        divided = any(map(is_fsdp_managed_module, modules_of(blocks)))
+        self.gathered = self.parameters if divided else []
+        self._fixed = [x for x in self._tensors if not divided or type(x) is not nn.Parameter]
+        self._addresses, self._forms = list(map(Tensor.data_ptr, self._fixed)), self._read_forms()
         # Dictionaries compare values by identity first, and modules and most other objects have no other comparison.
         # Tensors of one element compare by value, others raise.
         self._scalars = [(by, name, x) for by, name, x in self.places if x.numel() < 2]
@@ -158,8 +160,8 @@ class BlocksState:
         self._nested_then = _copied(self._nested)
 
     def in_place(self) -> bool:
-        """Whether all tensors are where they were, so that a graph may read them."""
-        return self._read(Tensor.data_ptr) == self._addresses
+        """Whether all tensors that a graph reads are where they were."""
+        return list(map(Tensor.data_ptr, self._fixed)) == self._addresses
 
     def same(self) -> bool:
         """Whether everything but the addresses is as it was."""

@@ -7,6 +7,7 @@ pass, and a backward pass that will be differentiated.
 
 The graphs are captured on aliases of the parameters: other parameters in the same memory, put in the modules' places
 during the capture. So hooks of the parameters do not run then, and nodes that DDP keeps for them stay on their streams.
+Parameters that FSDP gathers in every step are copied before a replay: their aliases have memory of their own.
 """
 
 import warnings
@@ -45,6 +46,7 @@ class GraphMemory:
         self.pool = torch.cuda.graph_pool_handle() if on_gpu else None
         self._last_stream: torch.cuda.Stream | None = None
         self._last_pass: Callable[[], _ForwardPass | None] = lambda: None
+        self.copies = weakref.WeakValueDictionary[int, Tensor]()  # of gathered parameters, by their ids
 
     @property
     def pending(self) -> bool:
@@ -100,7 +102,12 @@ class CapturedStack:
         self.trained: list[Tensor] = [p for p in self.state.parameters if p.requires_grad]
         self.draws, self.nbytes, self.stale = False, 0, 0
         self._live: Tensor | None = None
-        self._aliases = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.state.parameters}
+        copies = {id(p): memory.copies.setdefault(id(p), p.detach().clone()) for p in self.state.gathered}
+        gathered = _by_dtype(sorted(self.state.gathered, key=_dtype_name))
+        self._copied = [([copies[id(p)] for p in group], group) for group in gathered]
+        self._aliases = {
+            id(p): nn.Parameter(copies.get(id(p), p.detach()), p.requires_grad) for p in self.state.parameters
+        }
         random_state = self.generator.get_state()
         try:
             with torch.cuda.device(x.device) if x.is_cuda else nullcontext(), _checkpoints_without_states(call.blocks):
@@ -110,7 +117,7 @@ class CapturedStack:
                 torch.clear_autocast_cache()
                 self.d_hidden = torch.zeros_like(self.hidden)
                 gradients, self._replay_backward = self._record(self._backward)
-                self.gradients = [list(group) for _, group in groupby(gradients, attrgetter("dtype"))]
+                self.gradients = _by_dtype(gradients)
             if not self.state.same():
                 raise NotCapturedError("a block changes its own attributes while it runs")
         finally:
@@ -173,7 +180,7 @@ class CapturedStack:
         # Autograd runs hooks for a gradient of None, too: DDP would take the parameter for ready.
         used = gradients[len(gradients) - len(self.trained) :]
         trained = [p for p, d in zip(self.trained, used, strict=True) if d is not None]
-        self.trained = sorted(trained, key=lambda p: str(p.dtype))  # gradients of one dtype are copied together
+        self.trained = sorted(trained, key=_dtype_name)  # gradients of one dtype are copied together
 
     def _record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], object]]:
         """The results of a run, at addresses to which a replay writes, and the replay itself."""
@@ -201,6 +208,8 @@ class CapturedStack:
         """A copy of the hidden states, where autograd does not record."""
         self.memory.on_current_stream()
         torch._foreach_copy_([self.x, *self.tensors], [x, *tensors])
+        for copies, gathered in self._copied:
+            torch._foreach_copy_(copies, gathered)
         self._replay_forward()
         return self.hidden.clone()
 
@@ -259,6 +268,15 @@ def _run_again(run: Callable[[], list[Tensor]], outputs: list[Tensor]) -> None:
     """The stand-in for a replay where there are no graphs: it overwrites the outputs of the first run."""
     for place, y in zip(outputs, run(), strict=True):
         place.copy_(y.detach())
+
+
+def _dtype_name(x: Tensor) -> str:
+    return str(x.dtype)
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors in lists of one dtype, over which one launch computes; those of a dtype follow each other."""
+    return [list(group) for _, group in groupby(tensors, attrgetter("dtype"))]
 
 
 @contextmanager

@@ -3,12 +3,10 @@
 import torch
 from torch import Tensor
 
-from deltazoo.ops.triton.chunk.inverse import launch_invert
 from deltazoo.ops.triton.chunk.prepare import launch_prepare_rest
 from deltazoo.ops.triton.gluon import MISSING
 from deltazoo.ops.triton.problem import Kept, Problem
 from deltazoo.ops.triton.stages import chain, prepare, scan, scan_once, segment_starts
-from deltazoo.ops.triton.tiles import CHUNK
 
 if MISSING is None:
     from deltazoo.ops.triton.hopper.forward import launch_forward
@@ -60,9 +58,12 @@ def fused(p: Problem, kept: Kept | None) -> tuple[Tensor, Tensor]:
         if stopped is not None:  # the other launch left the same chunks, which are prepared
             scan_once(p, kept, "state", p.v, final, final, output, None, None, True, stopped)
         return output, final.unflatten(0, (plan.N, plan.segments))[:, -1].contiguous()
-    launch_forward(p, kept, p.initial_state, output, final, stopped)
-    if stopped is not None:
-        complete(p, Kept.empty(plan, p.q, keep=False) if kept is None else kept, stopped, output, final)
+    if stopped is None:
+        launch_forward(p, kept, p.initial_state, output, final)
+        return output, final
+    rest = Kept.empty(plan, p.q, keep=False) if kept is None else kept
+    launch_forward(p, kept, p.initial_state, output, final, stopped, None if plan.per_channel else rest.large_gain)
+    complete(p, rest, stopped, output, final)
     return output, final
 
 
@@ -70,7 +71,7 @@ def fused_starts(p: Problem, kept: Kept, stopped: Tensor | None) -> Tensor:
     """The first state of each segment, from a fused kernel that prepares the chunks for the scan of transitions."""
     assert kept.starts is not None and kept.transitions is not None
     added = torch.empty_like(kept.starts)
-    launch_forward(p, kept, None, None, added, stopped)
+    launch_forward(p, kept, None, None, added, stopped, kept.large_gain)
     if stopped is not None:
         complete(p, kept, stopped, None, added)
     scan(p, kept, None, None, kept.transitions)
@@ -79,13 +80,9 @@ def fused_starts(p: Problem, kept: Kept, stopped: Tensor | None) -> Tensor:
 
 def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor | None, final: Tensor) -> None:
     """Complete the chunks that the fused forward pass left, from the states in `final`; strict unless per channel."""
-    plan = p.plan
-    if plan.per_channel:
+    if p.plan.per_channel:
         prepare(p, kept, stopped)
         scan(p, kept, p.v, final, final, output, kept.U, kept.states, stopped)
-        return
-    # With heads of 128 the rows of L are as long as those of the states, which the last launch stores over them.
-    strict_L = p.float32(plan.slots, CHUNK, CHUNK) if kept.states is None else kept.states[0].view(torch.float32)
-    launch_prepare_rest(p, kept, stopped, strict_L)
-    launch_invert(plan, kept.large_gain, strict_L, kept.AP)
-    scan_once(p, kept, "state", p.v, final, final, output, kept.U, kept.states, True, stopped)
+    else:
+        launch_prepare_rest(p, kept)
+        scan_once(p, kept, "state", p.v, final, final, output, kept.U, kept.states, True, stopped)

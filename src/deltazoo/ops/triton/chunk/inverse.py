@@ -137,26 +137,17 @@ def store_strict(L, AP, C: tl.constexpr):
 
 
 @triton.jit
-def strict_L_offsets(slot, i_h, HV, C: tl.constexpr):
-    """Offsets of the rows of a chunk's L in `[B, NT * C, HV, C]`.
-
-    Heads are side by side, as in the states by token, so that L can lie in the memory of its own chunk's states
-    (`forward.complete`) and spares those of other heads.
-    """
-    o_c = tl.arange(0, C)
-    return (slot - i_h) * (C * C) + i_h * C + o_c[:, None] * (HV * C) + o_c[None, :]
-
-
-@triton.jit
 def store_inverse(
-    L, gain, AP, large_gain, strict_L, slot, i_h, HV, C: tl.constexpr, STRICT: tl.constexpr, BY_GAIN: tl.constexpr,
+    L, gain, AP, large_gain, strict_L, slot, C: tl.constexpr, STRICT: tl.constexpr, BY_GAIN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the transposed inverse of a fast chunk, or L of a strict one, which `invert_kernel` inverts.
 
-    With BY_GAIN the erase gain decides, and the decision is stored in `large_gain` for later kernels.
+    With BY_GAIN the erase gain decides, and the decision is stored in `large_gain` for later kernels. Without memory
+    for L, the inverse of a strict chunk is stored, too.
     """
-    o_cc = strict_L_offsets(slot, i_h, HV, C)
+    o_c = tl.arange(0, C)
+    o_cc = slot * (C * C) + o_c[:, None] * C + o_c[None, :]
     AP += slot * (2 * C * C)
     if BY_GAIN:
         large = gain > MAX_FAST_GAIN
@@ -165,14 +156,16 @@ def store_inverse(
             tl.store(strict_L + o_cc, L)
         else:
             store_fast(L, AP, C, PRECISION)
+    elif STRICT and strict_L is None:
+        store_strict(L, AP, C)
     elif STRICT:
         tl.store(strict_L + o_cc, L)
     else:
         store_fast(L, AP, C, PRECISION)
 
 
-@triton.jit(do_not_specialize=["chunks", "slots", "HV"])
-def invert_kernel(large_gain, strict_L, AP, chunks, slots, HV, C: tl.constexpr):
+@triton.jit(do_not_specialize=["chunks", "slots"])
+def invert_kernel(large_gain, strict_L, AP, chunks, slots, C: tl.constexpr):
     """The strict inverse of all chunks whose `large_gain` is set, or of all chunks if `large_gain` is None.
 
     One program handles up to 16 neighbouring `chunks`, of `slots` in all. It is a separate kernel because it takes more
@@ -184,10 +177,11 @@ def invert_kernel(large_gain, strict_L, AP, chunks, slots, HV, C: tl.constexpr):
         large = tl.load(large_gain + start + o, mask=o < count, other=0)
         if tl.max(large, 0) == 0:
             return
-    for i in tl.range(0, count, num_stages=1):
+    for i in tl.range(0, count, num_stages=1, disable_licm=True):
         slot = start + i
         if large_gain is None or tl.load(large_gain + slot) != 0:
-            L = tl.load(strict_L + strict_L_offsets(slot, slot % HV, HV, C))
+            o_c = tl.arange(0, C)
+            L = tl.load(strict_L + slot * (C * C) + o_c[:, None] * C + o_c[None, :])
             # Adding L to a product of zeros gives it the layout over threads that `inverse` needs.
             none = tl.zeros([C, 16], dtype=AP.dtype.element_ty)
             L = tl.dot(none, tl.trans(none), L)
@@ -197,7 +191,7 @@ def invert_kernel(large_gain, strict_L, AP, chunks, slots, HV, C: tl.constexpr):
 @per_plan
 def _constants(plan: Plan) -> Constants:
     grid, neighbours = plan.neighbour_grid()
-    return Constants(*grid, HV=plan.HV, C=CHUNK, **neighbours, **plan.tiles.invert)
+    return Constants(*grid, C=CHUNK, **neighbours, **plan.tiles.invert)
 
 
 def launch_invert(plan: Plan, large_gain: Tensor | None, strict_L: Tensor, AP: Tensor | None) -> None:

@@ -33,15 +33,12 @@ def decay_before(G):
 
 @triton.jit
 def prepare_chunk(
-    q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, slot, first, rows, i_h, least_gain,
-    scale, H, HV, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, HAS_BETA: tl.constexpr,
+    q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, slot, first, rows, i_h, scale, H, HV,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, HAS_BETA: tl.constexpr,
     STRICT: tl.constexpr, BY_GAIN: tl.constexpr, MICRO_STEPS: tl.constexpr, UNDECAYED: tl.constexpr,
     GROUPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store A, P, step sizes and cumulative decay of the chunk `slot`, whose `rows` rows begin at row `first`.
-
-    A largest erase gain below `least_gain` counts as `least_gain`.
-    """
+    """Store A, P, step sizes and cumulative decay of the chunk `slot`, whose `rows` rows begin at row `first`."""
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     m_c, m_ck = o_c < rows, (o_c < rows)[:, None] & (o_k < K)[None, :]
     below, above = o_c[:, None] > o_c[None, :], o_c[:, None] < o_c[None, :]
@@ -78,14 +75,12 @@ def prepare_chunk(
             gains = tl.where(above | below, 0.0, L)
             if erase_key is not None:  # the gain of any two tokens, which together can flip the sign of the state
                 gains = tl.abs(tl.where(above, 0.0, L))
-            gain = tl.maximum(tl.max(tl.max(gains, 1), 0), least_gain)
+            gain = tl.max(tl.max(gains, 1), 0)
         if DECAY == "scalar":
             if UNDECAYED:
                 D = tl.exp2(decay_before(b_G)[:, None] - b_G[None, :])
             L *= D
-        store_inverse(
-            tl.where(below, L, 0.0), gain, AP, large_gain, strict_L, slot, i_h, HV, C, STRICT, BY_GAIN, PRECISION
-        )
+        store_inverse(tl.where(below, L, 0.0), gain, AP, large_gain, strict_L, slot, C, STRICT, BY_GAIN, PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "HV"])
@@ -107,37 +102,34 @@ def prepare_kernel(
             tl.store(large_gain + slot, 0)
         return
     prepare_chunk(
-        q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, slot, first, rows, i_h, 0.0,
-        scale, H, HV, K, BK, C, DECAY, HAS_BETA, STRICT, BY_GAIN, MICRO_STEPS, UNDECAYED, GROUPED, PRECISION,
+        q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, slot, first, rows, i_h, scale,
+        H, HV, K, BK, C, DECAY, HAS_BETA, STRICT, BY_GAIN, MICRO_STEPS, UNDECAYED, GROUPED, PRECISION,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["chunks", "T", "NT", "segments", "segment_chunks", "H", "HV"])
+@triton.jit(do_not_specialize=["chunks", "slots", "T", "NT", "H", "HV"])
 def prepare_rest_kernel(
-    q, k, beta, log_decay, stopped, AP, chunk_beta, G, large_gain, strict_L, chunks, scale, T, NT, segments,
-    segment_chunks, H, HV, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, beta, log_decay, large_gain, AP, chunk_beta, G, chunks, slots, scale, T, NT, H, HV, K: tl.constexpr,
+    BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of `prepare_kernel` for the chunks from the one on at which a fused kernel stopped.
+    """Store the results of `prepare_kernel`, and the strict inverse, of all chunks whose `large_gain` is set.
 
-    `stopped [B * segments, HV]` has the first such chunk of every head of a row or segment, or the number of its
-    chunks. It counts as a chunk with a large erase gain, so
-    that the strict scan begins there. There are few programs, each for up to 16 `chunks` of a head, since there is
-    nearly always nothing to do. Grid (HV, programs, B * segments).
+    One program handles up to 16 neighbouring `chunks`, of `slots` in all, of several heads: the chunks that a fused
+    kernel left are all those of a head from one on, if there are any at all. Grid (programs,).
     """
-    i_h, start, i_n = tl.program_id(0), tl.program_id(1) * chunks, tl.program_id(2)
-    i_b, before = i_n // segments, i_n % segments * segment_chunks
-    begin = tl.load(stopped + i_n * HV + i_h)
-    end = tl.minimum(start + chunks, tl.minimum(NT - before, segment_chunks))
-    slots, o = (i_b.to(tl.int64) * NT + before) * HV + i_h, start + tl.arange(0, 16)
-    tl.store(large_gain + slots + o.to(tl.int64) * HV, 0, mask=o < tl.minimum(begin, end))
-    for i_t in tl.range(tl.maximum(begin, start), end, num_stages=1):
-        first, slot = i_b.to(tl.int64) * T + (before + i_t) * C, slots + tl.cast(i_t, tl.int64) * HV
-        prepare_chunk(
-            q, k, None, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, slot, first,
-            tl.minimum(T - (before + i_t) * C, C), i_h, tl.where(i_t == begin, float("inf"), 0.0), scale, H, HV, K, BK,
-            C, DECAY, True, False, True, 1, False, GROUPED, PRECISION,
-        )  # fmt: skip
+    start, o = tl.program_id(0) * chunks, tl.arange(0, 16)
+    count = tl.minimum(slots - start, chunks)
+    if tl.max(tl.load(large_gain + start + o, mask=o < count, other=0), 0) == 0:
+        return
+    for slot in tl.range(start, start + count, num_stages=1, disable_licm=True):
+        if tl.load(large_gain + slot) != 0:
+            i_n, i_h = slot // HV, slot % HV
+            i_b, i_t = tl.cast(i_n // NT, tl.int64), i_n % NT
+            prepare_chunk(
+                q, k, None, beta, log_decay, AP, chunk_beta, G, None, None, tl.cast(slot, tl.int64),
+                i_b * T + i_t * C, tl.minimum(T - i_t * C, C), i_h, scale, H, HV, K, BK, C, DECAY, True,
+                True, False, 1, False, GROUPED, PRECISION,
+            )  # fmt: skip
 
 
 @per_plan
@@ -163,19 +155,16 @@ def launch_prepare(p: Problem, kept: Kept, strict_L: Tensor | None) -> None:
 
 @per_plan
 def _constants_of_rest(plan: Plan) -> Constants:
-    chunks = plan.neighbours
-    HV, _, B = plan.chunk_grid()
+    grid, neighbours = plan.neighbour_grid()
     return Constants(
-        HV, -(-plan.segment_chunks // chunks), B * plan.segments, chunks=chunks, scale=plan.scale, T=plan.T,
-        NT=plan.NT, segments=plan.segments, segment_chunks=plan.segment_chunks, H=plan.H, HV=plan.HV, K=plan.K,
-        BK=plan.tiles.BK, C=CHUNK, DECAY=plan.decay, GROUPED=plan.grouped, PRECISION="tf32", maxnreg=168,
-        **plan.tiles.prepare,
+        *grid, scale=plan.scale, T=plan.T, NT=plan.NT, H=plan.H, HV=plan.HV, K=plan.K, BK=plan.tiles.BK, C=CHUNK,
+        DECAY=plan.decay, GROUPED=plan.grouped, PRECISION="tf32", **neighbours, **plan.tiles.invert,
     )  # fmt: skip
 
 
-def launch_prepare_rest(p: Problem, kept: Kept, stopped: Tensor, strict_L: Tensor) -> None:
+def launch_prepare_rest(p: Problem, kept: Kept) -> None:
     """Fill the kept tensors of the chunks that the fused forward pass left, all of them strict."""
     launch(
         prepare_rest_kernel, _constants_of_rest(p.plan),
-        p.q, p.k, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.large_gain, strict_L,
+        p.q, p.k, p.beta, p.log_decay, kept.large_gain, kept.AP, kept.beta, kept.G,
     )  # fmt: skip

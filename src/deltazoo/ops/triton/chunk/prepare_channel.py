@@ -277,9 +277,7 @@ def prepare_chunk(
             if erase_key is not None:  # the gain of any two tokens, which together can flip the sign of the state
                 gains = tl.abs(tl.where(diagonal | below, L, 0.0))
             gain = tl.max(tl.max(gains, 1), 0)
-        store_inverse(
-            tl.where(below, L, 0.0), gain, AP, large_gain, strict_L, slot, i_h, HV, C, STRICT, BY_GAIN, PRECISION
-        )
+        store_inverse(tl.where(below, L, 0.0), gain, AP, large_gain, strict_L, slot, C, STRICT, BY_GAIN, PRECISION)
     return flag
 
 

@@ -312,10 +312,10 @@ def carry_state(
 
 @jit(do_not_specialize=["T", "segments", "chunks", "H", "HV"])
 def hopper_forward_kernel(
-    q_tiles, k_tiles, v_tiles, o_tiles, beta, log_decay, initial, final, stopped, U_tiles, states_tiles, AP_tiles,
-    chunk_beta, chunk_G, q_in_tiles, k_in_tiles, k_out_tiles, scale, T, segments, chunks, H, HV, DECAY: gl.constexpr,
-    INITIAL: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, QUERIES: gl.constexpr, STAGES: gl.constexpr,
-    STATE_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, o_tiles, beta, log_decay, initial, final, stopped, large_gain, U_tiles, states_tiles,
+    AP_tiles, chunk_beta, chunk_G, q_in_tiles, k_in_tiles, k_out_tiles, scale, T, segments, chunks, H, HV,
+    DECAY: gl.constexpr, INITIAL: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, QUERIES: gl.constexpr,
+    STAGES: gl.constexpr, STATE_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Store output and final states; DECAY is "none", "scalar" (per head) or "channel". Grid (B * segments * HV,).
 
@@ -325,9 +325,9 @@ def hopper_forward_kernel(
     A program stops at the first chunk that it must not process: with BY_GAIN one whose largest erase gain needs strict
     precision, per channel one that decays too far (`decayed_keys`). It stores the number of this chunk, from the
     segment's start, in `stopped [B * segments, HV]` (the number of chunks if there is none), and the state that enters
-    it in `final`. Outputs from this chunk on are not valid. With KEEP it also stores tensors for the backward pass, of
-    keys and queries per channel those of `decayed_keys`. Without QUERIES, with KEEP, it stores of all this the final
-    states and what other scans of the segments read of the chunks but P.
+    it in `final`. Outputs from this chunk on are not valid, and flags in `large_gain`, if given, are set. With KEEP it
+    also stores tensors for the backward pass, of keys and queries per channel those of `decayed_keys`. Without QUERIES,
+    with KEEP, it stores of all this the final states and what other scans of the segments read of the chunks but P.
     """
     DTYPE: gl.constexpr = k_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -422,7 +422,7 @@ def hopper_forward_kernel(
     copied = (
         tiles, rings, slots, bars, factors, large, beta, chunk_beta, chunk_G, scale, place, i_k, T, HV
     )  # fmt: skip
-    prepared_chunks = (rings, channel, bars, prepared, factors, large, scratch, kept, scale, NC)
+    prepared_chunks = (rings, channel, bars, prepared, factors, large, scratch, kept, large_gain, scale, NC)
     gl.warp_specialize(
         [
             (carry_state, (carried, 0, DECAY, INITIAL, STOPS, KEEP, QUERIES, STAGES)),
@@ -445,11 +445,13 @@ def _constants(plan: Plan, initial: bool, keep: bool, output: bool) -> Constants
 
 
 def launch_forward(
-    p: Problem, kept: Kept | None, initial: Tensor | None, output: Tensor | None, final: Tensor, stopped: Tensor | None
-) -> None:
+    p: Problem, kept: Kept | None, initial: Tensor | None, output: Tensor | None, final: Tensor,
+    stopped: Tensor | None = None, large_gain: Tensor | None = None,
+) -> None:  # fmt: skip
     """Fill output, final state, the number of the chunk at which each head `stopped`, and `kept` if it is given.
 
-    Without `output`, of `kept` it fills A, step sizes and decay only.
+    Flags `large_gain`, if given, are set from this chunk on. Without `output`, of `kept` it fills A, step sizes and
+    decay only.
     """
     plan, log_decay = p.plan, p.log_decay
     filled: tuple[TileView | Tensor | None, ...] = (None,) * 8
@@ -468,5 +470,5 @@ def launch_forward(
         None if output is None else token_tiles(p.q, plan.K),
         token_tiles(p.k, plan.K), token_tiles(p.v, plan.V // 2),
         None if output is None else token_tiles(output, plan.V // 2),
-        p.beta, gates, initial, final, stopped, *filled,
+        p.beta, gates, initial, final, stopped, large_gain, *filled,
     )  # fmt: skip

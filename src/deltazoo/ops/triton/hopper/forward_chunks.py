@@ -98,7 +98,7 @@ def prepare_chunks(
     chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, QUERIES: gl.constexpr, STAGES: gl.constexpr
 ):
     """Compute P, T11, T22 and -L21 of every chunk, and whether its largest gain is too large, by four warps."""
-    rings, channel, bars, prepared, factors, large, scratch, kept, scale, NC = chunks
+    rings, channel, bars, prepared, factors, large, scratch, kept, large_gain, scale, NC = chunks
     q_ring, k_ring, _ = rings
     entries, totals, fewest, log_decay = channel
     full, empty = bars
@@ -280,7 +280,7 @@ def prepare_chunks(
                 if DECAY == "channel":
                     entry.store(gl.full([D], 1.0, gl.float32, SPREAD) if KEEP else total_before.load(SPREAD))
                     total.store(gl.full([D], 1.0, gl.float32, SPREAD))
-                end = c + 1
+                end = 0
         fence_async_shared()  # orders T, L and P of every thread that wrote them
         barrier()  # ... before the arrival, which one thread makes for all
         mbarrier.arrive(ready.index(stage), count=1)
@@ -290,6 +290,12 @@ def prepare_chunks(
             if QUERIES:
                 tma_store(AP_tiles, [row + C, 0], P_slot if DECAY == "channel" else P_buffer)
         c += 1
+    if large_gain is not None:
+        begin = gl.where(end < c, c - 1, NC)
+        o_c = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+        for start in range(0, NC, 128):
+            chunk = start + o_c
+            gl.store(large_gain + slot + chunk * HV, (chunk >= begin).to(gl.int32), mask=chunk < NC)
     if KEEP:
         tma.store_wait(0)
         if DECAY == "channel":  # for the copies, if the head stopped
