@@ -31,8 +31,9 @@ from deltazoo.spec import registering_module
 ROUNDED = json.loads(ROUNDING.read_text())
 CASES = read_operator_results()
 NAMES = sorted(folder.name for folder in CHECKPOINTS.iterdir() if folder.name not in RUNTIME_KEYS)
-FILE = 2e-7
-"""Rounding of what is in the files, 2**-24, and of float64 results that happen to lie on the other side of a tie."""
+FILE = 1e-6
+"""Rounding of what is in the files, 2**-24, and of transformers' loss, which is in float32: with another processor's
+vector instructions it changes gradients of a model in float64 by up to 5e-7."""
 SINGLE_INSIDE = ("swapped_llama", "earlier_swapped_eda", "earlier_swapped_pgdn")
 """Their own layers compute norms and rotary angles in float32 whatever the model's dtype."""
 
