@@ -31,9 +31,11 @@ from deltazoo.spec import registering_module
 ROUNDED = json.loads(ROUNDING.read_text())
 CASES = read_operator_results()
 NAMES = sorted(folder.name for folder in CHECKPOINTS.iterdir() if folder.name not in RUNTIME_KEYS)
-FILE = 1e-6
-"""Rounding of what is in the files, 2**-24, and of transformers' loss, which is in float32: with another processor's
-vector instructions it changes gradients of a model in float64 by up to 5e-7."""
+FILE = 2e-7
+"""Rounding of what is in the files, 2**-24, and of float64 results that happen to lie on the other side of a tie."""
+LOSS = 1e-6
+"""The same, and rounding of transformers' loss, which is in float32 for a model in float64, too: with the vector
+instructions of another processor gradients differ by up to 5e-7."""
 SINGLE_INSIDE = ("swapped_llama", "earlier_swapped_eda", "earlier_swapped_pgdn")
 """Their own layers compute norms and rotary angles in float32 whatever the model's dtype."""
 
@@ -55,7 +57,7 @@ def test_a_checkpoint_gives_the_same_loss_logits_and_gradients(name):
     errors = model_errors(model_results(model, tokens), expected)
     assert_no_larger(errors, 4 * ROUNDED[f"checkpoints/{name}"]["float32"])
     if name not in SINGLE_INSIDE:
-        assert_no_larger(model_errors(model_results(model.double(), tokens), expected), FILE)
+        assert_no_larger(model_errors(model_results(model.double(), tokens), expected), LOSS)
 
 
 @pytest.mark.parametrize("name", NAMES)
