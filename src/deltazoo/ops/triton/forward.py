@@ -82,7 +82,7 @@ def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor | None, fin
     """Complete the chunks that the fused forward pass left, from the states in `final`; strict unless per channel."""
     if p.plan.per_channel:
         prepare(p, kept, stopped)
-        scan(p, kept, p.v, final, final, output, kept.U, kept.states, stopped)
+        scan(p, kept, p.v, final, final, output, stopped=stopped)
     else:
         launch_prepare_rest(p, kept)
         scan_once(p, kept, "state", p.v, final, final, output, kept.U, kept.states, True, stopped)

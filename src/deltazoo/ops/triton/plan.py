@@ -55,7 +55,8 @@ class Route(NamedTuple):
     """Forward pass that keeps no more than its inputs: "fused" in one Gluon kernel, which other kernels complete, or in
     "stages"."""
     recorded: str
-    """Forward pass that keeps states for the backward pass: "fused" or in "stages"."""
+    """Forward pass that keeps states for the backward pass: "fused" or in "stages". A backward pass in stages reads the
+    states in another form than the fused kernel writes."""
     backward: str
     """Backward pass: "fused" in one Gluon kernel after the states are known, or in "stages"."""
     gradients: str
@@ -87,11 +88,11 @@ OBSTACLES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("scans", lambda p: p.slots >= MAX_ROWS, "there are more chunks than 32-bit coordinates address"),
     ("scans", lambda p: not p.card.gluon, "Gluon kernels run on Hopper GPUs, with Triton 3.6 to 3.9"),
     ("gradients", lambda p: not p.per_channel, "decay is not per channel"),
-    ("backward", lambda p: p.per_channel, "decay is per channel"),
+    ("recorded backward", lambda p: p.per_channel, "decay is per channel"),
     ("forward recorded backward gradients", lambda p: p.dtype != torch.bfloat16, "inputs are {p.dtype}"),
     ("forward recorded backward", lambda p: p.strict, "precision is strict"),
     ("forward recorded backward", lambda p: p.reads_otherwise, "the erase reads with other keys or before the decay"),
-    ("recorded", lambda p: p.segments > 1 or p.shared, "long rows are cut into segments"),
+    ("recorded", lambda p: p.segments > 1, "long rows are cut into segments"),
     ("forward", lambda p: p.segments > 1 and p.per_channel, "long rows are cut into segments"),
     ("forward recorded", lambda p: p.leaves_idle, "{p.row_heads} heads in all leave multiprocessors idle"),
     ("recorded backward", lambda p: p.heads * p.segments < MIN_HEADS, "there are few heads"),
@@ -185,9 +186,7 @@ class Plan:
         self.slots = self.B * self.NT * self.HV
         """Chunks of all rows and value heads: the first dimension of tensors kept per chunk."""
         self.segments, self.segment_chunks = 1, self.NT
-        self.shared = whole_segments is not None
-        """Whether several ranks share the rows, whose segments are the sequences here."""
-        if sequences is None and not self.shared:
+        if sequences is None and whole_segments is None:
             self.segments, self.segment_chunks = segments_of(self.NT, self.B * self.HV * -(-self.V // 64))
         self.scans = self.N * self.segments
         """Independent scans: sequences, or their segments."""

@@ -98,8 +98,7 @@ class Kept(NamedTuple):
     k_out: Tensor | None = None
     """Keys times the decay to the chunk's end `[B, T, HV, K]`, if the decay is per channel."""
     strong_decay: Tensor | None = None
-    """Flags of the chunks that decay beyond one matrix product, int32 `[slots]`, if the decay is per channel; `CENTRED`
-    in chunks whose `q_in`, `k_in` and `k_out` are those of `hopper.decayed_keys`."""
+    """Flags of the chunks that decay beyond one matrix product, int32 `[slots]`, if the decay is per channel."""
     starts: Tensor | None = None
     """The first state of each segment `[N * segments, HV, K, V]`, if rows are cut into segments."""
     transitions: Tensor | None = None

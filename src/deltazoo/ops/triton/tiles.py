@@ -185,17 +185,10 @@ def gluon_scan_options(
     return dict(PARTS=parts, num_warps=4) | _stages(HOPPER - once, stage, late_stage)
 
 
-def gluon_reverse_scan_options(
-    keep: bool, decay: str, separate: bool, many_scans: bool, after_fused: bool
-) -> dict[str, int]:
-    """Options of the reverse scan, see above.
-
-    Args:
-        keep: whether it stores Z and the gradients of the states.
-        after_fused: whether chunks may come from the fused forward pass, with more factors per channel.
-    """
+def gluon_reverse_scan_options(keep: bool, decay: str, separate: bool, many_scans: bool) -> dict[str, int]:
+    """Options of the reverse scan, see above; `keep`: whether it stores Z and the gradients of the states."""
     parts = 2 if many_scans else 1
-    factors = 4 * dict(none=CHUNK, scalar=3 * CHUNK + 1, channel=CHUNK + (3 if after_fused else 1) * HEAD)[decay]
+    factors = 4 * dict(none=CHUNK, scalar=3 * CHUNK + 1, channel=CHUNK + HEAD)[decay]
     stage = (2 + separate) * KEYS + parts * PART + factors
     once = keep * parts * (PART + STATE) + BARRIERS
     return dict(PARTS=parts, num_warps=4) | _stages(HOPPER - once, stage, 2 * MATRIX)

@@ -10,11 +10,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOG2_FLOOR = tl.constexpr(-200.0)
 
 
-CENTRED = tl.constexpr(3)
-"""Flag, beside those of `prepare_channel`, of a chunk whose keys and queries are those of the fused forward pass
-(`hopper.decayed_keys`)."""
-
-
 @triton.constexpr_function
 def exponent_range(dtype):
     """The decay of a chunk, in log2, up to which products with `exp2(-G)` stay in the range of a dtype.

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
 from deltazoo.ops.triton.chunk.decay_factors import (
-    CENTRED,
     centred_range,
     decays_beyond,
     exponent_range,
@@ -328,13 +327,12 @@ def prepare_channel_kernel(
 
 @triton.jit(do_not_specialize=["chunks", "strong_tiles", "T", "NT", "H", "HV"])
 def prepare_channel_rest_kernel(
-    q, k, beta, log_decay, stopped, AP, chunk_beta, G, strong_decay, large_gain, strict_L, q_in, k_in, k_out, chunks,
-    scale, strong_tiles, T, NT, H, HV, K: tl.constexpr, STRONG_BK: tl.constexpr, STRONG_RUNS: tl.constexpr,
-    C: tl.constexpr, BY_GAIN: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, beta, log_decay, stopped, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, chunks, scale,
+    strong_tiles, T, NT, H, HV, K: tl.constexpr, STRONG_BK: tl.constexpr, STRONG_RUNS: tl.constexpr, C: tl.constexpr,
+    BY_GAIN: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store what `prepare_channel_kernel` does for the chunks at which and after which a fused kernel stopped.
+    """Store the tensors of scans for the chunks at which and after which a fused kernel stopped.
 
-    The flags of those before are `CENTRED`.
     `stopped [B, HV]` has the first such chunk of every head, or NT. Few programs, each for up to 16 `chunks` of a head,
     since often there is nothing to do. Grid (HV, programs, B).
     """
@@ -342,18 +340,15 @@ def prepare_channel_rest_kernel(
     begin = tl.load(stopped + i_b * HV + i_h)
     end = tl.minimum(start + chunks, NT)
     slots, o = i_b.to(tl.int64) * NT * HV + i_h, start + tl.arange(0, 16)
-    before = o < tl.minimum(begin, end)
-    tl.store(strong_decay + slots + o.to(tl.int64) * HV, CENTRED, mask=before)
     if BY_GAIN:
-        tl.store(large_gain + slots + o.to(tl.int64) * HV, 0, mask=before)
+        tl.store(large_gain + slots + o.to(tl.int64) * HV, 0, mask=o < tl.minimum(begin, end))
     for i_t in tl.range(tl.maximum(begin, start), end, num_stages=1):
         first, slot = i_b.to(tl.int64) * T + i_t * C, slots + tl.cast(i_t, tl.int64) * HV
-        flag = prepare_chunk(
+        prepare_chunk(
             q, k, None, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, slot, first,
             tl.minimum(T - i_t * C, C), i_h, scale, strong_tiles, H, HV, K, STRONG_BK, STRONG_RUNS, C, True, True,
             False, BY_GAIN, GROUPED, PRECISION, 1,
         )  # fmt: skip
-        tl.store(strong_decay + slot, flag)
 
 
 @per_plan
@@ -395,6 +390,6 @@ def launch_prepare_channel_rest(p: Problem, kept: Kept, strict_L: Tensor | None,
     """Fill what scans read of the chunks that the fused forward pass left, and L of strict ones."""
     launch(
         prepare_channel_rest_kernel, _constants_of_rest(p.plan),
-        p.q, p.k, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.strong_decay, kept.large_gain,
-        strict_L, kept.q_in, kept.k_in, kept.k_out,
+        p.q, p.k, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.large_gain, strict_L, kept.q_in,
+        kept.k_in, kept.k_out,
     )  # fmt: skip

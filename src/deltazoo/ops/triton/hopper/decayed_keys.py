@@ -8,12 +8,10 @@ With G the decay since the chunk's start, in log2, the state is read by `q o exp
 so nothing else needs the decay. If a channel decays by up to `2^-RANGE` over the chunk, m is 0. If it decays by more, m
 is half of that, so by rounding results of a token depend on later ones of its chunk. Other kernels process a chunk in
 which some channel decays by more than twice RANGE (`chunk.prepare_channel`).
-
-For the backward pass these three and G_last go to memory; the reverse scan knows m from G_last.
 """
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2E
-from deltazoo.ops.triton.gluon import barrier, gl, jit
+from deltazoo.ops.triton.gluon import gl, jit
 
 RANGE = gl.constexpr(96.0)
 """The largest factor of a key, in log2. In float32 that leaves 2^31 for the sums of written keys times U."""
@@ -28,20 +26,13 @@ def add(a, b):
 
 
 @jit
-def middle_of(whole):
-    """m of channels that decay by `whole` over a chunk, in log2: a whole number, so factors of it are exact."""
-    return gl.where(whole >= -RANGE, 0.0, gl.maximum(gl.floor(0.5 * whole), -RANGE))
-
-
-@jit
-def decay_keys(q, k, written, gates, total_before, entry, total, fewest, kept_G, KEEP: gl.constexpr):
+def decay_keys(q, k, written, gates, total_before, entry, total, fewest):
     """Replace q and k `[C, K]` in shared memory, and fill `written` and the factors of the state, by four warps.
 
     `total [K]` are factors of the state after the chunk. Those before it are `entry [K]`, in which `total_before [K]`
     of the chunk before are contained: with two vectors to read, ptxas 13 lets all products wait for each other (C7512).
-    With KEEP they are not, since the state between both factors is kept, and G_last is stored in `kept_G [K]`.
     `fewest [4]` is the least log2-decay of any channel over the chunk, for each warp. Warps own channels, all tokens of
-    them. `written` may lie in the memory of `gates`, which are read before it is filled.
+    them.
     """
     DTYPE: gl.constexpr = q.dtype
     C: gl.constexpr = q.shape[0]
@@ -50,15 +41,14 @@ def decay_keys(q, k, written, gates, total_before, entry, total, fewest, kept_G,
     LAYOUT: gl.constexpr = gl.BlockedLayout([4, 2], [2, 16], [1, 4], [1, 0])
     zero = gl.full([K], 0.0, gl.float32, gl.SliceLayout(0, LAYOUT))
     whole = zero
-    Gs = ()
     for part in gl.static_range(C // ROWS):
-        g = gates.slice(part * ROWS, ROWS, dim=0).load(LAYOUT).to(gl.float32) * LOG2E
-        Gs += (gl.associative_scan(g, 0, add) + whole[None, :],)
-        whole += gl.sum(g, 0)
-    middle = middle_of(whole)
-    barrier()  # all warps have read the gates
+        whole += gl.sum(_log2_decays(gates, part, LAYOUT), 0)
+    middle = gl.where(whole >= -RANGE, 0.0, gl.maximum(gl.floor(0.5 * whole), -RANGE))
+    before = zero - middle
     for part in gl.static_range(C // ROWS):
-        G = Gs[part] - middle[None, :]
+        g = _log2_decays(gates, part, LAYOUT)
+        G = gl.associative_scan(g, 0, add) + before[None, :]
+        before += gl.sum(g, 0)
         decay = gl.exp2(G)
         q_rows, k_rows = q.slice(part * ROWS, ROWS, dim=0), k.slice(part * ROWS, ROWS, dim=0)
         q_rows.store((q_rows.load(LAYOUT).to(gl.float32) * decay).to(DTYPE))
@@ -66,10 +56,11 @@ def decay_keys(q, k, written, gates, total_before, entry, total, fewest, kept_G,
         k_rows.store((key * decay).to(DTYPE))
         undone = gl.exp2(gl.minimum(-G, RANGE))
         written.slice(part * ROWS, ROWS, dim=0).store((key * undone).to(DTYPE))
-    if KEEP:
-        entry.store(gl.exp2(middle))
-        gl.store(kept_G + gl.arange(0, K, gl.SliceLayout(0, LAYOUT)), whole)
-    else:
-        entry.store(gl.exp2(middle) * total_before.load(gl.SliceLayout(0, LAYOUT)))
+    entry.store(gl.exp2(middle) * total_before.load(gl.SliceLayout(0, LAYOUT)))
     total.store(gl.exp2(whole - middle))
     fewest.store(gl.min(whole.reshape([4, K // 4]), 1))
+
+
+@jit
+def _log2_decays(gates, part: gl.constexpr, LAYOUT: gl.constexpr):
+    return gates.slice(part * ROWS, ROWS, dim=0).load(LAYOUT).to(gl.float32) * LOG2E

@@ -22,6 +22,7 @@ fence of the thread that wrote it, and then a barrier of its warps. The order ma
 only. Ordinary loads need the barriers only.
 """
 
+import triton
 from torch import Tensor
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
@@ -51,10 +52,7 @@ from deltazoo.ops.triton.hopper.forward_chunks import (
     TOTAL,
     VECTORS,
     halves,
-    parts_of,
     prepare_chunks,
-    tile_layout,
-    vectors_of,
 )
 from deltazoo.ops.triton.hopper.scan import HALF, C, D, as_tile
 from deltazoo.ops.triton.launch import Constants, TileView, launch
@@ -63,6 +61,11 @@ from deltazoo.ops.triton.problem import Kept, Problem, contiguous
 from deltazoo.ops.triton.tiles import CHUNK, fused_forward_options
 
 NOWHERE = gl.constexpr(0x7FFF0000)  # a token beyond every sequence, where the copy engine drops writes
+
+
+@triton.constexpr_function
+def _tile_layout(dtype, rank):
+    return gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, rank)
 
 
 @jit
@@ -75,16 +78,16 @@ def copy_chunks(
     copied, DECAY: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.constexpr, QUERIES: gl.constexpr, STAGES: gl.constexpr
 ):
     """Copy q, k and v of every chunk, and store its step sizes and factors of decay, by one warp."""
-    tiles, rings, slots, bars, factors, large, steps, chunk_beta, chunk_G, scale, place, i_k, T, HV = copied
+    tiles, rings, channel, bars, factors, large, steps, chunk_beta, chunk_G, scale, place, i_k, T, HV = copied
     i_b, i_h, first, slot, NC = place
     q_tiles, k_tiles, v_tiles, log_decay = tiles
     q_ring, k_ring, v_ring = rings
+    _, _, _, gates, gates_full, gates_empty, _ = channel
     full, empty = bars
     TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, C, TOKENS)
     base = (i_b.to(gl.int64) * T + first) * HV + i_h
-    at_slot = slot.to(gl.int64) * C
-    BITS: gl.constexpr = (2 + QUERIES) * 16 + (log_decay.dtype.primitive_bitwidth if DECAY == "channel" else 0)
+    slots = slot.to(gl.int64) * C
     c = 0
     end = NC
     while c < end:
@@ -100,7 +103,7 @@ def copy_chunks(
             end = gl.where(_read_scalar(large.index(stage), 1) != 0, c, end)  # the head stopped at chunk c - STAGES
         if c < end:
             bar = full.index(stage)
-            mbarrier.expect(bar, C * D * BITS // 8)
+            mbarrier.expect(bar, (2 + QUERIES) * C * D * 2)
             tma_load(k_tiles, [i_b, token, i_k * D], bar, as_tile(k_ring.index(stage), D))
             if QUERIES:
                 tma_load(q_tiles, [i_b, token, i_k * D], bar, as_tile(q_ring.index(stage), D))
@@ -109,30 +112,34 @@ def copy_chunks(
                 v_half = v_ring.index(2 * stage + half)
                 tma_load(v_tiles, [i_b, token, column], bar, as_tile(v_half, HALF))
             if DECAY == "channel":
-                gates = reinterpret(slots.index(stage), log_decay.dtype, [1, C, D], tile_layout(log_decay.dtype, 3))
-                tma_load(log_decay, [i_b, token, i_h * D], bar, gates)
-            vectors = vectors_of(stage, DECAY)
+                mbarrier.wait(gates_empty.index(0), (c & 1) ^ 1)
+                mbarrier.expect(gates_full.index(0), C * D * gates.dtype.primitive_bitwidth // 8)
+                gate_tile = reinterpret(gates, gates.dtype, [1, C, D], _tile_layout(gates.dtype, 3))
+                tma_load(log_decay, [i_b, token, i_h * D], gates_full.index(0), gate_tile)
+            vectors = stage * VECTORS
             if DECAY == "scalar":
                 G = gl.associative_scan(g, 0, add)
                 last = gl.sum(g, 0)
                 if KEEP:
-                    gl.store(chunk_G + at_slot + o_t, G)
+                    gl.store(chunk_G + slots + o_t, G)
                 factors.index(vectors + LOG2_DECAY).store(G)
                 factors.index(vectors + SINCE_START).store(gl.exp2(G))
                 factors.index(vectors + OUTPUT).store(gl.exp2(G) * scale)
                 factors.index(vectors + TO_END).store(gl.exp2(last - G))
                 factors.index(vectors + TOTAL).store(gl.exp2(last + G * 0.0))
             if KEEP:
-                gl.store(chunk_beta + at_slot + o_t, b_beta)
+                gl.store(chunk_beta + slots + o_t, b_beta)
             factors.index(vectors + STEP).store(b_beta)
             mbarrier.arrive(bar, count=1)
             base += C * HV
-            at_slot += C * HV
+            slots += C * HV
             c += 1
     # Copies of later chunks may still be on their way if the head stopped.
     if STOPS:
         for i in range(gl.maximum(c - STAGES, 0), c):
             mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+        if DECAY == "channel":
+            mbarrier.wait(gates_full.index(0), (c & 1) ^ 1)
 
 
 @jit
@@ -152,15 +159,15 @@ def carry_state(
     QUERIES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The state of value channels `PART * 64` on, from chunk to chunk, and store their outputs, by four warps."""
-    tiles, rings, channel, bars, prepared, factors, large, buffers, ends, scale, place, apart = carried
-    i_b, i_h, first, slot, NC = place
+    tiles, rings, channel, bars, prepared, factors, large, buffers, ends, scale, place, B = carried
+    i_b, i_h, first, _, NC = place
     initial, final, stopped = ends
     o_tiles, U_tiles, states_tiles = tiles
     output, U_buffers, states_buffers = buffers
     q_ring, k_ring, v_ring = rings
-    entries, totals, _, _ = channel
+    written_ring, entries, totals, _, _, _, _ = channel
     full, empty = bars
-    slots, T_ring, L_ring, P_ring, ready = prepared
+    T_ring, L_ring, P_ring, ready = prepared
     DTYPE: gl.constexpr = output.dtype
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     CHUNK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -178,8 +185,6 @@ def carry_state(
     zero = gl.full([HALF, C], 0.0, gl.float32, CHUNK)
     none = gl.full([HALF, 32], 0.0, gl.float32, BLOCK)
     buffer, U_buffer, states_buffer = output.index(PART), U_buffers.index(PART), states_buffers.index(PART)
-    SHARES: gl.constexpr = KEEP and DECAY == "channel"  # output and corrections share a buffer; P is as it is kept
-    SCALES: gl.constexpr = DECAY != "scalar" and not SHARES  # P has no scale
     column = i_h * D + PART * HALF
     token = gl.to_tensor(NOWHERE)  # there is no output before the first chunk
     O_before = zero.to(DTYPE)
@@ -188,36 +193,24 @@ def carry_state(
     stopped_at = NC
     while c < end:
         stage = c % STAGES
-        vectors = vectors_of(stage, DECAY)
+        vectors = stage * VECTORS
         k, q = k_ring.index(stage), q_ring.index(stage)
-        if DECAY == "channel":
-            written, P, T, L = parts_of(slots.index(stage))
-        else:
-            written, T, L, P = k, T_ring.index(stage), L_ring.index(stage), P_ring.index(stage)
-        if SHARES:
-            tma.store_wait(0)
-            barrier()
-            buffer.permute((1, 0)).store(O_before)
-            states_buffer.store(S.to(DTYPE))
-            fence_async_shared()
+        T, L, P = T_ring.index(stage), L_ring.index(stage), P_ring.index(stage)
+        written = written_ring.index(stage) if DECAY == "channel" else k
         if DECAY == "channel":  # q and k contain the decay
             mbarrier.wait(ready.index(stage), (c // STAGES) & 1)
             S = S * entries.index(stage).load(gl.SliceLayout(0, STATE))[None, :]
         S_left = gl.convert_layout(S.to(DTYPE), CHUNK_LEFT)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
         Y = warpgroup_mma(S_left, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if SHARES:  # output of the chunk before, and the state
-            barrier()
-            tma_store(o_tiles, [i_b, token, column], as_tile(buffer, HALF))
-            tma_store(states_tiles, [(slot + c * apart) * D + PART * HALF, 0], states_buffer)
-        elif KEEP and QUERIES:  # output and corrections of the chunk before, and the state
+        if KEEP and QUERIES:  # output and corrections of the chunk before, and the state
             buffer.permute((1, 0)).store(O_before)
             states_buffer.store(S.to(DTYPE))
             fence_async_shared()
             barrier()
             tma_store(o_tiles, [i_b, token, column], as_tile(buffer, HALF))
             tma_store(U_tiles, [i_b, token, column], as_tile(U_buffer, HALF))
-            at_state = [i_b + PART * apart, first + c * C, i_h * D]
+            at_state = [i_b + PART * B, first + c * C, i_h * D]
             tma_store(states_tiles, at_state, as_tile(states_buffer, D))
         elif QUERIES:
             _store_output(o_tiles, [i_b, token, column], buffer, O_before)
@@ -259,7 +252,7 @@ def carry_state(
         R2 = warpgroup_mma(U1_left, L.slice(32, 32, dim=0).permute((1, 0)), R2, is_async=True)
         # The products of S and O take U1 from registers of their own; otherwise ptxas makes all products wait (C7512).
         if QUERIES:
-            U1_out = gl.convert_layout((U1 * scale).to(DTYPE), BLOCK_LEFT) if SCALES else U1_left
+            U1_out = U1_left if DECAY == "scalar" else gl.convert_layout((U1 * scale).to(DTYPE), BLOCK_LEFT)
         if DECAY == "scalar":
             to_end = factors.index(vectors + TO_END)
             U1 = U1 * to_end.slice(0, 32).load(gl.SliceLayout(0, BLOCK))[None, :]
@@ -270,39 +263,31 @@ def carry_state(
         S = warpgroup_mma(U1, written.slice(0, 32, dim=0), S, is_async=True)
         if QUERIES:
             U1_out = gl.convert_layout(U1_out, CHUNK_LEFT)
-            P1 = P.slice(0, 32, dim=0) if SHARES else P.slice(0, 32, dim=1).permute((1, 0))
-            O = warpgroup_mma(U1_out, P1, O, is_async=True)
+            O = warpgroup_mma(U1_out, P.slice(0, 32, dim=1).permute((1, 0)), O, is_async=True)
             U2, S, O = warpgroup_mma_wait(0, deps=[U2, S, O])
             if KEEP:
                 U_buffer.slice(32, 32, dim=0).permute((1, 0)).store(U2.to(DTYPE))
-            if SHARES:
-                fence_async_shared()
-                barrier()
-                tma_store(U_tiles, [i_b, first + c * C, column], as_tile(U_buffer, HALF))
-            U2_out = gl.convert_layout((U2 * scale if SCALES else U2).to(DTYPE), CHUNK_LEFT)
+            U2_out = gl.convert_layout((U2 if DECAY == "scalar" else U2 * scale).to(DTYPE), CHUNK_LEFT)
         else:
             U2, S = warpgroup_mma_wait(0, deps=[U2, S])
         if DECAY == "scalar":
             U2 = U2 * to_end.slice(32, 32).load(gl.SliceLayout(0, BLOCK))[None, :]
         S = warpgroup_mma(gl.convert_layout(U2.to(DTYPE), STATE_LEFT), written.slice(32, 32, dim=0), S, is_async=True)
         if QUERIES:
-            P2 = P.slice(32, 32, dim=0) if SHARES else P.slice(32, 32, dim=1).permute((1, 0))
-            O = warpgroup_mma(U2_out, P2, O, is_async=True)
+            O = warpgroup_mma(U2_out, P.slice(32, 32, dim=1).permute((1, 0)), O, is_async=True)
             S, O = warpgroup_mma_wait(0, deps=[S, O])
             O_before = O.to(DTYPE)
             token = first + c * C
         else:
             S = warpgroup_mma_wait(0, deps=[S])
-        if SHARES:
-            S = S * totals.index(stage).load(gl.SliceLayout(0, STATE))[None, :]
         barrier()  # all warps have read the operands
         mbarrier.arrive(empty.index(stage), count=1)
         c += 1
-    if DECAY == "channel" and not KEEP:
+    if DECAY == "channel":
         S = S * totals.index((c - 1) % STAGES).load(gl.SliceLayout(0, STATE))[None, :]
     if QUERIES:
         _store_output(o_tiles, [i_b, token, column], buffer, O_before)
-    if KEEP and QUERIES and not SHARES:
+    if KEEP and QUERIES:
         tma_store(U_tiles, [i_b, token, column], as_tile(U_buffer, HALF))
     gl.store(final + o_state, S)
     if STOPS and PART == 0:
@@ -313,9 +298,9 @@ def carry_state(
 @jit(do_not_specialize=["T", "segments", "chunks", "H", "HV"])
 def hopper_forward_kernel(
     q_tiles, k_tiles, v_tiles, o_tiles, beta, log_decay, initial, final, stopped, large_gain, U_tiles, states_tiles,
-    AP_tiles, chunk_beta, chunk_G, q_in_tiles, k_in_tiles, k_out_tiles, scale, T, segments, chunks, H, HV,
-    DECAY: gl.constexpr, INITIAL: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, QUERIES: gl.constexpr,
-    STAGES: gl.constexpr, STATE_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    AP_tiles, chunk_beta, chunk_G, scale, T, segments, chunks, H, HV, DECAY: gl.constexpr, INITIAL: gl.constexpr,
+    BY_GAIN: gl.constexpr, KEEP: gl.constexpr, QUERIES: gl.constexpr, STAGES: gl.constexpr,
+    STATE_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Store output and final states; DECAY is "none", "scalar" (per head) or "channel". Grid (B * segments * HV,).
 
@@ -325,9 +310,9 @@ def hopper_forward_kernel(
     A program stops at the first chunk that it must not process: with BY_GAIN one whose largest erase gain needs strict
     precision, per channel one that decays too far (`decayed_keys`). It stores the number of this chunk, from the
     segment's start, in `stopped [B * segments, HV]` (the number of chunks if there is none), and the state that enters
-    it in `final`. Outputs from this chunk on are not valid, and flags in `large_gain`, if given, are set. With KEEP it
-    also stores tensors for the backward pass, of keys and queries per channel those of `decayed_keys`. Without QUERIES,
-    with KEEP, it stores of all this the final states and what other scans of the segments read of the chunks but P.
+    it in `final`. Outputs from this chunk on are not valid, and flags in `large_gain`, if given, are set. With KEEP,
+    without decay or with one per head, it also stores tensors for the backward pass. Without QUERIES, with KEEP, it
+    stores of all this the final states and what other scans of the segments read of the chunks but P.
     """
     DTYPE: gl.constexpr = k_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -345,47 +330,44 @@ def hopper_forward_kernel(
     STOPS: gl.constexpr = BY_GAIN or DECAY == "channel"
     k_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
     v_ring = gl.allocate_shared_memory(DTYPE, [2 * STAGES, C, HALF], OPERAND)
-    q_ring, output, T_ring, L_ring, P_ring, slots = (k_ring,) * 6
+    q_ring, output, P_ring = (k_ring,) * 3
     if QUERIES:
         q_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
         output = gl.allocate_shared_memory(DTYPE, [2, C, HALF], OPERAND)
-    if DECAY == "channel":
-        slots = gl.allocate_shared_memory(DTYPE, [STAGES, 2 * C, D], OPERAND)
-    else:
-        if QUERIES:
-            P_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, C], OPERAND)
-        T_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, 32], NARROW)
-        L_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, 32], NARROW)
-    factors = gl.allocate_shared_memory(gl.float32, [STAGES * (1 if DECAY == "channel" else VECTORS), C], VECTOR)
+        P_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, C], OPERAND)
+    T_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, 32], NARROW)
+    L_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, 32], NARROW)
+    factors = gl.allocate_shared_memory(gl.float32, [VECTORS * STAGES, C], VECTOR)
     order = gl.allocate_shared_memory(gl.float32, [C], VECTOR)
     gains = gl.allocate_shared_memory(gl.float32, [4], VECTOR)
     large = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
     diagonal = gl.allocate_shared_memory(gl.float32, [C, 16], PLAIN)
     inverses = gl.allocate_shared_memory(DTYPE, [4, 16, 16], gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0]))
-    entries, totals, fewest = (factors,) * 3
+    written_ring, entries, totals, gates, fewest, gates_full, gates_empty = (factors,) * 7
     if DECAY == "channel":
+        written_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
         entries = gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR)
         totals = gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR)
+        gates = gl.allocate_shared_memory(log_decay.dtype, [C, D], _tile_layout(log_decay.dtype, 2))
         fewest = gl.allocate_shared_memory(gl.float32, [4], VECTOR)
+        gates_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        gates_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(gates_full.index(0), count=1)
+        mbarrier.init(gates_empty.index(0), count=1)
     U_buffers, states_buffers, A_buffer, P_buffer, corner = (output,) * 5
     if KEEP:
         if QUERIES:
+            U_buffers = gl.allocate_shared_memory(DTYPE, [2, C, HALF], OPERAND)
             states_buffers = gl.allocate_shared_memory(DTYPE, [2, HALF, D], OPERAND)
+            P_buffer = gl.allocate_shared_memory(DTYPE, [C, C], OPERAND)
         A_buffer = gl.allocate_shared_memory(DTYPE, [C, C], OPERAND)
-        if DECAY == "channel":
-            corner = reinterpret(diagonal, DTYPE, [C, 32], NARROW)
-        else:
-            if QUERIES:
-                U_buffers = gl.allocate_shared_memory(DTYPE, [2, C, HALF], OPERAND)
-                P_buffer = gl.allocate_shared_memory(DTYPE, [C, C], OPERAND)
-            corner = gl.allocate_shared_memory(DTYPE, [C, 32], NARROW)
+        corner = gl.allocate_shared_memory(DTYPE, [C, 32], NARROW)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(STAGES):
         mbarrier.init(full.index(n), count=2)  # the copies, and the factors
-        # The two partitions of the state, and the preparation if it stores queries and keys
-        mbarrier.init(empty.index(n), count=3 if KEEP and DECAY == "channel" else 2)
+        mbarrier.init(empty.index(n), count=2)  # the two partitions of the state
         mbarrier.init(ready.index(n), count=1)
     SPREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     order.store(gl.arange(0, C, SPREAD).to(gl.float32) * 1073741824.0)
@@ -401,26 +383,23 @@ def hopper_forward_kernel(
         initial += state
     tiles = (q_tiles, k_tiles, v_tiles, log_decay)
     rings = (q_ring, k_ring, v_ring)
-    channel = (entries, totals, fewest, log_decay if DECAY == "channel" else factors)
+    channel = (written_ring, entries, totals, gates, gates_full, gates_empty, fewest)
     bars = (full, empty)
-    prepared = (slots, T_ring, L_ring, P_ring, ready)
+    prepared = (T_ring, L_ring, P_ring, ready)
     scratch = (diagonal, inverses, gains, order)
     place = (i_b, i_h, first, slot, NC)
-    if KEEP and DECAY == "channel":
-        chunk_G += slot.to(gl.int64) * D
-    of_keys = (q_in_tiles, k_in_tiles, k_out_tiles, chunk_G, i_b, i_h, first) if DECAY == "channel" else factors
-    kept = (AP_tiles, of_keys, A_buffer, P_buffer, corner, slot, HV)
-    out_tiles, buffers, apart = (
+    kept = (AP_tiles, A_buffer, P_buffer, corner, slot, HV)
+    out_tiles, buffers, B = (
         (o_tiles, U_tiles, states_tiles),
         (output, U_buffers, states_buffers),
-        HV if DECAY == "channel" else gl.num_programs(0) // HV // segments,
+        gl.num_programs(0) // HV // segments,
     )
     carried = (
         out_tiles, rings, channel, bars, prepared, factors, large, buffers, (initial, final, stopped), scale,
-        place, apart,
+        place, B,
     )  # fmt: skip
     copied = (
-        tiles, rings, slots, bars, factors, large, beta, chunk_beta, chunk_G, scale, place, i_k, T, HV
+        tiles, rings, channel, bars, factors, large, beta, chunk_beta, chunk_G, scale, place, i_k, T, HV
     )  # fmt: skip
     prepared_chunks = (rings, channel, bars, prepared, factors, large, scratch, kept, large_gain, scale, NC)
     gl.warp_specialize(
@@ -454,13 +433,12 @@ def launch_forward(
     decay only.
     """
     plan, log_decay = p.plan, p.log_decay
-    filled: tuple[TileView | Tensor | None, ...] = (None,) * 8
+    filled: tuple[TileView | Tensor | None, ...] = (None,) * 5
     if kept is not None:
         assert kept.AP is not None
         U = None if kept.U is None else token_tiles(kept.U, plan.V // 2)
         states = None if kept.states is None else states_tiles(kept.states)
-        keys = [None if x is None else token_tiles(x, plan.K) for x in (kept.q_in, kept.k_in, kept.k_out)]
-        filled = U, states, matrix_tiles(kept.AP, CHUNK), kept.beta, kept.G, *keys
+        filled = U, states, matrix_tiles(kept.AP, CHUNK), kept.beta, kept.G
     gates: TileView | Tensor | None = log_decay
     if plan.per_channel:
         assert log_decay is not None

@@ -8,8 +8,6 @@ the warps. The blocks are rounded before these products, as are those that multi
 block fits them, and one key repeated errs less than with products in higher precision (docs/log.md).
 """
 
-import triton
-
 from deltazoo.ops.triton.chunk.inverse import MAX_FAST_GAIN
 from deltazoo.ops.triton.gluon import (
     barrier,
@@ -25,10 +23,10 @@ from deltazoo.ops.triton.gluon import (
     warpgroup_mma_wait,
 )
 from deltazoo.ops.triton.hopper.decayed_keys import RANGE, decay_keys
-from deltazoo.ops.triton.hopper.scan import C, D, as_tile
+from deltazoo.ops.triton.hopper.scan import C
 
 # Vectors of C numbers per chunk in `factors`: exp(G), exp(G_last - G), exp(G_last), G in log2, the step sizes, and
-# exp(G) times the scale of q. Per channel there are the step sizes alone.
+# exp(G) times the scale of q.
 SINCE_START = gl.constexpr(0)
 TO_END = gl.constexpr(1)
 TOTAL = gl.constexpr(2)
@@ -36,27 +34,6 @@ LOG2_DECAY = gl.constexpr(3)
 STEP = gl.constexpr(4)
 OUTPUT = gl.constexpr(5)
 VECTORS = gl.constexpr(6)
-
-
-@jit
-def vectors_of(stage, DECAY: gl.constexpr):
-    """The place in `factors` from which the vectors of a stage are counted."""
-    return stage - STEP if DECAY == "channel" else stage * VECTORS
-
-
-@triton.constexpr_function
-def tile_layout(dtype, rank):
-    """The layout of a tile that the copy engine moves."""
-    return gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, rank)
-
-
-@jit
-def parts_of(slot):
-    """`written`, P, T and -L21 of a stage, per channel. They come where the log-decays of the chunk have been."""
-    halves = reinterpret(slot, slot.dtype, [2, C, D], tile_layout(slot.dtype, 2))
-    matrices = reinterpret(halves.index(1), slot.dtype, [2, C, C], tile_layout(slot.dtype, 2))
-    blocks = reinterpret(matrices.index(1), slot.dtype, [2, C, 32], gl.NVMMASharedLayout(64, 16, 2))
-    return halves.index(0), matrices.index(0), blocks.index(0), blocks.index(1)
 
 
 @jit
@@ -100,14 +77,12 @@ def prepare_chunks(
     """Compute P, T11, T22 and -L21 of every chunk, and whether its largest gain is too large, by four warps."""
     rings, channel, bars, prepared, factors, large, scratch, kept, large_gain, scale, NC = chunks
     q_ring, k_ring, _ = rings
-    entries, totals, fewest, log_decay = channel
-    full, empty = bars
-    slots, T_ring, L_ring, P_ring, ready = prepared
+    written_ring, entries, totals, gates, gates_full, gates_empty, fewest = channel
+    full, _ = bars
+    T_ring, L_ring, P_ring, ready = prepared
     diagonal, inverses, gains, order = scratch
-    AP_tiles, of_keys, A_buffer, P_buffer, corner, slot, HV = kept
-    if DECAY == "channel":
-        q_tiles, k_tiles, written_tiles, kept_G, i_b, i_h, first_token = of_keys
-    DTYPE: gl.constexpr = k_ring.dtype
+    AP_tiles, A_buffer, P_buffer, corner, slot, HV = kept
+    DTYPE: gl.constexpr = T_ring.dtype
     # Every warp has 16 rows in all of these layouts.
     SQUARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     PAIR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
@@ -151,26 +126,18 @@ def prepare_chunks(
     end = NC
     while c < end:
         stage = c % STAGES
-        vectors = vectors_of(stage, DECAY)
+        vectors = stage * VECTORS
         k, q = k_ring.index(stage), q_ring.index(stage)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        written = written_ring.index(stage) if DECAY == "channel" else k
         if DECAY == "channel":
-            written, P_slot, T_slot, L_slot = parts_of(slots.index(stage))
-            gates = reinterpret(slots.index(stage), log_decay.dtype, [C, D], tile_layout(log_decay.dtype, 2))
+            mbarrier.wait(gates_full.index(0), c & 1)
             entry, total = entries.index(stage), totals.index(stage)
             total_before = totals.index((c + STAGES - 1) % STAGES)
-            at_chunk = kept_G + c * (HV * D) if KEEP else kept_G
-            decay_keys(q, k, written, gates, total_before, entry, total, fewest, at_chunk, KEEP)
+            decay_keys(q, k, written, gates, total_before, entry, total, fewest)
             fence_async_shared()
             barrier()
-            if KEEP:
-                at_keys = [i_b, first_token + c * C, i_h * D]
-                tma_store(q_tiles, at_keys, as_tile(q, D))
-                tma_store(k_tiles, at_keys, as_tile(k, D))
-                tma_store(written_tiles, at_keys, as_tile(written, D))
-        else:
-            written, P_slot = k, P_ring.index(stage)
-            T_slot, L_slot = T_ring.index(stage), L_ring.index(stage)
+            mbarrier.arrive(gates_empty.index(0), count=1)
         L = warpgroup_mma(k, written.permute((1, 0)), zero, use_acc=False, is_async=True)
         # exp(G_i - G_j) on and below the diagonal, 0 above it. `order` holds i * 2^30. As comparisons of indices the
         # masks would stay in registers from chunk to chunk, 64 packed predicates (docs/log.md).
@@ -184,10 +151,8 @@ def prepare_chunks(
             L = L * E
         if KEEP:
             L = L * factors.index(vectors + STEP).load(gl.SliceLayout(1, SQUARE))[:, None]
-            tma.store_wait(3 if DECAY == "channel" else 0)  # waits for the stores of the chunk before
+            tma.store_wait(0)  # waits for the store of the chunk before
             barrier()
-            if DECAY == "channel":
-                mbarrier.arrive(empty.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
         left, right = halves(L, C)
         B0, B1 = halves(left, 32)
         B2, B3 = halves(right, 32)
@@ -197,7 +162,7 @@ def prepare_chunks(
         # -L of the block to the left; even warps have none in their pair and do not use it
         below = gl.convert_layout(gl.where(warp < 2, B0, B2).to(DTYPE).reshape([4, 16, 16]), RIGHT)
         diagonal.store(own.reshape([4, 16, 16]).permute((1, 0, 2)).reshape([C, 16]))
-        L_slot.store(gl.convert_layout(left.to(DTYPE), PAIR))
+        L_ring.index(stage).store(gl.convert_layout(left.to(DTYPE), PAIR))
         if QUERIES:
             P = warpgroup_mma(q, written.permute((1, 0)), zero, use_acc=False, is_async=True)
             P = warpgroup_mma_wait(0, deps=[P])
@@ -206,12 +171,9 @@ def prepare_chunks(
             else:
                 i_row, i_column = order.load(gl.SliceLayout(1, SQUARE)), order.load(gl.SliceLayout(0, SQUARE))
                 P = gl.where(i_row[:, None] >= i_column[None, :], P, 0.0)
-            if KEEP and DECAY == "channel":
-                P_slot.permute((1, 0)).store((P * scale).to(DTYPE))
-            else:
-                P_slot.store(P.to(DTYPE))
-                if KEEP:
-                    P_buffer.permute((1, 0)).store((P if DECAY == "scalar" else P * scale).to(DTYPE))
+            P_ring.index(stage).store(P.to(DTYPE))
+            if KEEP:
+                P_buffer.permute((1, 0)).store((P if DECAY == "scalar" else P * scale).to(DTYPE))
         # Rows of (1 / beta - L)^-1 from the first to the last: b_r (e_r + sum_n -L_rn x_n); A has no b_r.
         steps = _split16(factors.index(vectors + STEP).reshape([4, 16]).load(STEPS))
         least = gl.full([4], 0.0, gl.float32, gl.SliceLayout(1, COLUMN))  # minus the largest gain of each block
@@ -256,30 +218,30 @@ def prepare_chunks(
         second = gl.where(odd, X, no_block.to(DTYPE))
         T = gl.join(first, second).permute((0, 1, 3, 2)).reshape([C, 32])
         T = gl.convert_layout(T, PAIR)
-        T_slot.store(T)
+        T_ring.index(stage).store(T)
         if KEEP:  # the last block, A22 (-L21 A11); the first 32 of 64 rows in these products have no meaning
             fence_async_shared()
             barrier()
-            first_rows = T_slot.slice(0, 32, dim=0)
-            M = warpgroup_mma(L_slot, first_rows, none, use_acc=False, is_async=True)
+            first_rows = T_ring.index(stage).slice(0, 32, dim=0)
+            M = warpgroup_mma(L_ring.index(stage), first_rows, none, use_acc=False, is_async=True)
             M = warpgroup_mma_wait(0, deps=[M])
             corner.store(M.to(DTYPE))
             fence_async_shared()
             barrier()
             last_rows = corner.slice(32, 32, dim=0)
-            M = warpgroup_mma(T_slot, last_rows, none, use_acc=False, is_async=True)
+            M = warpgroup_mma(T_ring.index(stage), last_rows, none, use_acc=False, is_async=True)
             M = warpgroup_mma_wait(0, deps=[M])
             A = A_buffer.permute((1, 0))
             A.slice(0, 32, dim=1).store(gl.where(upper, T, M.to(DTYPE)))
             A.slice(32, 32, dim=1).store(gl.where(upper, none.to(DTYPE), T))
         if BY_GAIN or DECAY == "channel":
             if is_large:  # the state passes this chunk unchanged
-                T_slot.store(gl.full([C, 32], 0.0, DTYPE, PAIR))
+                T_ring.index(stage).store(gl.full([C, 32], 0.0, DTYPE, PAIR))
                 if DECAY == "scalar":
                     factors.index(vectors + TOTAL).store(gl.full([C], 1.0, gl.float32, SPREAD))
                 if DECAY == "channel":
-                    entry.store(gl.full([D], 1.0, gl.float32, SPREAD) if KEEP else total_before.load(SPREAD))
-                    total.store(gl.full([D], 1.0, gl.float32, SPREAD))
+                    entry.store(total_before.load(SPREAD))
+                    total.store(gl.full([2 * C], 1.0, gl.float32, SPREAD))
                 end = 0
         fence_async_shared()  # orders T, L and P of every thread that wrote them
         barrier()  # ... before the arrival, which one thread makes for all
@@ -288,7 +250,7 @@ def prepare_chunks(
             row = (slot + c * HV) * (2 * C)
             tma_store(AP_tiles, [row, 0], A_buffer)
             if QUERIES:
-                tma_store(AP_tiles, [row + C, 0], P_slot if DECAY == "channel" else P_buffer)
+                tma_store(AP_tiles, [row + C, 0], P_buffer)
         c += 1
     if large_gain is not None:
         begin = gl.where(end < c, c - 1, NC)
@@ -298,6 +260,3 @@ def prepare_chunks(
             gl.store(large_gain + slot + chunk * HV, (chunk >= begin).to(gl.int32), mask=chunk < NC)
     if KEEP:
         tma.store_wait(0)
-        if DECAY == "channel":  # for the copies, if the head stopped
-            barrier()
-            mbarrier.arrive(empty.index((c + STAGES - 1) % STAGES), count=1)

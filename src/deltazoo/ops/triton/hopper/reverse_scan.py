@@ -7,7 +7,6 @@ matrices, which are needed later in a chunk; so these have a ring of buffers of 
 
 from torch import Tensor
 
-from deltazoo.ops.triton.chunk.decay_factors import CENTRED
 from deltazoo.ops.triton.chunk.score_gradients import NEAR_ZERO
 from deltazoo.ops.triton.gluon import (
     fence_async_shared,
@@ -22,7 +21,6 @@ from deltazoo.ops.triton.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from deltazoo.ops.triton.hopper.decayed_keys import middle_of
 from deltazoo.ops.triton.hopper.scan import (
     ERASE,
     HALF,
@@ -49,25 +47,8 @@ from deltazoo.ops.triton.tiles import CHUNK, gluon_reverse_scan_options
 
 
 @jit
-def store_centred_decay(totals, stage, G, strong_decay, chunk):
-    """Store the factors of a gradient of a state per channel, by one warp: before it is read, after that, and last.
-
-    In chunks from the fused forward pass the first two are exp2(G_last - m) and 1, in others 1 and the whole decay; the
-    last is exp2(m) (`decayed_keys`).
-    """
-    o_k = gl.arange(0, D, gl.BlockedLayout([4], [32], [1], [0]))
-    whole = gl.load(G + chunk * D + o_k)
-    centred = gl.load(strong_decay + chunk) == CENTRED
-    middle = gl.where(centred, middle_of(whole), 0.0)
-    decay = gl.exp2(whole - middle)
-    totals.index(3 * stage).store(gl.where(centred, decay, 1.0))
-    totals.index(3 * stage + 1).store(gl.where(centred, 1.0, decay))
-    totals.index(3 * stage + 2).store(gl.exp2(middle))
-
-
-@jit
 def copy_partition(
-    tiles, rings, barriers, factors, totals, beta, G, strong_decay, place, DECAY: gl.constexpr, UNDECAYED: gl.constexpr,
+    tiles, rings, barriers, factors, totals, beta, G, place, DECAY: gl.constexpr, UNDECAYED: gl.constexpr,
     SEPARATE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy the operands of `count` chunks, the last one first, and store their factors."""
@@ -95,11 +76,7 @@ def copy_partition(
         tma_load(q_tiles, at_keys, bar, as_tile(q_ring.index(stage), D))
         if SEPARATE:
             tma_load(k_in_tiles, at_keys, bar, as_tile(k_in_ring.index(stage), D))
-        if strong_decay is None:
-            store_factors(factors, totals, stage, beta, G, slot + chunk * HV, scale, ROWS, DECAY, UNDECAYED)
-        else:
-            store_factors(factors, totals, stage, beta, G, slot + chunk * HV, scale, ROWS, "none", UNDECAYED)
-            store_centred_decay(totals, stage, G, strong_decay, slot + chunk * HV)
+        store_factors(factors, totals, stage, beta, G, slot + chunk * HV, scale, ROWS, DECAY, UNDECAYED)
         mbarrier.arrive(bar, count=1)
         mbarrier.wait(late_empty.index(late), ((i // LATE_STAGES) & 1) ^ 1)
         mbarrier.expect(late_full.index(late), 2 * C * C * 2)
@@ -108,23 +85,10 @@ def copy_partition(
 
 
 @jit
-def store_gradient(tiles, high_tiles, at_tokens, at_row, buffer, dS, PART: gl.constexpr, IN_PLACE: gl.constexpr):
-    """Start to store a rounded gradient of a state, in the memory of the chunk's tokens or in rows of its own."""
-    tma.store_wait(1)
-    buffer.store(dS)
-    fence_async_shared()
-    if IN_PLACE:
-        half_tiles = high_tiles if PART == 1 else tiles
-        tma_store(half_tiles, at_tokens, as_tile(buffer, D))
-    else:
-        tma_store(tiles, [at_row, 0], buffer)
-
-
-@jit
 def gradient_partition(
-    walk, PART: gl.constexpr, DECAY: gl.constexpr, AFTER_FUSED: gl.constexpr, BY_GAIN: gl.constexpr,
-    HAS_FINAL: gl.constexpr, HAS_INITIAL: gl.constexpr, KEEP: gl.constexpr, SCALED: gl.constexpr,
-    IN_PLACE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
+    walk, PART: gl.constexpr, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, HAS_FINAL: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, KEEP: gl.constexpr, SCALED: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Carry the gradient for 64 value channels of the state through `count` chunks, the last one first."""
     tiles, rings, barriers, factors, totals, buffers, d_final, d_initial, place, handed_on = walk
@@ -159,22 +123,23 @@ def gradient_partition(
         AP = AP_ring.index(late)
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         k_out = k_out_ring.index(stage)
-        at_tokens = [row, first + chunk * C, value_column]
-        d_states_row = (slot + chunk * HV) * D + value_column % D + PART * HALF
-        if AFTER_FUSED:  # two forms of dS do not stay in registers
-            store_gradient(d_states_tiles, d_states_high_tiles, at_tokens, d_states_row, d_states_buffer, dS_rounded,
-                           PART, IN_PLACE)  # fmt: skip
-            dS = decayed(dS, totals, 3 * stage, DECAY)
-            dS_rounded = dS.to(DTYPE)
         dS_left = gl.convert_layout(dS_rounded, LEFT)
         dU = warpgroup_mma(dS_left, k_out.permute((1, 0)), zero, use_acc=False, is_async=True)
         dO = d_output_ring.index(stage * PARTS + PART).permute((1, 0)).load(TOKENS)
         mbarrier.wait(late_full.index(late), (i // LATE_STAGES) & 1)
         P = AP.slice(C, C, dim=0).permute((1, 0))
         from_output = warpgroup_mma(gl.convert_layout(dO, LEFT), P, zero, use_acc=False, is_async=True)
-        if KEEP and not AFTER_FUSED:  # during these products
-            store_gradient(d_states_tiles, d_states_high_tiles, at_tokens, d_states_row, d_states_buffer, dS_rounded,
-                           PART, IN_PLACE)  # fmt: skip
+        if KEEP:  # during these products
+            tma.store_wait(1)
+            d_states_buffer.store(dS_rounded)
+            fence_async_shared()
+            if IN_PLACE:
+                half_tiles = d_states_high_tiles if PART == 1 else d_states_tiles
+                at = [row, first + chunk * C, value_column]
+                tma_store(half_tiles, at, as_tile(d_states_buffer, D))
+            else:
+                d_states_row = (slot + chunk * HV) * D + value_column % D + PART * HALF
+                tma_store(d_states_tiles, [d_states_row, 0], d_states_buffer)
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         if DECAY == "scalar":
             write = factor(factors, of_stage + WRITE)
@@ -187,7 +152,7 @@ def gradient_partition(
         dU_left = gl.convert_layout((dU + from_output).to(DTYPE), LEFT)
         Z = warpgroup_mma(dU_left, AP.slice(0, C, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
         # This stands after a wait of this chunk: before one, ptxas would wait for all products in flight.
-        dS = decayed(dS, totals, 3 * stage + 1 if AFTER_FUSED else stage, DECAY)
+        dS = decayed(dS, totals, stage, DECAY)
         dS = warpgroup_mma(gl.convert_layout(dO_out.to(DTYPE), LEFT_STATE), q_ring.index(stage), dS, is_async=True)
         erased = -factor(factors, of_stage + ERASE)
         Z = warpgroup_mma_wait(1, deps=[Z])
@@ -200,8 +165,6 @@ def gradient_partition(
             tma.store_wait(1)
             store_tile(Z_tiles, [row, first + chunk * C, column], Z_buffer, Z.to(DTYPE))
         dS = warpgroup_mma_wait(0, deps=[dS])
-        if AFTER_FUSED:
-            dS = decayed(dS, totals, 3 * stage + 2, DECAY)
         dS_rounded = dS.to(DTYPE)
     if HAS_INITIAL:
         gl.store(d_initial + o_state, dS)
@@ -212,10 +175,10 @@ def gradient_partition(
 @jit(do_not_specialize=["T", "NT", "segments", "chunks", "HK", "HV"])
 def hopper_reverse_scan_kernel(
     q_tiles, k_in_tiles, k_out_tiles, d_output_tiles, AP_tiles, Z_tiles, d_states_tiles, d_states_high_tiles, beta, G,
-    large_gain, strong_decay, d_final, d_initial, scale, T, NT, segments, chunks, HK, HV, DECAY: gl.constexpr,
-    BY_GAIN: gl.constexpr, SEPARATE: gl.constexpr, UNDECAYED: gl.constexpr, HAS_FINAL: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, KEEP: gl.constexpr, SCALED: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
+    large_gain, d_final, d_initial, scale, T, NT, segments, chunks, HK, HV, DECAY: gl.constexpr, BY_GAIN: gl.constexpr,
+    SEPARATE: gl.constexpr, UNDECAYED: gl.constexpr, HAS_FINAL: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    KEEP: gl.constexpr, SCALED: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """`chunk.reverse_scan.reverse_scan_kernel` without STRICT, for heads of 128 channels, 16-bit inputs, unpacked rows.
 
@@ -225,14 +188,11 @@ def hopper_reverse_scan_kernel(
     `d_states_high_tiles`, with channels in place of the chunk's tokens. That takes one program per head (PARTS = 2), so
     that no other program reads these rows, and a partition stores its dS of a chunk only once the barrier `full` says
     that the copies of q and `k_in` to shared memory are complete.
-
-    `strong_decay` has the flags of chunks after a fused forward pass per channel, else it is None.
     """
     DTYPE: gl.constexpr = k_out_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SPLIT: gl.constexpr = 2 // PARTS
-    AFTER_FUSED: gl.constexpr = strong_decay is not None
     part = gl.program_id(0) % SPLIT
     i_h = gl.program_id(0) // SPLIT % HV
     i_n = gl.program_id(0) // (SPLIT * HV)
@@ -258,8 +218,7 @@ def hopper_reverse_scan_kernel(
         d_states_buffers = gl.allocate_shared_memory(DTYPE, [PARTS, HALF, D], OPERAND)
     factors = gl.allocate_shared_memory(gl.float32, [STAGES * (3 if DECAY == "scalar" else 1), C], PLAIN)
     if DECAY != "none":
-        VECTORS: gl.constexpr = STAGES * (3 if AFTER_FUSED else 1)
-        totals = gl.allocate_shared_memory(gl.float32, [VECTORS, D if DECAY == "channel" else 1], PLAIN)
+        totals = gl.allocate_shared_memory(gl.float32, [STAGES, D if DECAY == "channel" else 1], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     late_full = gl.allocate_shared_memory(gl.int64, [LATE_STAGES, 1], mbarrier.MBarrierLayout())
@@ -287,26 +246,25 @@ def hopper_reverse_scan_kernel(
     # A tuple in a variable would turn constants into run-time values, so the arguments stand here.
     if PARTS == 2:
         gl.warp_specialize([
-            (gradient_partition, (walk, 0, DECAY, AFTER_FUSED, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
+            (gradient_partition, (walk, 0, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
                                   SCALED, IN_PLACE, PARTS, STAGES, LATE_STAGES)),
-            (gradient_partition, (walk, 1, DECAY, AFTER_FUSED, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
+            (gradient_partition, (walk, 1, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
                                   SCALED, IN_PLACE, PARTS, STAGES, LATE_STAGES)),
-            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, strong_decay, place, DECAY, UNDECAYED,
-                              SEPARATE, PARTS, STAGES, LATE_STAGES)),
+            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, place, DECAY, UNDECAYED, SEPARATE,
+                              PARTS, STAGES, LATE_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (gradient_partition, (walk, 0, DECAY, AFTER_FUSED, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
+            (gradient_partition, (walk, 0, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
                                   SCALED, IN_PLACE, PARTS, STAGES, LATE_STAGES)),
-            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, strong_decay, place, DECAY, UNDECAYED,
-                              SEPARATE, PARTS, STAGES, LATE_STAGES)),
+            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, place, DECAY, UNDECAYED, SEPARATE,
+                              PARTS, STAGES, LATE_STAGES)),
         ], [1], [24])  # fmt: skip
 
 
 @per_plan
 def _constants(plan: Plan, final: bool, initial: bool, keep: bool, in_place: bool) -> Constants:
-    after_fused = plan.per_channel and plan.route.recorded == "fused"
-    options = gluon_reverse_scan_options(keep, plan.decay, plan.separate, plan.many_scans, after_fused)
+    options = gluon_reverse_scan_options(keep, plan.decay, plan.separate, plan.many_scans)
     return gluon_scan_arguments(
         plan, options, HAS_FINAL=final, HAS_INITIAL=initial, KEEP=keep, SCALED=plan.route.gradients == "gluon",
         IN_PLACE=in_place,
@@ -337,5 +295,5 @@ def launch_reverse_scan(
         matrix_tiles(AP, 2 * CHUNK),
         None if Z is None else token_tiles(Z, plan.V // 2),
         low_tiles, high_tiles,
-        beta, G, large_gain, kept.strong_decay if plan.route.recorded == "fused" else None, d_final, d_initial,
+        beta, G, large_gain, d_final, d_initial,
     )  # fmt: skip
