@@ -207,11 +207,12 @@ def test_gradients_with_a_second_scan_are_the_same(case: DeltaRuleCase, monkeypa
         model = Model()
         found.append(results(x, case.K**-0.5, model, monkeypatch, keep=keep))
         assert {"backward_kernel", "hopper_reverse_scan_kernel"} & set(model.names)
-        assert ("hopper_forward_kernel" in model.names) == (fused and keep or channel)
+        assert ("hopper_forward_kernel" in model.names) == (fused and keep or channel and not keep)
         scans.append(model.names.count("hopper_scan_kernel"))
     assert_right(x, *found)
-    if not fused and not channel:
-        assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+    if not fused:
+        same = [name for name in found[0] if name.startswith("d_") or not channel]
+        assert all(torch.equal(found[0][name], found[1][name]) for name in same)
     # Of two launches one is for chunks with large gains; the fused forward pass spares the other.
     assert scans[1] == scans[0] + 2 + fused
 
