@@ -164,7 +164,7 @@ def test_gated_linear_attention_with_equal_channels_has_one_decay_per_head() -> 
 
 def test_gated_linear_attention_without_convolutions_has_no_activation() -> None:
     layer, x = make("gla", use_short_conv=False), tokens()
-    q, k, v, _ = convolve(layer._convolutions(), x, x, x, StateAccess(None, None), WHOLE_ROWS, layer.activation)
+    q, k, v, _ = convolve(None, x, x, x, StateAccess(None, None), WHOLE_ROWS, layer.activation)
     assert all(torch.equal(y, x) for y in (q, k, v))
 
 

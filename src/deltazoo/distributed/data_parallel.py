@@ -13,7 +13,8 @@ from deltazoo._report import RunsDeltaRule
 from deltazoo.layers import DeltaRuleAttention
 
 _ONE_GROUP = 2**29
-"""Parameters up to which blocks are one group: gathered in 16 bits, they and their gradients are 2 GiB."""
+"""Parameters up to which blocks are one group: gathered in 16 bits, they, their gradients and the
+copies that captured steps read are 3 GiB."""
 
 
 def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:

@@ -151,6 +151,7 @@ class FusedBlock:
 
     Args:
         block: a block to which `why_not_fused` has no objection.
+        products: the merged products of the model, by the identity of their first map.
 
     Attributes:
         following: the block after it, if that can run fused.

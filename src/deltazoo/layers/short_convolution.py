@@ -240,11 +240,14 @@ def _convolve_piece(
 
 def _checked_state(state: Tensor | None, number: int, channels: int, width: int) -> Tensor:
     if state is None or state.shape != (number, channels, width):
-        raise ValueError(
-            f"the convolution state must have shape {(number, channels, width)}, got "
-            f"{None if state is None else tuple(state.shape)}: it belongs to another layer, or to another number of "
-            "rows or packed sequences"
+        given = (
+            "None"
+            if state is None
+            else (
+                f"{tuple(state.shape)}: it belongs to another layer, or to another number of rows or packed sequences"
+            )
         )
+        raise ValueError(f"the convolution state must have shape {(number, channels, width)}, got {given}")
     return state
 
 

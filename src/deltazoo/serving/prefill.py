@@ -143,6 +143,10 @@ class PrefixCache:
 class Prefill:
     """The prompts that are being run.
 
+    Args:
+        prompts: rows in which the prompts run.
+        prefixes: cache of the states after pieces.
+
     Attributes:
         tasks: tasks of the prompts, oldest first.
     """

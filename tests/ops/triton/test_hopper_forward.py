@@ -132,6 +132,11 @@ def test_preparing_the_rest_fits_the_card() -> None:
     assert used["registers"] <= 255 and used["spilled"] <= 96
 
 
+def test_a_program_per_chunk_has_the_limits_of_a_grid() -> None:
+    with pytest.raises(NotImplementedError, match="65535 rows"):
+        fake_plan(meta_call("none", B=2**16, T=64, HV=1)).chunk_grid()
+
+
 def test_launches() -> None:
     """Fast: one kernel; by gain two more, which complete what it leaves, per channel in any precision.
 

@@ -102,7 +102,11 @@ class CapturedStack:
         self.trained: list[Tensor] = [p for p in self.state.parameters if p.requires_grad]
         self.draws, self.nbytes, self.stale = False, 0, 0
         self._live: Tensor | None = None
-        copies = {id(p): memory.copies.setdefault(id(p), p.detach().clone()) for p in self.state.gathered}
+        copies: dict[int, Tensor] = {}
+        for p in self.state.gathered:
+            copy = memory.copies.get(id(p))
+            copies[id(p)] = p.detach().clone() if copy is None else copy
+        memory.copies.update(copies)
         gathered = _by_dtype(sorted(self.state.gathered, key=_dtype_name))
         self._copied = [([copies[id(p)] for p in group], group) for group in gathered]
         self._aliases = {
@@ -118,6 +122,7 @@ class CapturedStack:
                 self.d_hidden = torch.zeros_like(self.hidden)
                 gradients, self._replay_backward = self._record(self._backward)
                 self.gradients = _by_dtype(gradients)
+            self.nbytes += sum(copy.nbytes for copy in copies.values())
             if not self.state.same():
                 raise NotCapturedError("a block changes its own attributes while it runs")
         finally:

@@ -83,6 +83,7 @@ def reverse_scan(
 ) -> tuple[Tensor | None, StateGradients, Tensor | None]:
     """Z and the gradients of the states that leave the chunks (`keep`), and those of the initial states (`initial`).
 
+    Where Gluon kernels make the gradients per channel, Z is dv but for tokens with a step size near zero.
     With `in_place` gradients of states may lie in the memory of kept tensors.
     """
     plan = p.plan

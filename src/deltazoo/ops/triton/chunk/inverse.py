@@ -141,10 +141,10 @@ def store_inverse(
     L, gain, AP, large_gain, strict_L, slot, C: tl.constexpr, STRICT: tl.constexpr, BY_GAIN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store the transposed inverse of a fast chunk, or L of a strict one, which `invert_kernel` inverts.
+    """Store the transposed inverse of a fast chunk; of a strict one L, or the inverse if `strict_L` is None.
 
-    With BY_GAIN the erase gain decides, and the decision is stored in `large_gain` for later kernels. Without memory
-    for L, the inverse of a strict chunk is stored, too.
+    `invert_kernel` inverts L. With BY_GAIN the erase gain decides, and the decision is stored in `large_gain` for later
+    kernels.
     """
     o_c = tl.arange(0, C)
     o_cc = slot * (C * C) + o_c[:, None] * C + o_c[None, :]

@@ -310,9 +310,9 @@ def hopper_forward_kernel(
     A program stops at the first chunk that it must not process: with BY_GAIN one whose largest erase gain needs strict
     precision, per channel one that decays too far (`decayed_keys`). It stores the number of this chunk, from the
     segment's start, in `stopped [B * segments, HV]` (the number of chunks if there is none), and the state that enters
-    it in `final`. Outputs from this chunk on are not valid, and flags in `large_gain`, if given, are set. With KEEP,
-    without decay or with one per head, it also stores tensors for the backward pass. Without QUERIES, with KEEP, it
-    stores of all this the final states and what other scans of the segments read of the chunks but P.
+    it in `final`. Outputs from this chunk on are not valid; `large_gain`, if given, is 1 from it on and 0 before. With
+    KEEP, without decay or with one per head, it also stores tensors for the backward pass. Without QUERIES, with KEEP,
+    it stores of all this the final states and what other scans of the segments read of the chunks but P.
     """
     DTYPE: gl.constexpr = k_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -429,7 +429,7 @@ def launch_forward(
 ) -> None:  # fmt: skip
     """Fill output, final state, the number of the chunk at which each head `stopped`, and `kept` if it is given.
 
-    Flags `large_gain`, if given, are set from this chunk on. Without `output`, of `kept` it fills A, step sizes and
+    `large_gain`, if given, is 1 from this chunk on and 0 before. Without `output`, of `kept` it fills A, step sizes and
     decay only.
     """
     plan, log_decay = p.plan, p.log_decay
