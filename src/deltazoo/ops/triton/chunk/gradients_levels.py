@@ -385,5 +385,8 @@ def launch_gradients_levels(p: Problem, tensors: tuple[Tensor | None, ...]) -> N
     exact = not p.plan.half
     for strong in (False, True) if exact else (True,):
         constants = _constants(p.plan, exact, strong)
-        scratch = p.q.new_empty(constants.grid[0], p.plan.matrices, CHUNK, CHUNK)
-        launch(chunk_gradients_levels_kernel, constants, *tensors, scratch, *p.chunk_offsets)
+        launch(
+            chunk_gradients_levels_kernel, constants, *tensors,
+            p.q.new_empty(constants.grid[0], p.plan.matrices, CHUNK, CHUNK),  # in no variable: freed before the next
+            *p.chunk_offsets,
+        )  # fmt: skip
