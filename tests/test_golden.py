@@ -6,9 +6,11 @@ size.
 """
 
 import json
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from golden.freeze import (
     CHECKPOINTS,
     EARLIER,
@@ -23,6 +25,7 @@ from golden.freeze import (
     read_operator_results,
 )
 from helpers import relative_errors
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import deltazoo
@@ -33,9 +36,6 @@ CASES = read_operator_results()
 NAMES = sorted(folder.name for folder in CHECKPOINTS.iterdir() if folder.name not in RUNTIME_KEYS)
 FILE = 2e-7
 """Rounding of what is in the files, 2**-24, and of float64 results that happen to lie on the other side of a tie."""
-LOSS = 1e-6
-"""The same, and rounding of transformers' loss, which is in float32 for a model in float64, too: with the vector
-instructions of another processor gradients differ by up to 5e-7."""
 SINGLE_INSIDE = ("swapped_llama", "earlier_swapped_eda", "earlier_swapped_pgdn")
 """Their own layers compute norms and rotary angles in float32 whatever the model's dtype."""
 
@@ -43,6 +43,18 @@ SINGLE_INSIDE = ("swapped_llama", "earlier_swapped_eda", "earlier_swapped_pgdn")
 def assert_no_larger(errors: dict[str, float], allowed: float) -> None:
     wrong = {name: f"{error:.1e}" for name, error in errors.items() if not error <= allowed}
     assert not wrong, f"relative errors above {allowed:.1e}: {wrong}"
+
+
+def rounding_of_the_loss(model: Any, tokens: Tensor, found: dict[str, Tensor]) -> float:
+    """The largest error that transformers' loss, in float32 for a model in float64, too, makes in its results.
+
+    The files have such an error as well, of another processor.
+    """
+    model.zero_grad()
+    logits = model(tokens).logits
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    exact = {f"d_{name}": x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return max(model_errors({name: found[name] for name in exact}, exact).values())
 
 
 def test_every_rule_has_a_checkpoint():
@@ -57,7 +69,8 @@ def test_a_checkpoint_gives_the_same_loss_logits_and_gradients(name):
     errors = model_errors(model_results(model, tokens), expected)
     assert_no_larger(errors, 4 * ROUNDED[f"checkpoints/{name}"]["float32"])
     if name not in SINGLE_INSIDE:
-        assert_no_larger(model_errors(model_results(model.double(), tokens), expected), LOSS)
+        found = model_results(model.double(), tokens)
+        assert_no_larger(model_errors(found, expected), FILE + 2 * rounding_of_the_loss(model, tokens, found))
 
 
 @pytest.mark.parametrize("name", NAMES)
