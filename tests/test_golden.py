@@ -2,8 +2,8 @@
 
 In float64 each result agrees to the rounding of the file, float32. In float32 and bfloat16 its error may be a small
 multiple of what it was: another CPU or number of threads adds up in another order, which changes the rounding, not its
-size. One rounding may be a lucky one: Falcon's in float32 was 1.6e-6, and is 3.0e-6 to 1.3e-5 in five, four of them with
-weights changed by one unit in the last place, so their median, 4e-6, counts.
+size. One rounding may be a lucky one: Falcon's in float32 was 1.6e-6, and is 3.0e-6 to 1.3e-5 in five, four of them
+with weights changed by one unit in the last place, so their median, 4e-6, counts.
 """
 
 import json
