@@ -15,13 +15,12 @@ import pytest
 import torch
 from captured_training import as_on_a_gpu, assert_same, reasons, replayed, train
 from foreign_models import FUSED, foreign_model
-from tiny_families import OWN, tiny_original
+from tiny_families import OWN, swapped
 from tiny_models import tiny_model, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import deltazoo
-from deltazoo import swap_attention
 from deltazoo.compat import accelerate, restore
 from deltazoo.distributed import data_parallel, fully_shard_model
 from deltazoo.layers.sequences import PackedSequences
@@ -209,12 +208,7 @@ def test_trained_embeddings_of_the_input():
 
 @pytest.mark.parametrize("family", sorted(OWN))
 def test_swapped_models(family):
-    def make() -> Any:
-        model = tiny_original(family)
-        swap_attention(model, "gated_deltanet", layers="1:1")
-        return model
-
-    eager, captured = both(make)
+    eager, captured = both(lambda: swapped(family))
     assert_same(train(eager, plain_batches()), train(captured, plain_batches()))
     if family == "gpt2":  # its blocks take positional arguments
         assert "4 eager: the forward pass does more between its blocks" in reasons(captured)
@@ -225,13 +219,7 @@ def test_swapped_models(family):
 @pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
 def test_swapped_llama_on_all_kinds_of_batches(kind):
     data = {"plain": plain_batches, "padded": padded_batches, "packed": lambda: packed_batches([3, 4, 2, 5, 7, 8])}
-
-    def make() -> Any:
-        model = tiny_original("llama")
-        swap_attention(model, "gated_deltanet", layers="1:1")
-        return model
-
-    eager, captured = both(make)
+    eager, captured = both(swapped)
     assert_same(train(eager, data[kind]()), train(captured, data[kind]()))
     assert replayed(captured) >= 2, reasons(captured)
 
