@@ -12,6 +12,7 @@ from foreign_models import FUSED, SPARSE_SOFTMAX, foreign_model
 from tiny_families import tiny_original, tokens
 from tiny_models import OPTIONS, tiny_model
 from torch import Tensor
+from transformers import StaticCache
 
 import deltazoo
 from deltazoo.generation import Sampling, Snapshot
@@ -72,6 +73,27 @@ def assert_decodes_like_forward(
         logits = model(alone[None], use_cache=False).logits[0, -count - 1 : -1]
         assert logits.argmax(-1).tolist() == alone[-count:].tolist()
     return made
+
+
+@torch.no_grad()
+def assert_one_graph_decodes(model: Any, prompt: Tensor, ids: Tensor, **close: float) -> None:
+    """Compiled steps over a static cache give the logits of the full forward pass, by one graph for every length."""
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    model(prompt, past_key_values=cache)
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+    for token in ids.split(1, dim=1):
+        prompt = torch.cat([prompt, token], dim=1)
+        logits = compiled(token.contiguous(), past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(prompt, use_cache=False).logits[:, -1:], **close)
+    torch._dynamo.reset()
+    assert len(graphs) == 1
 
 
 def ordinary(model: Any, ids: Tensor, mask: Tensor, count: int, **options: Any) -> Tensor:

@@ -40,6 +40,7 @@ from deltazoo.distributed.context import _attend_to_all_ranks
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.sequences import SharedSequences
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, delta_rule, linear_attention
+from deltazoo.runtime import RECOMPUTE_LEVELS
 
 GPU = torch.cuda.is_available()
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -192,7 +193,7 @@ def made_model(case: str) -> Any:
     return tiny_model(case).eval()
 
 
-MODELS = {"kda": "none", "pgdn": "none", "hybrid": "block", "swapped": "none", "accelerated": "none"}
+MODELS = {"kda": "none", "pgdn": "none", "hybrid": "nested", "swapped": "none", "accelerated": "none"}
 """Models, and what those of ours compute again."""
 TOKENS = 256
 DOCUMENTS = [0, 30, 30, 100, 250, 256]
@@ -269,7 +270,7 @@ def check_recomputation(groups: dict[int, Any]) -> dict[str, Any]:
     if RANK > 1:
         return {}
     found = {}
-    for level in ("none", "elementwise", "block"):
+    for level in RECOMPUTE_LEVELS:
         model = tiny_model("gated_deltanet").train()
         model.set_runtime(recompute=level)
         deltazoo.context_parallel(model, ContextParallel(groups[2], lengths=(64, 64)))

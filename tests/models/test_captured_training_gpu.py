@@ -122,7 +122,7 @@ def assert_same(eager: list[list[Tensor]], captured: list[list[Tensor]]) -> None
 
 MODELS: dict[str, Callable[[], Any]] = {
     **{rule: lambda rule=rule: own(rule) for rule in ("gated_deltanet", "delta_net", "kda", "gated_deltaproduct")},
-    **{level: lambda level=level: own(recompute=level) for level in ("elementwise", "states", "block")},
+    **{level: lambda level=level: own(recompute=level) for level in ("elementwise", "states", "nested")},
     "hybrid": lambda: own(**SOFTMAX),
     "checkpointed": lambda: checkpointed(own),
     "adapters": lambda: adapted(own, 0.0),

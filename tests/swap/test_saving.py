@@ -8,7 +8,7 @@ import pytest
 import torch
 from fresh_process import run_well_after_transformers
 from helpers import run_python
-from tiny_families import OWN, tiny_original, tokens
+from tiny_families import OWN, swapped, tiny_original, tokens
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -48,12 +48,6 @@ try:
 except ValueError as error:
     print(error)
 """
-
-
-def swapped(family, layers="1:1", rule="gated_deltanet", auto_class=AutoModelForCausalLM):
-    model = tiny_original(family, auto_class)
-    deltazoo.swap_attention(model, rule, layers)
-    return model
 
 
 def test_a_fresh_process_loads_it_after_importing_deltazoo(tmp_path):

@@ -196,7 +196,7 @@ def refuse_empty(shape: tuple[int, int]) -> None:
 
 
 def refuse_padding_at_the_end(mask: Tensor) -> None:
-    """Raise ValueError for the mask `[B, T]` of a prompt with padding on the right: its next token would be drawn there."""
+    """Raise ValueError for a prompt's mask `[B, T]` that ends in padding, after which the next token would be drawn."""
     if not bool(mask[:, -1].all()):
         raise ValueError("attention_mask must end with real tokens: pad prompts on the left")
 
