@@ -226,6 +226,11 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], ForwardArguments], Any, str]] =
         ValueError,
         r"labels must have shape \(1, 9\)|to match target batch_size",
     ),
+    "a list of tokens": (
+        lambda model: {"input_ids": ROW.tolist()},
+        TypeError,
+        "input_ids must be a tensor, got list",
+    ),
 }
 
 
@@ -252,6 +257,15 @@ def test_assisted_decoding_is_refused(model: Any, way: str) -> None:
         greedy(model, ROW, **{way: tiny_model("hybrid") if way == "assistant_model" else 1})
     assert model.config.num_hidden_layers == layers
     assert torch.equal(logits(model, ROW, use_cache=False), before)
+
+
+def test_a_prompt_padded_on_the_right_is_refused(model: Any) -> None:
+    """transformers would take the logits of the padding for those of the prompt's last token."""
+    mask = torch.ones_like(IDS)
+    mask[1, -1:] = 0
+    for wrong in (mask, mask.bool()):
+        with pytest.raises(ValueError, match="must end with real tokens: pad prompts on the left"):
+            greedy(model, IDS, attention_mask=wrong)
 
 
 def test_assisting_another_model_is_refused(model: Any) -> None:
