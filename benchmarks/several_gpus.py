@@ -14,7 +14,8 @@ whole work on one GPU, which all ranks do at the same time without a word to eac
 * `model`: bfloat16 weights with float32 gates, forward, backward, clipping, AdamW. DDP and FSDP2 have 8 rows (`--rows`)
   of 4,096 tokens per GPU; context parallelism and FSDP2 x CP one row of 131,072.
 * `million`, `millions2`, `millions4`: forward and backward of one row of 1, 2 and 4 times 1,048,576 tokens with
-  `recompute="block"`. With little memory left PYTORCH_ALLOC_CONF=expandable_segments:True avoids gaps.
+  `recompute="block"`, the longer ones "nested". With little memory left PYTORCH_ALLOC_CONF=expandable_segments:True
+  avoids gaps.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Ranks:
         if ON_GPU:
             torch.cuda.set_device(DEVICE)
         backend = "nccl" if ON_GPU else "gloo"
-        dist.init_process_group(backend, device_id=DEVICE if ON_GPU else None, timeout=timedelta(seconds=100))
+        dist.init_process_group(backend, device_id=DEVICE if ON_GPU else None, timeout=timedelta(minutes=10))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.context: DeviceMesh = init_device_mesh(DEVICE.type, (1, self.size), mesh_dim_names=("dp", "cp"))["cp"]
 
@@ -286,7 +287,7 @@ def model_rows(ranks: Ranks, size: str, what: str, way: str, rows: int, repeats:
 def million_rows(ranks: Ranks, what: str, way: str, millions: int = 1) -> Rows:
     """Forward and backward; memory is that above weights and what else lies there before."""
     size, tokens = ("340m" if ON_GPU else "quickstart"), millions * 2**20 // SMALL
-    model = build(size, what, recompute="block")
+    model = build(size, what, recompute="block" if millions == 1 else "nested")
     for length in (tokens // 16, tokens):  # the short row compiles
         if way == "CP":
             deltazoo.context_parallel(model, ranks.pieces(length))

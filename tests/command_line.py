@@ -18,6 +18,13 @@ def call(*arguments: str) -> int:
     return int(stop.value.code or 0)
 
 
+def refused(*arguments: str) -> str:
+    """What a command that ends with status 1 prints, as one line."""
+    outcome = invoke(*arguments)
+    assert outcome.exit_code == 1, outcome.output
+    return outcome.output
+
+
 @dataclass(frozen=True)
 class Outcome:
     exit_code: int

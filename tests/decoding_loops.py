@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import FUSED, SPARSE_SOFTMAX, foreign_model
+from foreign_models import FUSED, SPARSE_SOFTMAX, accelerated
 from tiny_families import tiny_original, tokens
 from tiny_models import OPTIONS, tiny_model
 from torch import Tensor
+from transformers import StaticCache
 
 import deltazoo
 from deltazoo.generation import Sampling, Snapshot
@@ -37,9 +38,7 @@ def model_of(kind: str) -> Any:
         return tiny_model(kind)
     family, _, layers = kind.partition(" ")
     if not layers:
-        model = foreign_model(family)
-        deltazoo.accelerate(model)
-        return model
+        return accelerated(family)
     model = tiny_original(family)
     if family == "mixtral":
         model.set_experts_implementation("batched_mm")  # as generate does on a GPU
@@ -72,6 +71,27 @@ def assert_decodes_like_forward(
         logits = model(alone[None], use_cache=False).logits[0, -count - 1 : -1]
         assert logits.argmax(-1).tolist() == alone[-count:].tolist()
     return made
+
+
+@torch.no_grad()
+def assert_one_graph_decodes(model: Any, prompt: Tensor, ids: Tensor, **close: float) -> None:
+    """Compiled steps over a static cache give the logits of the full forward pass, by one graph for every length."""
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    model(prompt, past_key_values=cache)
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+    for token in ids.split(1, dim=1):
+        prompt = torch.cat([prompt, token], dim=1)
+        logits = compiled(token.contiguous(), past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(prompt, use_cache=False).logits[:, -1:], **close)
+    torch._dynamo.reset()
+    assert len(graphs) == 1
 
 
 def ordinary(model: Any, ids: Tensor, mask: Tensor, count: int, **options: Any) -> Tensor:

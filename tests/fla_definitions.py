@@ -1,9 +1,10 @@
-"""What flash-linear-attention's functions compute, written as loops over tokens from their documentation."""
+"""What flash-linear-attention's functions compute, written down from their documentation; the recurrence: oracle.py."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from oracle import delta_rule_by_transition_matrices
 from torch import Tensor
 
 
@@ -31,42 +32,21 @@ def rule(
     state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and final states. ``gate``: None (g is the log-decay), "softplus" or "bounded"."""
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
     if use_qk_l2norm_in_kernel:
         q, k = unit(q), unit(k)
     if use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
     if g is not None and gate is not None:
         logit = g if dt_bias is None else g + dt_bias.view(g.shape[2:])
-        rate = torch.ones(HV, dtype=q.dtype) if A_log is None else A_log.view(HV).exp()
+        rate = torch.ones(v.shape[2], dtype=q.dtype) if A_log is None else A_log.flatten().exp()
         rate = rate if g.ndim == 3 else rate[:, None]
         g = lower_bound * (rate * logit).sigmoid() if gate == "bounded" else -rate * F.softplus(logit)
-    q = q * (K**-0.5 if scale is None else scale)
-    bounds = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
-    rows = range(B) if cu_seqlens is None else [0] * (len(bounds) - 1)
-    spans = [(0, T)] * B if cu_seqlens is None else list(zip(bounds, bounds[1:], strict=False))
-    outputs: list[list[Tensor]] = [[] for _ in range(B)]
-    states = []
-    for n, (row, (start, stop)) in enumerate(zip(rows, spans, strict=True)):
-        heads = []
-        for j in range(HV):
-            i = j // (HV // H)
-            S = torch.zeros(K, V, dtype=q.dtype)
-            if initial_state is not None:
-                S = initial_state[n, j].T if state_v_first else initial_state[n, j]
-            column = []
-            for t in range(start, stop):
-                if g is not None:
-                    decay = g[row, t, j].exp()
-                    S = S * (decay if decay.ndim == 0 else decay[:, None])
-                error = v[row, t, j] - k[row, t, i] @ S
-                S = S + beta[row, t, j] * torch.outer(k[row, t, i], error)
-                column.append(q[row, t, i] @ S)
-            heads.append((torch.stack(column) if column else v.new_zeros(0, V), S.T if state_v_first else S))
-        outputs[row].append(torch.stack([o for o, _ in heads], dim=1))
-        states.append(torch.stack([S for _, S in heads]))
-    return torch.stack([torch.cat(pieces) for pieces in outputs]), torch.stack(states)
+    if state_v_first and initial_state is not None:
+        initial_state = initial_state.mT
+    output, state = delta_rule_by_transition_matrices(
+        q, k, v, beta, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )
+    return output, state.mT if state_v_first else state
 
 
 def convolution(

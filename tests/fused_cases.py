@@ -5,8 +5,11 @@ Kernels run interpreted on a CPU, in a child process for each file (ops/fused/co
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
+import pytest
 import torch
 from helpers import Missed
 from torch import Tensor
@@ -16,12 +19,27 @@ Results = dict[str, Tensor]
 HALF = torch.float16
 
 
-class Case(Protocol):
-    """A call by a kernel or by plain torch: its results and gradients, by name."""
+@dataclass(frozen=True)
+class Case:
+    """A call by a kernel or by plain torch."""
 
     name: str
+    _: KW_ONLY
+    dtype: torch.dtype = torch.float32
 
-    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results: ...
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        """Results and gradients by name; with a `dtype`, of the same inputs converted to it."""
+        raise NotImplementedError
+
+    def drawing(self, device: str, dtype: torch.dtype | None) -> Callable[..., Tensor]:
+        """Normal numbers of a shape, rounded to the case's own dtype or to a `given` one, as an argument of `run`."""
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int, given: torch.dtype | None = None, scale: float = 1) -> Tensor:
+            own = given or self.dtype
+            return (scale * torch.randn(shape, generator=generator)).to(own).to(device, dtype or own)
+
+        return draw
 
 
 def judge(case: Case, results: Results) -> None:
@@ -40,3 +58,21 @@ def judge(case: Case, results: Results) -> None:
             sizes.append(float(error))
     if failures:
         raise Missed("\n".join(failures), max(sizes))
+
+
+def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
+    """Of every file that imports it; `case` is one of the file's `CASES`."""
+    judge(case, interpreted[case.name])
+
+
+@pytest.mark.gpu
+def test_on_the_gpu(case: Case) -> None:
+    """Of every file that imports it; `case` is one of the file's `CASES`, or of its `MORE_ON_A_GPU`."""
+    judge(case, case.run("cuda", fused=True))
+
+
+def opcheck(*calls: tuple[Any, ...]) -> None:
+    """Fake results are as the real ones, in layout and storage too, and autograd's formula passes torch's tests."""
+    for operator, *arguments in calls:
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x for x in arguments]
+        torch.library.opcheck(operator.overload, leaves)

@@ -81,18 +81,6 @@ SIGNATURES = {
     "linear_attention_step": (["q", "k", "v", "log_decay"], ["state", "scale", "backend"]),
 }
 
-RULES = [
-    "delta_net",
-    "efla",
-    "gated_deltanet",
-    "kda",
-    "linear_attention",
-    "longhorn",
-    "mamba2_style",
-    "neg_delta_net",
-    "neg_gated_deltanet",
-]
-
 MODULES = [importlib.import_module(name) for name in PROMISED]
 
 
@@ -148,10 +136,6 @@ def test_editors_see_the_names_that_are_imported_when_asked_for() -> None:
     assert {name for names in deltazoo._NAMES.values() for name in names} <= set(deltazoo.__all__)
     parts = {path.parent.name for path in Path(deltazoo.__file__).parent.glob("*/__init__.py")}
     assert set(deltazoo._SUBPACKAGES) == parts - {"rules", "cli"}  # always imported; a program
-
-
-def test_the_nine_rules_are_registered() -> None:
-    assert set(deltazoo.list_rules()) >= set(RULES)
 
 
 def test_unknown_attributes_are_attribute_errors() -> None:

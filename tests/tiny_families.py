@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import deltazoo
+
 VOCAB = 61
 NUM_LAYERS = 4
 SIZES: dict[str, Any] = {
@@ -67,6 +69,23 @@ def tiny_original(family: str, auto_class: Any = AutoModelForCausalLM, **overrid
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name or "ln_" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))  # ones and zeros would hide mixed-up parameters
+    return model
+
+
+def swapped(
+    family: str = "llama",
+    layers: Any = "1:1",
+    rule: str = "gated_deltanet",
+    auto_class: Any = AutoModelForCausalLM,
+    *,
+    exact: bool = False,
+    sizes: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Such a model of these sizes with swapped layers, `exact` as of `precise`; `options` are of `swap_attention`."""
+    model = tiny_original(family, auto_class, **(sizes or {}))
+    model = precise(family, model) if exact else model
+    deltazoo.swap_attention(model, rule, layers, **options)
     return model
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from deltazoo.names import unknown
 
 Backend = Literal["triton", "chunkwise", "reference"]
-RecomputeLevel = Literal["none", "elementwise", "states", "block"]
+RecomputeLevel = Literal["none", "elementwise", "states", "block", "nested"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 RECOMPUTE_LEVELS: tuple[str, ...] = get_args(RecomputeLevel)
 FORMER_OPTIONS = {"liger": "Liger kernels left with 0.2; deltazoo's own are the default"}
@@ -30,9 +30,9 @@ class RuntimeOptions:
         fuse_linear_cross_entropy: whether training computes the loss from `labels` without the logits of all positions
             (`deltazoo.models.loss`). True: a model whose loss cannot be computed so raises.
         recompute: results that training computes again in the backward pass instead of keeping them: `"none"`,
-            `"elementwise"`, `"states"` or `"block"`, see `deltazoo.layers.recompute_levels`. None: `"states"` for large
-            batches on a GPU, else `"none"`. Gradient checkpointing replaces it if both are on. With either, training
-            creates no cache.
+            `"elementwise"`, `"states"`, `"block"` or `"nested"`, see `deltazoo.layers.recompute_levels`. None:
+            `"states"` for large batches on a GPU, else `"none"`. Gradient checkpointing replaces it if both are on.
+            With either, training creates no cache.
         captured_training: whether training on a GPU runs the blocks as CUDA graphs where that changes nothing but the
             time (`deltazoo.models.captured_training`): `"auto"`, the default, or False for never.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from command_line import call
+from command_line import call, refused
 from fake_hub import names_asked
 from few_rules import FEW_RULES
 from helpers import run_python
@@ -165,12 +165,10 @@ def test_diagnose_prints_draws_and_writes(run: Path, tmp_path: Path, capsys: pyt
     assert "64 tokens in 1 sequence;" in capsys.readouterr().out
 
 
-def test_the_missing_harness_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert call("lm-eval", "--model", "hf") == 1
-    assert "lm-evaluation-harness is not installed: pip install '.[harness]'" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    said = refused("lm-eval", "--model", "hf")
+    assert "lm-evaluation-harness is not installed: pip install '.[harness]'" in said
 
 
 def test_eval_scores_another_text(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,47 +263,42 @@ def test_bad_input_is_one_message_and_status_1(
     assert "Traceback" not in captured.err
 
 
-def test_a_protected_file_is_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_protected_file_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "score.json").touch()
     monkeypatch.setattr("deltazoo.cli.options.os.access", lambda path, mode: False)  # root may write everywhere
-    assert call("eval", "./nowhere", "--json", str(tmp_path / "score.json")) == 1
-    assert "score.json: Permission denied" in " ".join(capsys.readouterr().err.split())
+    assert "score.json: Permission denied" in refused("eval", "./nowhere", "--json", str(tmp_path / "score.json"))
 
 
 @pytest.mark.parametrize("arguments", [["eval", "./my_text"], ["train", "--text", "./my_text"]])
 def test_a_mistyped_path_is_answered_with_the_nearest(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my_texts").mkdir()
-    assert call(*arguments) == 1
-    assert "did you mean 'my_texts'?" in " ".join(capsys.readouterr().err.split())
+    assert "did you mean 'my_texts'?" in refused(*arguments)
 
 
-def test_an_adapter_alone_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert call("generate", str(tmp_path), "--prompt", "x") == 1
-    assert "holds an adapter of PEFT without its model: merge them first" in " ".join(capsys.readouterr().err.split())
+    said = refused("generate", str(tmp_path), "--prompt", "x")
+    assert "holds an adapter of PEFT without its model: merge them first" in said
 
 
 @pytest.mark.parametrize("option", [["--top-k", "3"], ["--top-p", "0.2"]])
-def test_a_filter_without_sampling_is_refused(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("generate", "/", "--prompt", "x", "--temperature", "0", *option) == 1
-    assert "with --temperature 0 there is none: leave them out" in " ".join(capsys.readouterr().err.split())
+def test_a_filter_without_sampling_is_refused(option: list[str]) -> None:
+    said = refused("generate", "/", "--prompt", "x", "--temperature", "0", *option)
+    assert "with --temperature 0 there is none: leave them out" in said
 
 
 @pytest.mark.parametrize("offline", [False, True])
 @pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["eval"], ["diagnose"], ["eval", "--text", "x"]])
 def test_a_name_that_is_nowhere_is_asked_for_once(
-    command: list[str], offline: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str], offline: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers asks for each file six times, for 25 seconds, before it reports that there is no network."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
     asked = names_asked(monkeypatch)
-    assert call(command[0], "runs/nowhere", *command[1:]) == 1
-    shown = " ".join(capsys.readouterr().err.split())
+    shown = refused(command[0], "runs/nowhere", *command[1:])
     assert shown == "Error: there is no folder 'runs/nowhere', and the Hub cannot be asked for it: no network"
     assert asked == ["runs/nowhere"]
 
@@ -325,14 +318,13 @@ def test_a_damaged_model_is_one_message_and_status_1(
 
 @pytest.mark.parametrize("command", [["eval"], ["generate", "--prompt", "x"]])
 def test_a_model_without_some_weights_is_one_message_and_status_1(
-    run: Path, tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, command: list[str]
 ) -> None:
     shutil.copytree(run / "model", tmp_path / "model")
     weights = load_file(tmp_path / "model" / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    assert call(command[0], str(tmp_path), *command[1:]) == 1
-    shown = "".join(capsys.readouterr().err.split())
+    shown = refused(command[0], str(tmp_path), *command[1:]).replace(" ", "")
     assert f"{tmp_path}/modellacksweightsofitsmodel:model.norm.weight" in shown
 
 
@@ -347,8 +339,7 @@ def test_a_model_that_computes_nan_is_one_message_and_status_1(
     place = "NaN comes first in the output of model.norm, whose weight holds NaN"
     figures = tmp_path / "figures.json"
     for command in (["eval", "--json", str(figures)], ["generate", "--prompt", "x"]):
-        assert call(command[0], str(tmp_path / "run"), *command[1:]) == 1
-        shown = " ".join(capsys.readouterr().err.split())
+        shown = refused(command[0], str(tmp_path / "run"), *command[1:])
         assert shown.count("Error: the model computed ") == 1 and place in shown
         assert not figures.exists()
     assert call("diagnose", str(tmp_path / "run"), "--length", "100", "--json", str(figures)) == 1
@@ -455,14 +446,12 @@ def test_a_preset_for_gpus_says_that_there_is_none(
     assert said == (not gpu and preset != "quickstart_cpu")
 
 
-def test_options_without_effect_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("eval", str(run), "--max-bytes", "100") == 1
-    assert "act on --text only" in capsys.readouterr().err
+def test_options_without_effect_are_refused(run: Path) -> None:
+    assert "act on --text only" in refused("eval", str(run), "--max-bytes", "100")
 
 
-def test_a_run_is_not_overwritten(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("train", str(run.parent / "config.yaml")) == 1
-    assert "--resume" in capsys.readouterr().err
+def test_a_run_is_not_overwritten(run: Path) -> None:
+    assert "--resume" in refused("train", str(run.parent / "config.yaml"))
     assert call("train", str(run.parent / "config.yaml"), "--resume") == 0
 
 
@@ -471,11 +460,10 @@ def test_the_traceback_is_shown_on_request() -> None:
         main(["--traceback", "train", "nowhere.yaml"])
 
 
-def test_a_mistyped_run_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_run_is_named(run: Path) -> None:
     mistyped = str(run) + "n"
     for arguments in ([mistyped, "--resume"], ["quickstart_cpu", "--resume", "--output", mistyped]):
-        assert call("train", *arguments) == 1
-        shown = "".join(capsys.readouterr().err.split())  # the console breaks long lines
+        shown = refused("train", *arguments).replace(" ", "")  # the console breaks long lines
         assert f"didyoumean'{run}'?" in shown and mistyped in shown
 
 
@@ -519,14 +507,10 @@ QUICK = [
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("train", "lm-eval", "list", "show")])
-def test_several_processes_are_refused_at_once(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_processes_are_refused_at_once(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does
-    assert call(command, "./nowhere") == 1
-    assert (
-        f"deltazoo {command} runs in one process, and WORLD_SIZE says that this is one of 2" in capsys.readouterr().err
-    )
+    said = refused(command, "./nowhere")
+    assert f"deltazoo {command} runs in one process, and WORLD_SIZE says that this is one of 2" in said
 
 
 def test_help_lists_and_wrong_arguments_wait_for_no_torch() -> None:
@@ -546,26 +530,20 @@ for line in {QUICK}:
     run_python(code)
 
 
-def test_serve_without_its_extra_says_how_to_install_it(run: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_serve_without_its_extra_says_how_to_install_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fastapi", None)
     for name in [name for name in sys.modules if name.startswith(("deltazoo.serving.", "fastapi."))]:
         monkeypatch.delitem(sys.modules, name)
-    assert call("serve", str(run)) == 1
-    said = " ".join(capsys.readouterr().err.split())
+    said = refused("serve", str(run))
     assert "deltazoo serve needs fastapi" in said and ": pip install '.[serve]' in a checkout" in said
 
 
-def test_serve_refuses_bad_options(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_refuses_bad_options(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert call("serve", str(run), "--port", str(port)) == 1
-    assert f"cannot listen at 127.0.0.1, port {port}" in " ".join(capsys.readouterr().err.split())
+        assert f"cannot listen at 127.0.0.1, port {port}" in refused("serve", str(run), "--port", str(port))
     for key in ("", "a b", "a\n"):
-        assert call("serve", str(run), "--api-key", key) == 1
-        assert "the API key is sent in a header" in " ".join(capsys.readouterr().err.split())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DELTAZOO_API_KEY", "")
-        assert call("serve", str(run)) == 1
-        assert "at least one: got 0 characters" in " ".join(capsys.readouterr().err.split())
-    assert call("serve", str(run), "--widths", "8,0") == 1
-    assert "--widths takes numbers from 1 on" in " ".join(capsys.readouterr().err.split())
+        assert "the API key is sent in a header" in refused("serve", str(run), "--api-key", key)
+    assert "--widths takes numbers from 1 on" in refused("serve", str(run), "--widths", "8,0")
+    monkeypatch.setenv("DELTAZOO_API_KEY", "")
+    assert "at least one: got 0 characters" in refused("serve", str(run))

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import call
+from command_line import call, refused
 from outside_rule import RULES, forget_rules
 from tiny_runs import run_config, write_text_folder
 
@@ -80,13 +80,10 @@ def test_the_kind_of_tokenizer_may_be_set_alone(tmp_path: Path, monkeypatch: pyt
     assert json.loads((tmp_path / "runs/text/model/config.json").read_text())["vocab_size"] == 258
 
 
-def test_a_text_too_short_to_hold_anything_out_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_too_short_to_hold_anything_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("hello")
-    assert call("train", "--text", "text.txt") == 1
-    said = " ".join(capsys.readouterr().err.split())
+    said = refused("train", "--text", "text.txt")
     assert "too little text to train on one part and hold another out: text.txt, 5 bytes; give more text" in said
     assert not (tmp_path / "runs").exists()
 
@@ -126,27 +123,23 @@ def test_what_comes_next_is_true_when_it_is_copied(
     assert "--load" in said.err and said.err.rstrip().endswith("--set training.steps=4")
 
 
-def test_a_second_training_in_a_folder_is_refused_at_once(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_training_in_a_folder_is_refused_at_once(text: Path, tmp_path: Path) -> None:
     config = run_config(text, tmp_path / "run", training={"steps": 2, "save_every": 2})
     with held(tmp_path / "run"):
         for options in ([], ["--resume"]):
-            assert call("train", saved(config, tmp_path), *options) == 1
-            assert "another process trains in" in capsys.readouterr().err
+            assert "another process trains in" in refused("train", saved(config, tmp_path), *options)
         with pytest.raises(ValueError, match="another process trains in"):
             train(config)
     assert call("train", saved(config, tmp_path)) == 0
 
 
 def test_where_nothing_can_be_written_is_said_before_the_text_is_read(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltazoo.training.run.read_corpus", pytest.fail)
     (tmp_path / "a file").write_text("of the user's")
     config = run_config(text, tmp_path / "a file" / "run")
-    assert call("train", saved(config, tmp_path)) == 1
-    said = " ".join(capsys.readouterr().err.split())
+    said = refused("train", saved(config, tmp_path))
     assert "cannot write into" in said and "Not a directory" in said and "Errno" not in said
 
 

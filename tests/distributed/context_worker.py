@@ -29,10 +29,10 @@ from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from delta_rule_cases import PER_MICRO_STEP, PER_TOKEN, DeltaRuleCase, DeltaRuleInputs
-from foreign_models import foreign_model, shaken
+from foreign_models import accelerated, shaken
 from helpers import Missed, assert_within_reference, results_and_gradients
 from one_thread_gloo import ONE_THREAD_GLOO
-from tiny_families import tiny_original
+from tiny_families import swapped
 from tiny_models import tiny_model
 
 import deltazoo
@@ -40,6 +40,7 @@ from deltazoo.distributed.context import _attend_to_all_ranks
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.sequences import SharedSequences
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, delta_rule, linear_attention
+from deltazoo.runtime import RECOMPUTE_LEVELS
 
 GPU = torch.cuda.is_available()
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -181,18 +182,15 @@ def made_model(case: str) -> Any:
     """A tiny model: ours, swapped, or one of transformers' own that is accelerated."""
     torch.manual_seed(0)
     if case == "swapped":
-        model = tiny_original("llama")
-        deltazoo.swap_attention(model, "kda", [0])
-        return model.eval()
+        return swapped("llama", [0], "kda")
     if case == "accelerated":
-        model = foreign_model("qwen3_next")
-        deltazoo.accelerate(model)
+        model = accelerated("qwen3_next")
         model.set_experts_implementation("eager")  # the others take no float64
         return model.eval()
     return tiny_model(case).eval()
 
 
-MODELS = {"kda": "none", "pgdn": "none", "hybrid": "block", "swapped": "none", "accelerated": "none"}
+MODELS = {"kda": "none", "pgdn": "none", "hybrid": "nested", "swapped": "none", "accelerated": "none"}
 """Models, and what those of ours compute again."""
 TOKENS = 256
 DOCUMENTS = [0, 30, 30, 100, 250, 256]
@@ -269,7 +267,7 @@ def check_recomputation(groups: dict[int, Any]) -> dict[str, Any]:
     if RANK > 1:
         return {}
     found = {}
-    for level in ("none", "elementwise", "block"):
+    for level in RECOMPUTE_LEVELS:
         model = tiny_model("gated_deltanet").train()
         model.set_runtime(recompute=level)
         deltazoo.context_parallel(model, ContextParallel(groups[2], lengths=(64, 64)))

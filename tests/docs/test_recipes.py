@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from fake_hub import Hub
-from tiny_runs import for_the_installed_version
+from several_processes import run_in_processes
+from tiny_models import tiny_model
+from tiny_runs import for_the_installed_version, run_python
 
 from deltazoo import spec
 
@@ -59,6 +61,15 @@ def test_blocks_run(
     torch._dynamo.reset()
 
 
+def test_blocks_for_two_processes_run(tmp_path: Path) -> None:
+    text = for_the_installed_version((ROOT / "docs" / "training.md").read_text(encoding="utf-8"))
+    blocks = [part.split("```python\n")[1].split("\n```")[0] for part in text.split("<!-- not run: needs two")[1:]]
+    assert len(blocks) == 4
+    tiny_model("hybrid_kda", vocab_size=258, num_heads=2).save_pretrained(tmp_path / "my_model")
+    found = run_in_processes(2, run_python, "\n".join(blocks), tmp_path, "float(loss)")
+    assert all(torch.isfinite(torch.tensor(found)))
+
+
 def test_few_blocks_are_not_run() -> None:
     reasons = {
         page: [b[1] for b in BLOCK.finditer((ROOT / page).read_text(encoding="utf-8")) if b[1]] for page in PAGES
@@ -76,6 +87,13 @@ def test_no_block_is_overlooked() -> None:
         text = page.read_text(encoding="utf-8")
         opened = re.findall(r"^\s*(?:```|~~~)\s*(?:py|python|Python|pycon)\b", text, re.MULTILINE)
         assert len(opened) == len(BLOCK.findall(text)), page
+
+
+def test_no_table_is_cut_in_two() -> None:
+    """Rows after an empty line have no header, and are shown as text."""
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+        for rows in re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE):
+            assert re.fullmatch(r"[|: -]+", rows.split("\n")[1]), (page, rows)
 
 
 def test_a_block_that_fails_names_its_line() -> None:

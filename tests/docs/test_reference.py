@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import deltazoo
+from deltazoo.compat import fla
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,6 +18,11 @@ def test_the_reference_names_what_exists_and_every_public_name() -> None:
     found = {name: pkgutil.resolve_name(name) for name in names}
     assert not [name for name, value in found.items() if not (value.__doc__ or type(value).__doc__)]
     assert {f"deltazoo.{name}" for name in deltazoo.__all__} <= set(names)
+
+
+def test_the_page_of_other_libraries_names_every_function_of_fla() -> None:
+    text = (ROOT / "docs" / "other_libraries.md").read_text(encoding="utf-8")
+    assert not [name for name in fla.__all__ if f"`{name}`" not in text]
 
 
 def test_every_page_is_in_the_navigation_and_names_this_version() -> None:

@@ -3,6 +3,7 @@ from functools import partial
 
 import pytest
 import torch
+from decoding_loops import assert_one_graph_decodes
 from tiny_models import FEW, STATES, tiny_config, tiny_model, tokens
 from torch.export.graph_signature import InputKind
 from transformers import DynamicCache, StaticCache
@@ -118,48 +119,15 @@ def test_tokens_cannot_be_taken_back(static):
         filled(model, ids, cache)
 
 
-@pytest.mark.parametrize(
-    ("made_by", "options", "used_by", "rows", "message"),
-    [
-        ("gated_deltanet", {"num_hidden_layers": 3}, "gated_deltanet", 1, "cache has 3 layers and the model 2"),
-        ("hybrid", {}, "hybrid_softmax_first", 1, "belongs to another model"),
-        ("softmax_only", {}, "hybrid", 1, "belongs to another model"),
-        ("gated_deltanet", {"head_dim": 4}, "gated_deltanet", 1, "must have shape"),
-        ("gated_deltanet", {}, "gated_deltanet", 2, "must have shape"),
-    ],
-)
-def test_a_cache_of_another_model_or_batch(made_by, options, used_by, rows, message):
-    cache = filled(tiny_model(made_by, **options), tokens(1, 4))
-    with pytest.raises(ValueError, match=message):
-        filled(tiny_model(used_by), tokens(rows, 4), cache)
-
-
-def test_not_a_cache():
-    with pytest.raises(ValueError, match="must be a transformers Cache, got list"):
-        tiny_model("gated_deltanet")(tokens(1, 4), past_key_values=[])
+def test_a_cache_of_other_types_of_layers():
+    """Caches of other sizes: models/test_promises_of_all_kinds.py."""
+    with pytest.raises(ValueError, match="belongs to another model"):
+        filled(tiny_model("hybrid_softmax_first"), tokens(1, 4), filled(tiny_model("hybrid"), tokens(1, 4)))
 
 
 @pytest.mark.parametrize("case", ["hybrid", *(pytest.param(x, marks=pytest.mark.slow) for x in FEW if x != "hybrid")])
 def test_compiled_decoding_never_traces_again(case):
-    """One graph serves every length; the logits are those of the full forward pass."""
-    model, ids = tiny_model(case), tokens(2, 5)
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    cache = filled(model, ids, StaticCache(config=model.config, max_cache_len=32))
-    compiled = torch.compile(model, backend=count, fullgraph=True)
-    with torch.no_grad():
-        for step in range(12):
-            ids = torch.cat([ids, tokens(2, 1, seed=step)], dim=1)
-            logits = compiled(ids[:, -1:].contiguous(), past_key_values=cache).logits
-            expected = model(ids, use_cache=False).logits[:, -1:]
-            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    torch._dynamo.reset()
-    assert len(graphs) == 1
+    assert_one_graph_decodes(tiny_model(case), tokens(2, 5), tokens(2, 12, seed=1), rtol=1e-4, atol=1e-4)
 
 
 def test_use_cache():

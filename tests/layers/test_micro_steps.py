@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from few_rules import FEW_RULES
+from transitions import factors_and_writes
 
 import deltazoo  # noqa: F401  # registers the rules
 from deltazoo.layers import DeltaRuleAttention, LayerInput, LayerStates, layer_class
@@ -22,26 +23,13 @@ def make(rule: str, steps: int, **options) -> DeltaRuleAttention:
     return layer.double()
 
 
-def by_hand(inputs: RuleInputs, steps: int) -> torch.Tensor:
-    """Output `[B, T, HV, V]` of the recurrence, one micro-step at a time."""
-    q, k, v, beta, log_decay, _ = inputs
-    B, T, heads, K = q.shape
-    value_heads = v.shape[2] // steps
-    group = value_heads // heads
-    state = torch.zeros(B, value_heads, K, v.shape[-1], dtype=v.dtype)
-    outputs = []
-    for t in range(T):
-        if log_decay is not None:
-            decay = log_decay[:, t].exp()
-            state = state * (decay[..., None] if decay.ndim == 3 else decay[..., None, None])
-        for step in range(steps):
-            key = k[:, t, step * heads : (step + 1) * heads].repeat_interleave(group, 1)
-            values = slice(step * value_heads, (step + 1) * value_heads)
-            write = v[:, t, values]
-            if beta is not None:
-                write = beta[:, t, values, None] * (write - torch.einsum("bhk,bhkv->bhv", key, state))
-            state = state + key[..., None] * write[..., None, :]
-        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t].repeat_interleave(group, 1) * K**-0.5, state))
+def by_hand(layer: DeltaRuleAttention, inputs: RuleInputs) -> torch.Tensor:
+    """Output `[B, T, HV, V]` of the recurrence, one token's matrix after another."""
+    state, outputs = None, []
+    for t, (factor, write) in enumerate(zip(*(x.unbind(1) for x in factors_and_writes(layer, inputs)), strict=True)):
+        state = factor @ state + write if outputs else write
+        query = inputs.q[:, t].repeat_interleave(layer.num_v_heads // layer.num_heads, 1) * layer.head_k_dim**-0.5
+        outputs.append(torch.einsum("bhk,bhkv->bhv", query, state))
     return torch.stack(outputs, 1)
 
 
@@ -59,10 +47,9 @@ def test_the_equation_written_out(rule: str, steps: int, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(layer, "rule_inputs", record)
     x = torch.randn(2, 7, 24, dtype=torch.float64)
-    expected = layer.o_proj(
-        layer._norm_and_gate(by_hand((layer(x), seen[0])[1], steps), LayerInput(x, layer)).flatten(2)
-    )
-    torch.testing.assert_close(layer(x), expected, rtol=1e-9, atol=1e-11)
+    actual = layer(x)
+    expected = layer.o_proj(layer._norm_and_gate(by_hand(layer, seen[0]), LayerInput(x, layer)).flatten(2))
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("rule", ["delta_net", "neg_delta_net", "gated_deltanet", "kda"])

@@ -14,12 +14,11 @@ import torch
 from captured_training import as_on_a_gpu, reasons, replayed
 from datasets import Dataset
 from peft import LoraConfig
-from tiny_families import tiny_original
+from tiny_families import swapped
 from tiny_models import VOCAB, tiny_model, tokens
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
-from deltazoo import swap_attention
 from deltazoo.models import DeltaRuleForCausalLM
 
 trl = pytest.importorskip("trl", reason="TRL is not installed; it comes with the extra `test`")
@@ -42,12 +41,6 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def own() -> Any:
     return tiny_model("gated_deltanet")
-
-
-def swapped() -> Any:
-    model = tiny_original("llama", vocab_size=VOCAB)
-    swap_attention(model, "gated_deltanet", layers="1:1")
-    return model
 
 
 @pytest.fixture(scope="module")

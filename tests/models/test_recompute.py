@@ -13,6 +13,7 @@ from fresh_process import run_interpreted
 from tiny_models import tiny_model, tokens
 from torch import nn
 from torch.func import functional_call, grad, jvp
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 import deltazoo.layers.rule
@@ -62,7 +63,7 @@ def test_which_levels_scan_again():
     x = torch.ones(3, requires_grad=True)
     for level in LEVELS:
         recompute_levels.run_block(level, double, x)
-    assert (LEVELS, seen) == (("none", "elementwise", "states", "block"), [False, False, True, False])
+    assert (LEVELS, seen) == (("none", "elementwise", "states", "block", "nested"), [False, False, True, False, False])
     assert not scans_again()
 
 
@@ -241,7 +242,32 @@ def test_each_level_keeps_less():
     assert kept["elementwise"] < 0.6 * kept["none"]
     assert kept["states"] == kept["elementwise"]  # here, where the operator keeps no states
     assert kept["block"] < 0.2 * kept["elementwise"]
+    assert kept["nested"] == kept["block"]
     assert kept_per_layer("none", gradient_checkpointing=True) <= kept["block"] * 1.1
+
+
+@pytest.mark.parametrize("case", ["gated_deltanet", "hybrid"])
+def test_a_nested_block_holds_its_layer_or_its_mlp(case):
+    """The input of a layer's last map, which that keeps, is there or not while the backward pass of an MLP runs."""
+    held = {}
+    for level in ("block", "nested"):
+        model, mixed, alive = tiny_model(case, recompute=level).train(), [], []
+
+        def remember(module, inputs, mixed=mixed):
+            mixed.append(StorageWeakRef(inputs[0].untyped_storage()))
+
+        def look(gradient, mixed=mixed, alive=alive):
+            alive.append(sum(not storage.expired() for storage in mixed))
+
+        def look_later(module, inputs, look=look):
+            inputs[0].register_hook(look)
+
+        for layer in model.model.layers:
+            layer.attn.o_proj.register_forward_pre_hook(remember)
+            layer.mlp.down_proj.register_forward_pre_hook(look_later)
+        model(tokens(2, 70), labels=tokens(2, 70)).loss.backward()
+        held[level] = alive
+    assert held == {"block": [1, 1], "nested": [0, 0]}
 
 
 def test_copies_made_for_autocast_are_not_kept():

@@ -33,22 +33,6 @@ def test_every_parameter_gets_a_finite_gradient(case):
         assert gradient.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("case", ["gated_deltanet", "kda", "hybrid"])
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing(case, packing, use_reentrant):
-    model, ids = tiny_model(case).train(), tokens(1, 20)
-    kwargs = {"cu_seqlens": torch.tensor([0, 7, 20])} if packing else {}
-    loss, expected = gradients(model, ids, **kwargs)
-    expected = {name: g.clone() for name, g in expected.items()}
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    if use_reentrant:
-        model.enable_input_require_grads()
-    checkpointed_loss, ours = gradients(model, ids, **kwargs)
-    assert torch.equal(loss, checkpointed_loss)
-    assert_same_gradients(ours, expected)
-
-
 @pytest.mark.parametrize("case", FEW)
 def test_summed_losses_of_micro_batches_equal_the_batch(case):
     model, ids = tiny_model(case).train(), tokens(4, 9)

@@ -9,19 +9,12 @@ from typing import Any
 import pytest
 import torch
 from model_kinds import KINDS, model_of_kind
-from tiny_families import tiny_original
+from tiny_families import swapped
 from tiny_models import CONFIGS, HYBRID, tiny_config, tiny_model, tokens
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 
 import deltazoo.models
-from deltazoo import swap_attention
 from deltazoo.models import DeltaRuleForCausalLM
-
-
-def swapped(family: str = "llama", rule: str = "gated_deltanet") -> Any:
-    model = tiny_original(family)
-    swap_attention(model, rule, [0, 2])
-    return model
 
 
 def model_of(case: str) -> Any:

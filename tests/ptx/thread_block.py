@@ -25,7 +25,6 @@ from ptx.program import Program
 from ptx.shared_memory import Product, SharedMemory
 
 Array = np.ndarray
-MASK32 = np.uint64(0xFFFFFFFF)
 COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt}
 COMPARE |= {"ge": operator.ge}
 BINARY: dict[str, Callable[[Array, Array], Array]] = {

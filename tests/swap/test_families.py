@@ -19,12 +19,6 @@ PAIRS = [
 """Every family with every rule and every choice of layers, and every rule with every choice."""
 
 
-def swapped(family, rule="gated_deltanet", layers="all", **options):
-    model = tiny_original(family)
-    deltazoo.swap_attention(model, rule, layers, **options)
-    return model
-
-
 @torch.no_grad()
 def stepwise(model, ids, prefill=5):
     """Logits of a prefill and of single steps after it."""

@@ -1,21 +1,19 @@
 """Generation with swapped models: beams, caches, compiled, exported. tests/models/test_generation.py has the tokens."""
 
-import pytest
-import torch
-from tiny_families import VOCAB, precise, tiny_original, tokens
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from functools import partial
 
-import deltazoo
+import pytest
+import tiny_families
+import torch
+from decoding_loops import assert_one_graph_decodes
+from tiny_families import VOCAB, tokens
+from transformers import AutoModelForCausalLM, DynamicCache
+
 from deltazoo.models import DeltaRuleCacheLayer
 
 FEW = ["llama", "gemma3_text", "gpt_neox"]
 """One mask for all layers, masks by layer type with windows, another name for the cache."""
-
-
-def swapped(family, layers="1:1", rule="gated_deltanet"):
-    model = precise(family, tiny_original(family))
-    deltazoo.swap_attention(model, rule, layers)
-    return model
+swapped = partial(tiny_families.swapped, exact=True)
 
 
 def prompt():
@@ -62,35 +60,9 @@ def test_cache_of_a_fully_swapped_model_does_not_grow():
     assert num_bytes(4) == num_bytes(50)
 
 
-def test_cache_of_the_unswapped_model_is_refused():
-    original, model, ids = tiny_original("llama").double(), swapped("llama"), tokens(1, 4)
-    cache = original(ids).past_key_values
-    with pytest.raises(ValueError, match="holds a used DynamicLayer there: it belongs to another model"):
-        model(ids, past_key_values=cache)
-
-
 @pytest.mark.parametrize(("family", "layers"), [("llama", [0, 3]), ("gemma3_text", "all")])
 def test_compiled_decoding_never_traces_again(family, layers):
-    """One graph serves every length; the logits are those of the full forward pass."""
-    model, ids = swapped(family, layers), tokens(2, 3)
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    cache = StaticCache(config=model.config, max_cache_len=24)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        compiled = torch.compile(model, backend=count, fullgraph=True)
-        for step in range(3):
-            ids = torch.cat([ids, tokens(2, 1, seed=step)], dim=1)
-            logits = compiled(ids[:, -1:].contiguous(), past_key_values=cache).logits
-            expected = model(ids, use_cache=False).logits[:, -1:]
-            torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
-    torch._dynamo.reset()
-    assert len(graphs) == 1
+    assert_one_graph_decodes(swapped(family, layers), tokens(2, 3), tokens(2, 3, seed=1), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("layers", ["all", [0, 2], [3]], ids=str)

@@ -1,19 +1,15 @@
 """Padding and packing reach swapped layers, and the softmax layers between them."""
 
+from functools import partial
+
 import pytest
+import tiny_families
 import torch
-from tiny_families import OWN, SLIDING, VOCAB, close, precise, tiny_original, tokens
+from tiny_families import OWN, SLIDING, VOCAB, close, tokens
 from transformers import DataCollatorWithFlattening
 
-import deltazoo
-
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
-
-
-def swapped(family, layers="1:1", rule="gated_deltanet"):
-    model = precise(family, tiny_original(family))
-    deltazoo.swap_attention(model, rule, layers)
-    return model
+swapped = partial(tiny_families.swapped, exact=True)
 
 
 def left_padded(ids, padding):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fresh_process import run_well_after_transformers
 from helpers import run_python
-from tiny_families import OWN, tiny_original, tokens
+from tiny_families import OWN, swapped, tiny_original, tokens
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -50,12 +50,6 @@ except ValueError as error:
 """
 
 
-def swapped(family, layers="1:1", rule="gated_deltanet", auto_class=AutoModelForCausalLM):
-    model = tiny_original(family, auto_class)
-    deltazoo.swap_attention(model, rule, layers)
-    return model
-
-
 def test_a_fresh_process_loads_it_after_importing_deltazoo(tmp_path):
     model, ids = swapped("qwen3", [0, 2]), tokens(2, 6)
     model.save_pretrained(tmp_path)
@@ -94,8 +88,7 @@ def test_remote_code_is_refused_with_what_to_do_instead(tmp_path):
 
 
 def test_the_configuration_records_every_layer(tmp_path):
-    model = tiny_original("llama")
-    deltazoo.swap_attention(model, "kda", [1, 3], conv_size=3, allow_neg_eigval=True, rope=False)
+    model = swapped("llama", [1, 3], "kda", conv_size=3, allow_neg_eigval=True, rope=False)
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["model_type"] == "deltazoo_llama" and saved["architectures"] == ["DeltazooLlamaForCausalLM"]

@@ -77,6 +77,16 @@ def stopping_after(step: int) -> AbstractContextManager[None]:
     return doing_after(step + 1, die)
 
 
+def train_until(step: int, config: RunConfig) -> None:
+    with stopping_after(step), pytest.raises(KeyboardInterrupt):
+        train(config)
+
+
+def assert_same_weights(one: TrainingResult, other: TrainingResult) -> None:
+    weights, others = (AutoModelForCausalLM.from_pretrained(run.model_path).state_dict() for run in (one, other))
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
 @pytest.fixture(scope="module")
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
     """A run of eight steps."""
@@ -87,8 +97,7 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingRe
 def killed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of such a run that ended after six steps, with a checkpoint after four."""
     config = run_config(text, tmp_path_factory.mktemp("killed") / "run")
-    with stopping_after(6), pytest.raises(KeyboardInterrupt):
-        train(config)
+    train_until(6, config)
     return Path(config.output)
 
 
@@ -117,28 +126,33 @@ def test_a_run_learns_and_leaves_a_model_for_transformers(text: Path, tmp_path: 
     assert f"{result.corpus.description}; 40 steps of 96 tokens." in (result.model_path / "README.md").read_text()
 
 
-@pytest.mark.parametrize("rows_per_step", [2, 4])
-def test_a_resumed_run_has_the_losses_of_an_unbroken_one(text: Path, tmp_path: Path, rows_per_step: int) -> None:
-    changes: dict[str, Any] = {"training": {"rows_per_step": rows_per_step, "steps": 12}}
-    unbroken = train(run_config(text, tmp_path / "unbroken", **changes))
-    config = run_config(text, tmp_path / "broken", **changes)
-    with stopping_after(6), pytest.raises(KeyboardInterrupt):
-        train(config)
+@pytest.mark.parametrize(
+    ("source", "changes"),
+    [
+        ("text", {"training": {"rows_per_step": 2, "steps": 12}}),
+        ("text", {"training": {"rows_per_step": 4, "steps": 12}}),
+        ("records", {"data": {"streaming": True}, "training": {"steps": 10}}),
+    ],
+    ids=["one_pass", "two_passes", "stream"],
+)
+def test_a_resumed_run_has_the_losses_of_an_unbroken_one(
+    source: str, changes: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(source)
+    unbroken = train(run_config(path, tmp_path / "unbroken", **changes))
+    config = run_config(path, tmp_path / "broken", **changes)
+    train_until(6, config)
     assert [path.name for path in checkpoints(tmp_path / "broken")] == ["checkpoint-4"]
     resumed = train(config, resume=True)
     assert losses(resumed.log_history) == losses(unbroken.log_history)
-    first, second = (AutoModelForCausalLM.from_pretrained(run.model_path) for run in (unbroken, resumed))
-    for (name, expected), found in zip(first.named_parameters(), second.parameters(), strict=True):
-        assert torch.equal(expected, found), name
+    assert_same_weights(unbroken, resumed)
 
 
 def test_a_run_of_an_earlier_revision_goes_on_as_it_began(text: Path, tmp_path: Path) -> None:
     """Of three heads: lightning attention's rates differ between its revisions, and its parameters do not."""
     sizes = {"mixer": "lightning_attention", "hidden_size": 48, "num_heads": 3, "expand_v": 1.0}
     unbroken = train(run_config(text, tmp_path / "unbroken", model={**sizes, "mixer_revision": 1}))
-    config = run_config(text, tmp_path / "broken", model={**sizes, "mixer_revision": 1})
-    with stopping_after(6), pytest.raises(KeyboardInterrupt):
-        train(config)
+    train_until(6, run_config(text, tmp_path / "broken", model={**sizes, "mixer_revision": 1}))
     for path in (tmp_path / "broken").rglob("*"):  # as before there were revisions
         if path.name in ("config.json", "training.yaml", "config.yaml"):
             kept = [x for x in path.read_text("utf-8").splitlines() if "mixer_revision" not in x]
@@ -151,22 +165,11 @@ def test_a_run_of_an_earlier_revision_goes_on_as_it_began(text: Path, tmp_path: 
 def test_a_diagnosed_run_has_the_losses_of_another(text: Path, tmp_path: Path, finished: TrainingResult) -> None:
     """The figures are logged beside the losses, also by a run that goes on, and change nothing."""
     config = run_config(text, tmp_path / "diagnosed", training={"diagnose_every": 2})
-    with stopping_after(6), pytest.raises(KeyboardInterrupt):
-        train(config)
+    train_until(6, config)
     found = train(config, resume=True)
     assert losses(found.log_history) == losses(finished.log_history)
     growth = {x["step"]: x["diagnose_state_norm_max"] for x in found.log_history if "diagnose_state_norm_max" in x}
     assert [*growth] == [0, 2, 4, 6, 8] and len({*growth.values()}) == 5
-
-
-def test_a_resumed_stream_has_the_losses_of_an_unbroken_one(records: Path, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"data": {"streaming": True}, "training": {"steps": 10}}
-    unbroken = train(run_config(records, tmp_path / "unbroken", **changes))
-    config = run_config(records, tmp_path / "broken", **changes)
-    with stopping_after(7), pytest.raises(KeyboardInterrupt):
-        train(config)
-    resumed = train(config, resume=True)
-    assert losses(resumed.log_history) == losses(unbroken.log_history)
 
 
 def test_a_killed_process_goes_on_to_the_same_weights(records: Path, tmp_path: Path) -> None:
@@ -191,8 +194,7 @@ def test_a_killed_process_goes_on_to_the_same_weights(records: Path, tmp_path: P
     assert 0 < reached < 40
     resumed, unbroken = train(config, resume=True), train(run_config(records, tmp_path / "unbroken", **changes))
     assert losses(resumed.log_history) == losses(unbroken.log_history)
-    found, expected = (AutoModelForCausalLM.from_pretrained(run.model_path).state_dict() for run in (resumed, unbroken))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_same_weights(unbroken, resumed)
 
 
 @pytest.mark.processes
@@ -223,23 +225,13 @@ def test_a_full_disk_while_saving_leaves_the_previous_checkpoint_whole(text: Pat
     config = run_config(text, tmp_path / "run", training={"steps": 8})
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    class FillDisk(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 6:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
+    def fill_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
 
-    original = PackedTrainer.__init__
-
-    def with_full_disk(self: PackedTrainer, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.add_callback(FillDisk())
-
-    PackedTrainer.__init__ = with_full_disk  # type: ignore[method-assign]
     try:
-        with pytest.raises(SaveError) as caught:
+        with doing_after(7, fill_disk), pytest.raises(SaveError) as caught:
             train(config)
     finally:
-        PackedTrainer.__init__ = original  # type: ignore[method-assign]
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert "could not save" in str(caught.value)
     assert "checkpoint-4 is whole" in str(caught.value)
@@ -304,8 +296,7 @@ def test_more_steps_go_on_beyond_the_end(source: str, tmp_path: Path, request: p
     assert losses(extended.log_history) == losses(at_once.log_history)
     validated = [entry["step"] for entry in extended.log_history if "eval_loss" in entry]
     assert validated == [4, 8, 10, 12], "the new interval acts from here on"
-    models = [AutoModelForCausalLM.from_pretrained(run.model_path).state_dict() for run in (at_once, extended)]
-    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    assert_same_weights(at_once, extended)
     assert load_config(tmp_path / "extended" / "config.yaml").training.steps == 12
     assert train(config("extended", 12), resume=True) == extended
     with pytest.raises(ValueError, match="has reached step 12, and training.steps is 8"):
@@ -314,9 +305,7 @@ def test_more_steps_go_on_beyond_the_end(source: str, tmp_path: Path, request: p
 
 def test_a_run_can_end_at_a_checkpoint_that_has_no_score(text: Path, tmp_path: Path) -> None:
     """The run was to be longer, and is scored as one of so many steps."""
-    config = run_config(text, tmp_path / "run", training={"evaluate_every": 8})
-    with stopping_after(6), pytest.raises(KeyboardInterrupt):
-        train(config)
+    train_until(6, run_config(text, tmp_path / "run", training={"evaluate_every": 8}))
     ended = train(run_config(text, tmp_path / "run", training={"evaluate_every": 8, "steps": 4}), resume=True)
     assert [entry["step"] for entry in ended.log_history if "eval_loss" in entry] == [4]
 
@@ -328,19 +317,21 @@ def test_nothing_to_resume_is_said(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "keys"),
+    ("section", "keys", "message"),
     [
-        ("data", {"text": "/nowhere"}),
-        ("tokenizer", {"kind": "pretrained", "vocab_size": None, "path": "./nowhere"}),
-        ("model", {"hiden_size": 32}),
-        ("model", {"num_v_heads": 3}),
-        ("model", {"hidden_size": "abc"}),
+        ("data", {"text": "/nowhere"}, "no file or folder"),
+        ("tokenizer", {"kind": "pretrained", "vocab_size": None, "path": "./nowhere"}, "nowhere"),
+        ("model", {"mixer": "gated_deltanett"}, "did you mean 'gated_deltanet'"),
+        ("model", {"hiden_size": 32}, "did you mean 'hidden_size'"),
+        ("model", {"num_heads": 0}, "num_heads must be"),
+        ("model", {"num_v_heads": 3}, "num_v_heads=3 must be a multiple"),
+        ("model", {"hidden_size": "abc"}, "hidden_size"),
     ],
 )
 def test_what_cannot_be_trained_leaves_nothing_behind(
-    text: Path, tmp_path: Path, section: str, keys: dict[str, Any]
+    text: Path, tmp_path: Path, section: str, keys: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=message):
         train(run_config(text, tmp_path / "run", **{section: keys}))
     assert not (tmp_path / "run").exists()
 
@@ -360,8 +351,7 @@ def test_a_rule_that_ranks_cannot_share_leaves_nothing_behind(text: Path, tmp_pa
 
 
 def test_a_run_that_saved_nothing_leaves_its_folder_free(text: Path, tmp_path: Path) -> None:
-    with stopping_after(2), pytest.raises(KeyboardInterrupt):
-        train(run_config(text, tmp_path / "run"))
+    train_until(2, run_config(text, tmp_path / "run"))
     other = run_config(text, tmp_path / "run", tokenizer={"vocab_size": 300}, training={"steps": 1})
     assert len(AutoTokenizer.from_pretrained(train(other).model_path)) == 300
 
@@ -413,8 +403,7 @@ def test_a_signal_saves_a_checkpoint_that_the_run_goes_on_from(
     assert "stopping after this step" in capsys.readouterr().err
     assert handlers == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     resumed, unbroken = train(config, resume=True), train(run_config(text, tmp_path / "unbroken", **changes))
-    found, expected = (AutoModelForCausalLM.from_pretrained(run.model_path).state_dict() for run in (resumed, unbroken))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_same_weights(unbroken, resumed)
     assert list(losses(resumed.log_history)) == [2, 3, 4, 6, 8, 9], "every trained step is logged"
 
 
@@ -467,32 +456,27 @@ def test_resuming_on_changed_text_is_refused(text: Path, tmp_path: Path) -> None
         train(config, resume=True)
 
 
-def test_a_loss_that_is_no_number_stops_the_run(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = PackedTrainer.compute_loss
-
-    def broken(self: PackedTrainer, *args: Any, **kwargs: Any) -> Any:
-        loss = original(self, *args, **kwargs)
-        return loss * float("nan") if self.state.global_step == 5 else loss
-
-    monkeypatch.setattr(PackedTrainer, "compute_loss", broken)
-    with pytest.raises(TrainingDiverged, match=r"the training loss is nan at step 6.*lower training.learning_rate"):
-        train(run_config(text, tmp_path / "run"))
-    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4"]
-
-
-def test_gradients_that_are_no_numbers_stop_the_run(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("step", "added", "message"),
+    [
+        (6, lambda weight: float("nan"), "the training loss is nan at step 6.*lower training.learning_rate"),
+        # In the last step, whose loss is still a number and whose update leaves NaN in the weights.
+        (8, lambda weight: (0 * weight).sqrt(), "the norm of the gradients is nan at step 8: lower"),
+    ],
+    ids=["loss", "gradients"],
+)
+def test_a_loss_or_gradients_that_are_no_numbers_stop_the_run(
+    text: Path, tmp_path: Path, step: int, added: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the last step, whose loss is still a number and whose update leaves NaN in the weights."""
     original = PackedTrainer.compute_loss
 
     def broken(self: PackedTrainer, *args: Any, **kwargs: Any) -> Any:
         loss = original(self, *args, **kwargs)
         first = next(self._model.parameters()).flatten()[0]
-        return loss + (0 * first).sqrt() if self.state.global_step == 7 else loss
+        return loss + added(first) if self.state.global_step == step - 1 else loss
 
     monkeypatch.setattr(PackedTrainer, "compute_loss", broken)
-    with pytest.raises(TrainingDiverged, match=r"the norm of the gradients is nan at step 8: lower"):
+    with pytest.raises(TrainingDiverged, match=message):
         train(run_config(text, tmp_path / "run"))
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4"]
     assert not (tmp_path / "run" / "model").exists()
@@ -505,21 +489,6 @@ def test_a_held_out_loss_that_is_no_number_stops_the_run(
     with pytest.raises(TrainingDiverged, match=r"the held-out loss is inf at step 4"):
         train(run_config(text, tmp_path / "run"))
     assert not checkpoints(tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    ("section", "keys", "message"),
-    [
-        ("model", {"mixer": "gated_deltanett"}, r"did you mean 'gated_deltanet'"),
-        ("model", {"hiden_size": 32}, r"did you mean 'hidden_size'"),
-        ("model", {"num_heads": 0}, "num_heads must be"),
-    ],
-)
-def test_a_model_that_cannot_be_is_refused(
-    text: Path, tmp_path: Path, section: str, keys: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        train(run_config(text, tmp_path / "run", **{section: keys}))
 
 
 def test_gradients_can_be_recomputed_and_give_the_same_losses(

@@ -6,6 +6,10 @@
 | `elementwise` | results of matrix products and of the operators | norms, activations, gates, convolutions |
 | `states` | `elementwise` without chunk states and corrections, which linear layers can make again | these, too |
 | `block` | the block's input | everything, as in transformers' gradient checkpointing |
+| `nested` | the block's input | everything, and its linear or softmax layer a second time, after the MLP |
+
+The block that runs again is the most that `block` holds: for a long row more than the inputs of all blocks. `nested`
+holds its MLP or its layer at a time.
 
 Matrix products are nearly all of the work and elementwise results most of the memory, so the levels between save memory
 at little cost in time. Gradients are the same at every level.
@@ -37,6 +41,9 @@ _PRODUCTS = _EXCHANGED | {
 }
 """Beginnings of operator names, by library: `elementwise` and `states` keep their results under `torch.compile`. Ours
 are the rule, and a norm that adds to the residual stream."""
+
+WHOLE_BLOCKS = ("block", "nested")
+"""Levels at which a block runs twice."""
 
 SMALL_BATCH = 2**23
 """Elements of hidden states up to which training keeps everything by default: 8,192 tokens of width 1,024. A block
@@ -81,12 +88,13 @@ def run_block(level: str, forward: Callable[..., Tensor], *args: Any, exchanges:
     """
     if level == "none" or transforming():  # under transforms a detached tensor would lose its tangent
         return forward(*args, **kwargs)
-    if level != "block" and not torch.compiler.is_compiling():
+    whole = level in WHOLE_BLOCKS
+    if not whole and not torch.compiler.is_compiling():
         with recomputing(), scanning_again() if level == "states" else nullcontext():
             return forward(*args, **kwargs)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if level != "block" or exchanges:
-        keep = partial(_policy, _PRODUCTS if level != "block" else _EXCHANGED)
+    if not whole or exchanges:
+        keep = partial(_policy, _EXCHANGED if whole else _PRODUCTS)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
     return checkpoint(forward, *args, **options, **kwargs)
 

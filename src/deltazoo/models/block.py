@@ -1,5 +1,7 @@
 """One block of a model: a token mixing layer and an MLP, each after a norm and added to the residual stream."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -74,15 +76,18 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         # twice.
         keeps_all = not self.training or self.gradient_checkpointing or cache is not None
         level = "none" if keeps_all else level_of(self.recompute, hidden_states.device, hidden_states.numel())
-        return run_block(level, self._run, hidden_states, batch, softmax, cache, exchanges=batch.shared)
+        mix = partial(run_block, "block", self._mix, exchanges=batch.shared) if level == "nested" else self._mix
+        return run_block(level, self._run, mix, hidden_states, batch, softmax, cache, exchanges=batch.shared)
 
-    def _run(self, hidden_states: Tensor, batch: BatchDescription, softmax: Any, cache: Cache | None) -> Tensor:
+    def _run(self, mix: Callable[..., Tensor], hidden_states: Tensor, *inputs: Any) -> Tensor:
+        mixed = mix(hidden_states, *inputs)
+        normalized, hidden_states = self.mlp_norm(mixed, residual=hidden_states)
+        return hidden_states + self.mlp(normalized)
+
+    def _mix(self, hidden_states: Tensor, batch: BatchDescription, softmax: Any, cache: Cache | None) -> Tensor:
         mixed = self.attn_norm(hidden_states)
         if isinstance(self.attn, SoftmaxAttention):
             mask, rotary, kernel_kwargs = softmax
-            mixed, _ = self.attn(mixed, rotary, mask, cache, **kernel_kwargs)
-        else:
-            states = None if cache is None else CacheStates(cache)
-            mixed = self.attn(mixed, past_key_values=states, sequences=batch.sequences)
-        normalized, hidden_states = self.mlp_norm(mixed, residual=hidden_states)
-        return hidden_states + self.mlp(normalized)
+            return self.attn(mixed, rotary, mask, cache, **kernel_kwargs)[0]
+        states = None if cache is None else CacheStates(cache)
+        return self.attn(mixed, past_key_values=states, sequences=batch.sequences)

@@ -7,8 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fused_cases import HALF, Case, Results, judge
-from torch import Tensor
+from fused_cases import HALF, Case, Results, opcheck, test_interpreted, test_on_the_gpu  # noqa: F401
 
 from deltazoo.ops.decay import log_decay as log_decay_of
 from deltazoo.ops.decay import saturating_decay, softplus_decay
@@ -19,24 +18,18 @@ from deltazoo.ops.fused import gates, sigmoid_gate  # noqa: E402
 
 
 @dataclass(frozen=True)
-class Decay:
+class Decay(Case):
     """The decay gate and its gradients; small steps, as models start with, and large ones."""
 
-    name: str
     shape: tuple[int, ...] = (2, 7, 3, 12)
     most_parts: int = 512
     one_part: int = 0
     saturating: bool = False
-    dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int, given: torch.dtype) -> Tensor:
-            return torch.randn(shape, generator=generator).to(given).to(device, dtype or given)
-
+        draw = self.drawing(device, dtype)
         heads, channels = self.shape[2], torch.Size(self.shape[2:]).numel()
-        a, A_log = draw(*self.shape, given=self.dtype), draw(heads, given=torch.float32)
+        a, A_log = draw(*self.shape), draw(heads, given=torch.float32)
         dt_bias = 8 * draw(channels, given=torch.float32)
         inputs = [x.requires_grad_() for x in (a, A_log, dt_bias)]
         gate = saturating_decay if self.saturating else softplus_decay
@@ -48,24 +41,18 @@ class Decay:
 
 
 @dataclass(frozen=True)
-class Gate:
+class Gate(Case):
     """The gate per channel and its gradients."""
 
-    name: str
     shape: tuple[int, ...] = (2, 5, 3, 12)
     around: float = 0.0
     largest: float = 1.0
     root: bool = False
-    dtype: torch.dtype = torch.float32
     gate_dtype: torch.dtype | None = None
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(scale: float, given: torch.dtype) -> Tensor:
-            return (scale * torch.randn(self.shape, generator=generator)).to(given).to(device, dtype or given)
-
-        gate, x, d_y = draw(2, self.gate_dtype or self.dtype), draw(1, self.dtype), draw(1, self.dtype)
+        draw = self.drawing(device, dtype)
+        gate, x, d_y = draw(*self.shape, given=self.gate_dtype, scale=2), draw(*self.shape), draw(*self.shape)
         gate += self.around
         y = sigmoid_gate(gate.requires_grad_(), x.requires_grad_(), self.largest, root=self.root, fused=fused)
         d_gate, d_x = torch.autograd.grad(y, [gate, x], d_y)
@@ -98,17 +85,6 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
-    judge(case, interpreted[case.name])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_on_the_gpu(case: Case) -> None:
-    judge(case, case.run("cuda", fused=True))
-
-
 def test_gates_that_do_not_fit() -> None:
     x = torch.ones(2, 5, 3, 8, device="meta")
     with pytest.raises(ValueError, match=r"one shape, got \(2, 5, 3, 4\) and \(2, 5, 3, 8\)"):
@@ -118,11 +94,8 @@ def test_gates_that_do_not_fit() -> None:
 
 
 def check_operators() -> None:
-    """Fake results are as the real ones, in layout and storage too, and autograd's formula passes torch's tests."""
     x = torch.randn(2, 5, 3, 8)
-    for operator, *arguments in (
+    opcheck(
         (gates._sigmoid_gate, x, x.flip(0), 2.0, True),
         (gates._softplus_decay, x, x[0, 0, :, 0], x[0, 0].flatten(), True),
-    ):
-        leaves = [y.detach().requires_grad_() if isinstance(y, Tensor) else y for y in arguments]
-        torch.library.opcheck(operator.overload, leaves)
+    )

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from fused_cases import HALF, Case, Results, judge
-from torch import Tensor
+from fused_cases import HALF, Case, Results, opcheck, test_interpreted, test_on_the_gpu  # noqa: F401
 
 from deltazoo.layers import SwiGLU
 
@@ -17,37 +16,25 @@ from deltazoo.ops.fused import glu, swiglu  # noqa: E402
 
 
 @dataclass(frozen=True)
-class Product:
+class Product(Case):
     """SwiGLU and its gradients."""
 
-    name: str
     shape: tuple[int, ...] = (3, 5, 24)
-    dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
-        generator = torch.Generator().manual_seed(0)
-        gate, up, d_y = (
-            (3 * torch.randn(self.shape, generator=generator)).to(self.dtype).to(device, dtype or self.dtype)
-            for _ in range(3)
-        )
+        draw = self.drawing(device, dtype)
+        gate, up, d_y = (draw(*self.shape, scale=3) for _ in range(3))
         y = swiglu(gate.requires_grad_(), up.requires_grad_(), fused=fused)
         d_gate, d_up = torch.autograd.grad(y, [gate, up], d_y)
         return {"y": y.detach(), "d_gate": d_gate, "d_up": d_up}
 
 
 @dataclass(frozen=True)
-class FeedForward:
+class FeedForward(Case):
     """SwiGLU with its linear maps, and all gradients."""
 
-    name: str
-    dtype: torch.dtype = torch.float32
-
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(self.dtype).to(device, dtype or self.dtype)
-
+        draw = self.drawing(device, dtype)
         module, x = SwiGLU(12, 20, fused=fused), draw(2, 7, 12).requires_grad_()
         for linear in (module.gate_proj, module.up_proj, module.down_proj):
             linear.weight = torch.nn.Parameter(draw(*linear.weight.shape) / 2)
@@ -66,17 +53,6 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
-    judge(case, interpreted[case.name])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_on_the_gpu(case: Case) -> None:
-    judge(case, case.run("cuda", fused=True))
-
-
 def test_factors_that_do_not_fit() -> None:
     gate = torch.ones(2, 5, 8, device="meta")
     with pytest.raises(ValueError, match=r"alike, got torch.float32 \(2, 5, 8\) and torch.float32 \(2, 5, 4\)"):
@@ -86,12 +62,9 @@ def test_factors_that_do_not_fit() -> None:
 
 
 def check_operators() -> None:
-    """Fake results are as the real ones, in layout and storage too, and autograd's formula passes torch's tests."""
     x, matrix = torch.randn(2, 5, 8), torch.randn(4, 8)
     maps = matrix, matrix.flip(0), matrix.T.contiguous()
-    for operator, *arguments in ((glu._swiglu_operator, x, x.flip(0)), (glu._mlp_operator, x, *maps)):
-        leaves = [y.detach().requires_grad_() if isinstance(y, Tensor) else y for y in arguments]
-        torch.library.opcheck(operator.overload, leaves)
+    opcheck((glu._swiglu_operator, x, x.flip(0)), (glu._mlp_operator, x, *maps))
 
 
 def check_bits_of_one_function() -> None:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from fused_cases import HALF, Case, Results, judge
-from torch import Tensor
+from fused_cases import HALF, Case, Results, opcheck, test_interpreted, test_on_the_gpu  # noqa: F401
 
 from deltazoo.layers import make_layer
 from deltazoo.layers.rule import EffectiveStep, bounded_step
@@ -19,36 +18,29 @@ from deltazoo.ops.fused import comba_keys, erase_gain, keys, q_delta_key, qed_ke
 
 
 @dataclass(frozen=True)
-class Keys:
+class Keys(Case):
     """Queries and keys that a rule makes, and all gradients."""
 
     rule: str
-    name: str
     shape: tuple[int, ...] = (2, 9, 3, 12)
     doubled: bool = False
-    dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int, given: torch.dtype | None = None) -> Tensor:
-            x = torch.randn(shape, generator=generator).to(given or self.dtype)
-            return x.to(device, dtype or given or self.dtype).requires_grad_()
-
+        draw = self.drawing(device, dtype)
         _, _, H, K = self.shape
         layer = make_layer(self.rule, 8, H, K, fused_kernels=fused, allow_neg_eigval=self.doubled)
-        q, k = draw(*self.shape), draw(*self.shape)
+        q, k = (draw(*self.shape).requires_grad_() for _ in range(2))
         inputs = {"q": q, "k": k}
         for name in ("theta", "decay", "D"):
             if hasattr(layer, name):
-                inputs[name] = draw(H, given=torch.float32)
+                inputs[name] = draw(H, given=torch.float32).requires_grad_()
                 setattr(layer, name, torch.nn.Parameter(inputs[name]))
                 inputs[name] = getattr(layer, name)
         if self.rule == "q_delta":
-            inputs["gate"] = draw(*self.shape[:3])
+            inputs["gate"] = draw(*self.shape[:3]).requires_grad_()
             results = (q_delta_key(inputs["gate"], q, k, fused=fused),)
         elif self.rule == "qed":
-            inputs["gate"] = draw(*self.shape)
+            inputs["gate"] = draw(*self.shape).requires_grad_()
             results = (layer.erase_key(inputs["gate"], q, k),)
         else:
             unit = self.rule == "comba_unit_erase"
@@ -60,15 +52,13 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class StepSize:
+class StepSize(Case):
     """A step size from the gate and the key, for grouped value heads, and both gradients."""
 
-    name: str
     rule: str
     shape: tuple[int, ...] = (2, 9, 3, 12)
     size: float = 1.0
     doubled: bool = False
-    dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
         generator = torch.Generator().manual_seed(0)
@@ -83,13 +73,11 @@ class StepSize:
 
 
 @dataclass(frozen=True)
-class Bound:
+class Bound(Case):
     """Step sizes bounded by the erase gain, and the gradient, which the bound lets through where it does not bind."""
 
-    name: str
     shape: tuple[int, ...] = (2, 9, 3, 12)
     other_key: bool = False
-    dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
         generator = torch.Generator().manual_seed(0)
@@ -105,12 +93,12 @@ class Bound:
 
 CASES: list[Case] = [
     *(
-        Keys(rule, f"{rule}_keys{'_half' * (dtype == HALF)}", dtype=dtype)
+        Keys(f"{rule}_keys{'_half' * (dtype == HALF)}", rule, dtype=dtype)
         for rule in ("q_delta", "qed", "comba", "comba_unit_erase")
         for dtype in (torch.float32, HALF)
     ),
-    Keys("qed", "qed_keys_doubled", shape=(1, 131, 2, 20), doubled=True),
-    Keys("comba", "comba_keys_of_many_rows", shape=(3, 150, 5, 7)),
+    Keys("qed_keys_doubled", "qed", shape=(1, 131, 2, 20), doubled=True),
+    Keys("comba_keys_of_many_rows", "comba", shape=(3, 150, 5, 7)),
     *(StepSize(f"step_size_of_{rule}", rule) for rule in ("gated_efla", "longhorn", "kaczmarz")),
     *(StepSize(f"step_size_of_keys_of_{size:g}", "efla", size=size) for size in (1e-3, 30, 1e12, 0)),
     StepSize("step_size_of_absurd_keys", "gated_longhorn", size=1e17),
@@ -122,17 +110,6 @@ CASES: list[Case] = [
     Bound("bounded_step_of_many_rows", shape=(3, 150, 5, 7), other_key=True),
     Bound("bounded_step_half", other_key=True, dtype=HALF),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
-    judge(case, interpreted[case.name])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_on_the_gpu(case: Case) -> None:
-    judge(case, case.run("cuda", fused=True))
 
 
 def test_keys_that_do_not_fit() -> None:
@@ -160,15 +137,12 @@ def test_keys_of_step_sizes_that_do_not_fit() -> None:
 
 
 def check_operators() -> None:
-    """Fake results are as the real ones, in layout and storage too, and autograd's formula passes torch's tests."""
     x, gate, p = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3), torch.randn(3)
-    for operator, *arguments in (
+    opcheck(
         (keys._rule_keys, x, x.flip(0), gate, None, None, "query_share", 1.0),
         (keys._rule_keys, x, x.flip(0), x.flip(1), p, None, "gated_query", 2.0),
         (keys._rule_keys, x, x.flip(0), None, p, p.flip(0), "feedback", 1.0),
         (keys._rule_keys, x, x.flip(0), None, p, p.flip(0), "unit_feedback", 1.0),
         (keys._squared_norm, x),
         (keys._erase_gain, x.detach(), x.detach().flip(0)),
-    ):
-        leaves = [y.detach().requires_grad_() if isinstance(y, Tensor) else y for y in arguments]
-        torch.library.opcheck(operator.overload, leaves)
+    )

@@ -9,41 +9,25 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_cases import Results, judge
+from fused_cases import Case, Results, judge, test_interpreted  # noqa: F401
 from helpers import Missed, known_miss
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from deltazoo.layers import (
-    LayerStates,
-    make_layer,
-)
-from deltazoo.ops.fused import (
-    gated_rms_norm,
-    rms_norm,
-    rotate,
-    swiglu,
-    takes_kernel,
-)
+from deltazoo.layers import LayerStates, make_layer
+from deltazoo.ops.fused import gated_rms_norm, rms_norm, rotate, swiglu, takes_kernel
 
 pytest.importorskip("triton")
 
-from deltazoo.ops.fused import (  # noqa: E402
-    glu,
-    short_convolution,
-    sigmoid_gate,
-    softplus_log_decay,
-)
+from deltazoo.ops.fused import glu, short_convolution, sigmoid_gate, softplus_log_decay  # noqa: E402
 from deltazoo.ops.fused.short_conv_kernels import short_convs  # noqa: E402
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(Case):
     """A whole layer: in one call, with gradients; and `in_pieces` with one cache, a prompt, more tokens, one token."""
 
-    name: str
     rule: str = "gated_deltanet"
-    dtype: torch.dtype = torch.float32
     packed: bool = False
     left_out: tuple[str, ...] = ()
     seed: int = 0
@@ -93,11 +77,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_interpreted(case: Layer, interpreted: dict[str, Results]) -> None:
-    judge(case, interpreted[case.name])
-
-
 KNOWN_MISSES = {
     "gated_deltanet": known_miss(
         "three TF32 products are not one of float32: the gradient of dt_bias is off by 2.4e-6 for 1.8e-6",
@@ -121,7 +100,6 @@ def test_known_misses_lie_above_their_limits(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_on_the_gpu(case: Layer) -> None:
     with KNOWN_MISSES.get(case.name, nullcontext()):
         judge(case, case.run("cuda", fused=True))

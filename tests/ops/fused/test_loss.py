@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_cases import HALF, Case, Results, judge
+from fused_cases import HALF, Case, Results, test_interpreted, test_on_the_gpu  # noqa: F401
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -148,14 +148,12 @@ def test_tensors_without_data():
 
 
 @dataclass(frozen=True)
-class Loss:
+class Loss(Case):
     """Cross-entropy per row and the gradient of its sum."""
 
-    name: str
     rows: int = 6
     vocabulary: int = 37
     most_columns: int = 4096
-    dtype: torch.dtype = torch.float32
     impossible: int = 0
     """Columns from the first on that no row may take."""
 
@@ -194,15 +192,3 @@ def test_gradients_that_nobody_wants_are_not_computed(monkeypatch: pytest.Monkey
             linear_cross_entropy(x, weight, torch.arange(4))
         assert asked == [trained, (False, False)]
         asked.clear()
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
-    pytest.importorskip("triton")
-    judge(case, interpreted[case.name])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_on_the_gpu(case: Case) -> None:
-    judge(case, case.run("cuda", fused=True))

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from fused_cases import HALF, Case, Results, judge
-from torch import Tensor
+from fused_cases import HALF, Case, Results, opcheck, test_interpreted, test_on_the_gpu  # noqa: F401
 
 from deltazoo.ops import linear_attention
 
@@ -17,20 +16,13 @@ from deltazoo.ops.fused import decayed_sum, moment, scaled_key, weighted_squares
 
 
 @dataclass(frozen=True)
-class Moment:
+class Moment(Case):
     """What a preconditioned rule does before and after its moment, which may be zero, and all gradients."""
 
-    name: str
     shape: tuple[int, ...] = (2, 9, 3, 12)
-    dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int, given: torch.dtype | None = None) -> Tensor:
-            x = torch.randn(shape, generator=generator).to(given or self.dtype)
-            return x.to(device, dtype or given or self.dtype)
-
+        draw = self.drawing(device, dtype)
         step, k, log_scale = draw(*self.shape[:3]), draw(*self.shape), draw(self.shape[2], given=torch.float32)
         moment = draw(*self.shape, given=torch.float32).clamp_min(0)
         squares = weighted_squares(step.requires_grad_(), k.requires_grad_(), fused=fused)
@@ -44,20 +36,14 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class DecayedSum:
+class DecayedSum(Case):
     """The moment of PGDN's keys, a sum that decays, and all gradients; by the operator where it is not fused."""
 
-    name: str
     shape: tuple[int, ...] = (2, 70, 3, 12)
     decay: float = 1.0
-    dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(self.dtype).to(device, dtype or self.dtype)
-
+        draw = self.drawing(device, dtype)
         x, d_y = draw(*self.shape).requires_grad_(), draw(*self.shape)
         log_decay = (-self.decay * draw(*self.shape[:3]).abs()).requires_grad_()
         if fused:
@@ -79,23 +65,11 @@ CASES: list[Case] = [
     DecayedSum("decayed_sum_of_long_rows", shape=(1, 300, 1, 24)),
 ]
 
-ON_A_GPU: list[Case] = [
-    *CASES,
+MORE_ON_A_GPU: list[Case] = [
     DecayedSum("decayed_sum_0.1", decay=0.1),
     DecayedSum("decayed_sum_of_many_channels_and_heads", shape=(1, 40, 2, 150)),
     DecayedSum("decayed_sum_of_1000_tokens", shape=(1, 1000, 1, 24)),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
-    judge(case, interpreted[case.name])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", ON_A_GPU, ids=lambda case: case.name)
-def test_on_the_gpu(case: Case) -> None:
-    judge(case, case.run("cuda", fused=True))
 
 
 def test_moments_that_do_not_fit() -> None:
@@ -109,11 +83,8 @@ def test_moments_that_do_not_fit() -> None:
 
 
 def check_operators() -> None:
-    """Fake results are as the real ones, in layout and storage too, and autograd's formula passes torch's tests."""
     x, gate, p = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3), torch.randn(3)
-    for operator, *arguments in (
+    opcheck(
         (moment._weighted_squares, gate, x),
         (moment._scaled_key, x.square(), p, x),
-    ):
-        leaves = [y.detach().requires_grad_() if isinstance(y, Tensor) else y for y in arguments]
-        torch.library.opcheck(operator.overload, leaves)
+    )

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fused_cases import HALF, Case, Results, judge
+from fused_cases import HALF, Case, Results, opcheck, test_interpreted, test_on_the_gpu  # noqa: F401
 from torch import Tensor
 
 from deltazoo.layers import GatedRMSNorm, RMSNorm, l2_normalize
@@ -20,21 +20,15 @@ from deltazoo.ops.fused import add_rms_norm, gated_rms_norm, norms, rms_norm  # 
 
 
 @dataclass(frozen=True)
-class Norm:
+class Norm(Case):
     """One call of the gated norm with its gradients."""
 
-    name: str
     shape: tuple[int, ...] = (2, 5, 3, 16)
     activation: str = "silu"
     most_parts: int = 4096
-    dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(self.dtype).to(device, dtype or self.dtype)
-
+        draw = self.drawing(device, dtype)
         module = GatedRMSNorm(self.shape[-1], activation=self.activation, fused=fused)
         module.weight = torch.nn.Parameter(draw(self.shape[-1]))
         x, gate = draw(*self.shape).requires_grad_(), draw(*self.shape).requires_grad_()
@@ -45,22 +39,15 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class PlainNorm:
+class PlainNorm(Case):
     """One call of the plain norm with its gradients, or of a norm with a residual, which has two results."""
 
-    name: str
     shape: tuple[int, ...] = (3, 7, 24)
     residual: torch.dtype | None = None
     most_parts: int = 512
-    dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int, given: torch.dtype | None = None) -> Tensor:
-            given = given or self.dtype
-            return torch.randn(shape, generator=generator).to(given).to(device, dtype or given)
-
+        draw = self.drawing(device, dtype)
         module = RMSNorm(self.shape[-1], fused=fused)
         module.weight = torch.nn.Parameter(draw(self.shape[-1], given=self.residual))
         x = draw(*self.shape).requires_grad_()
@@ -77,18 +64,15 @@ class PlainNorm:
 
 
 @dataclass(frozen=True)
-class UnitHeads:
+class UnitHeads(Case):
     """The L2 norm of heads and its gradient."""
 
-    name: str
     shape: tuple[int, ...] = (2, 9, 3, 12)
     size: float = 1.0
-    dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
-        generator = torch.Generator().manual_seed(0)
-        x, d_y = (torch.randn(self.shape, generator=generator).to(self.dtype) for _ in range(2))
-        x, d_y = (y.to(device, dtype or self.dtype) for y in (self.size * x, d_y))
+        draw = self.drawing(device, dtype)
+        x, d_y = draw(*self.shape, scale=self.size), draw(*self.shape)
         y = l2_normalize(x.requires_grad_(), fused=fused)
         return {"y": y.detach(), "d_x": torch.autograd.grad(y, x, d_y)[0]}
 
@@ -111,17 +95,6 @@ CASES: list[Case] = [
     *(UnitHeads(f"unit_heads_of_size_{size:g}", size=size) for size in (1, 1e-3, 0)),
     UnitHeads("unit_heads_alone_half", shape=(3, 50, 2, 24), dtype=HALF),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
-    judge(case, interpreted[case.name])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_on_the_gpu(case: Case) -> None:
-    judge(case, case.run("cuda", fused=True))
 
 
 @pytest.mark.gpu
@@ -201,14 +174,11 @@ class TestRefusals:
 
 
 def check_operators() -> None:
-    """Fake results are as the real ones, in layout and storage too, and autograd's formula passes torch's tests."""
     x, w = torch.randn(2, 5, 3, 8), torch.randn(8)
-    for operator, *arguments in (
+    opcheck(
         (norms._l2_operator, x, 1e-6),
         (norms._rms_operator, x, w, 1e-5, torch.float16),
         (norms._add_rms_operator, x, x.flip(0), w, 1e-5, torch.float16),
         (norms._add_rms_operator, x.half(), x, w, 1e-5, torch.float16),
         (norms._gated_operator, x, x.flip(0), w, 1e-5, True),
-    ):
-        leaves = [y.detach().requires_grad_() if isinstance(y, Tensor) else y for y in arguments]
-        torch.library.opcheck(operator.overload, leaves)
+    )

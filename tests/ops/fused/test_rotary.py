@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fused_cases import HALF, Case, Results, judge
+from fused_cases import HALF, Case, Results, test_interpreted, test_on_the_gpu  # noqa: F401
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -16,22 +16,17 @@ from deltazoo.ops.fused import choice, rotary, rotate  # noqa: E402
 
 
 @dataclass(frozen=True)
-class Rotation:
+class Rotation(Case):
     """The rotary embedding of the first channels of each head, and its gradient."""
 
-    name: str
     shape: tuple[int, ...] = (2, 37, 3, 16)
     channels: int = 16
     shared: bool = True
     heads_first: bool = False
     wide_angles: bool = False
-    dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(self.dtype).to(device, dtype or self.dtype)
+        draw = self.drawing(device, dtype)
 
         def heads() -> Tensor:
             B, T, H, K = self.shape
@@ -53,17 +48,6 @@ CASES: list[Case] = [
     Rotation("rotary_half_by_wide_angles", dtype=HALF, wide_angles=True, heads_first=True),
     Rotation("rotary_of_nothing", shape=(0, 5, 2, 16)),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
-    judge(case, interpreted[case.name])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_on_the_gpu(case: Case) -> None:
-    judge(case, case.run("cuda", fused=True))
 
 
 def test_angles_that_the_rotary_embedding_cannot_use() -> None:

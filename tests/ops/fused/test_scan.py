@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from fused_cases import HALF, Case, Results, judge
+from fused_cases import HALF, Case, Results, opcheck, test_interpreted, test_on_the_gpu  # noqa: F401
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -80,15 +80,13 @@ def test_one_token_after_another_is_the_scan(damped: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Scan:
+class Scan(Case):
     """Both results and all gradients."""
 
-    name: str
     shape: tuple[int, int, int] = (2, 70, 12)
     damped: bool = True
     shared: bool = False
     packed: bool = False
-    dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
         given = inputs(self.shape, damped=self.damped, shared=self.shared, packed=self.packed, dtype=self.dtype)
@@ -117,18 +115,7 @@ CASES: list[Case] = [
     Scan("scan_half", (2, 20, 12), damped=False, shared=True, dtype=HALF),
 ]
 
-ON_A_GPU: list[Case] = [*CASES, Scan("scan_of_1000_tokens", (2, 1000, 100)), Scan("scan_of_64", (1, 64, 200))]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
-    judge(case, interpreted[case.name])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", ON_A_GPU, ids=lambda case: case.name)
-def test_on_the_gpu(case: Case) -> None:
-    judge(case, case.run("cuda", fused=True))
+MORE_ON_A_GPU: list[Case] = [Scan("scan_of_1000_tokens", (2, 1000, 100)), Scan("scan_of_64", (1, 64, 200))]
 
 
 def test_inputs_that_do_not_fit() -> None:
@@ -140,8 +127,5 @@ def test_inputs_that_do_not_fit() -> None:
 
 
 def check_operators() -> None:
-    """Fake results are as the real ones, in layout and storage too, and autograd's formula passes torch's tests."""
     for damped in (False, True):
-        given = inputs((2, 5, 3), damped=damped, dtype=torch.float32)
-        leaves = [x if x is None else x.requires_grad_() for x in given]
-        torch.library.opcheck(scan._token_scan.overload, leaves)
+        opcheck((scan._token_scan, *inputs((2, 5, 3), damped=damped, dtype=torch.float32)))

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fused_cases import HALF, Case, Results, judge
+from fused_cases import HALF, Case, Results, test_interpreted, test_on_the_gpu  # noqa: F401
 from torch import Tensor
 
 from deltazoo.layers import WHOLE_ROWS, ShortConvolution, describe_sequences, l2_normalize
@@ -19,13 +19,12 @@ from deltazoo.ops.fused import short_conv_kernels, short_convolution, short_conv
 
 
 @dataclass(frozen=True)
-class Convolution:
+class Convolution(Case):
     """One call of the convolution, with its gradients and its final state.
 
     With so few programs the runs of tokens are as short as they get, unless `long_runs`.
     """
 
-    name: str
     B: int = 2
     T: int = 37
     channels: int = 24
@@ -35,16 +34,11 @@ class Convolution:
     lengths: tuple[int, ...] = ()
     past: bool = False
     long_runs: bool = False
-    dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
-        generator = torch.Generator().manual_seed(0)
         T = sum(self.lengths) or self.T
         N = len(self.lengths) or self.B
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(self.dtype).to(device, dtype or self.dtype)
-
+        draw = self.drawing(device, dtype)
         module = ShortConvolution(self.channels, self.taps, self.activation, unit_heads=self.unit_heads, fused=fused)
         module.weight = torch.nn.Parameter(draw(self.channels, 1, self.taps))
         x = draw(1 if self.lengths else self.B, T, self.channels).requires_grad_()
@@ -61,24 +55,18 @@ class Convolution:
 
 
 @dataclass(frozen=True)
-class TokenStep:
+class TokenStep(Case):
     """One token of three convolutions at once, against the three one by one."""
 
-    name: str
     channels: tuple[int, int, int] = (24, 24, 40)
     head: tuple[int, int] = (8, 8)
     taps: int = 4
     activation: str = "silu"
     inplace: bool = False
     side_by_side: bool = False
-    dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(self.dtype).to(device, dtype or self.dtype)
-
+        draw = self.drawing(device, dtype)
         convolutions = []
         for channels, head in zip(self.channels, (*self.head, 0), strict=True):
             convolutions.append(ShortConvolution(channels, self.taps, self.activation, unit_heads=head, fused=fused))
@@ -132,17 +120,6 @@ CASES: list[Case] = [
     TokenStep("step_bare_sum", activation="identity", head=(0, 0), inplace=True),
     TokenStep("step_bare_sum_unit_heads", activation="identity"),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
-    judge(case, interpreted[case.name])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_on_the_gpu(case: Case) -> None:
-    judge(case, case.run("cuda", fused=True))
 
 
 def test_a_state_that_needs_a_gradient() -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deltazoo.generation.capture import beside_current, capture_graph, free_bytes
+from deltazoo.layers.recompute_levels import WHOLE_BLOCKS
 from deltazoo.models.captured_training.call import NotCapturedError, StackCall, autocast_of
 from deltazoo.models.captured_training.conditions import BlocksState, checkpointing_of, modules_of, why_not_blocks
 
@@ -177,7 +178,7 @@ class CapturedStack:
         if waits:
             raise NotCapturedError(f"a block waits for the device: {waits[0]}")
         modules = modules_of(self.call.blocks)
-        recomputed = (checkpointing_of(x)[0] is not None or vars(x).get("recompute") == "block" for x in modules)
+        recomputed = (checkpointing_of(x)[0] is not None or vars(x).get("recompute") in WHOLE_BLOCKS for x in modules)
         if self.draws and any(recomputed):
             raise NotCapturedError("blocks that run again in the backward pass would draw other random numbers")
         if (needed := self.nbytes * _SPARE) > (free := free_bytes(self.x.device)):
