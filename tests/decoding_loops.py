@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import FUSED, SPARSE_SOFTMAX, foreign_model
+from foreign_models import FUSED, SPARSE_SOFTMAX, accelerated
 from tiny_families import tiny_original, tokens
 from tiny_models import OPTIONS, tiny_model
 from torch import Tensor
@@ -38,9 +38,7 @@ def model_of(kind: str) -> Any:
         return tiny_model(kind)
     family, _, layers = kind.partition(" ")
     if not layers:
-        model = foreign_model(family)
-        deltazoo.accelerate(model)
-        return model
+        return accelerated(family)
     model = tiny_original(family)
     if family == "mixtral":
         model.set_experts_implementation("batched_mm")  # as generate does on a GPU

@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from deltazoo.names import SWAPPED_PREFIX
+from deltazoo.names import SWAPPED_PREFIX, nearest
 from deltazoo.spec import list_rules
 
 MODEL_TYPES = (
@@ -103,7 +103,7 @@ def _announce(table_module: ModuleType) -> None:
 
 
 def _explain_rules(table_module: ModuleType) -> None:
-    """Let `AutoConfig.for_model` name the call that makes a configuration of a rule without a model type.
+    """Let `AutoConfig.for_model` name the call that was meant by a misspelt type, or by a rule without a model type.
 
     Such names stay out of the table: with them, another library's checkpoint of such a type would load as ours.
     """
@@ -111,11 +111,10 @@ def _explain_rules(table_module: ModuleType) -> None:
 
     @functools.wraps(for_model)
     def explaining(cls: Any, model_type: str, *args: Any, **kwargs: Any) -> Any:
-        if model_type in list_rules() and model_type not in table_module.CONFIG_MAPPING:
-            raise ValueError(
-                f"{model_type!r} is a rule of deltazoo without a model type of its own: use "
-                f"AutoConfig.for_model('delta_rule', mixer={model_type!r}, ...)"
-            )
+        near = nearest(model_type, [*list_rules(), *MODEL_TYPES], cutoff=0.9)
+        if near is not None and model_type not in table_module.CONFIG_MAPPING:
+            meant = near if near in table_module.CONFIG_MAPPING else f"delta_rule', mixer='{near}"
+            raise ValueError(f"{model_type!r} is no model type; use AutoConfig.for_model('{meant}', ...)")
         return for_model(cls, model_type, *args, **kwargs)
 
     table_module.AutoConfig.for_model = classmethod(explaining)

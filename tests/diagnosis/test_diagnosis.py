@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import FUSED, foreign_model
+from foreign_models import FUSED, accelerated
 from model_kinds import KINDS, model_of_kind
 from outside_rule import RULES, forget_rules
-from tiny_families import tiny_original
+from tiny_families import swapped, tiny_original
 from tiny_models import HYBRID, tiny_model, tokens
 from torch import Tensor
 from transitions import factors_and_writes
@@ -182,11 +182,9 @@ def agree(found: Diagnosis, expected: Diagnosis, rel: float = 1e-4) -> None:
 def test_padding_and_packing_leave_the_figures_alone(kind: str) -> None:
     """Rows of 130 and 70 tokens: padded on the left or on the right and packed, in all kinds of models."""
     if kind in FUSED:
-        model: Any = foreign_model(kind)
-        deltazoo.accelerate(model)
+        model: Any = accelerated(kind)
     elif kind == "swapped":
-        model = tiny_original("llama")
-        deltazoo.swap_attention(model, "gated_deltanet", layers=[1, 2])
+        model = swapped("llama", [1, 2])
     else:
         model = tiny_model("gated_deltanet", **(HYBRID if kind == "hybrid" else {}))
     long, short = tokens(1, 130)[0].clamp(3, 50), tokens(1, 70, seed=1)[0].clamp(3, 50)
@@ -228,8 +226,7 @@ def test_the_model_is_left_as_it_was(kind: str) -> None:
     if kind == "swapped":
         deltazoo.swap_attention(model, "gated_deltanet2", layers="all")
     if kind == "accelerated":
-        model = foreign_model("qwen3_next")
-        deltazoo.accelerate(model)
+        model = accelerated("qwen3_next")
     model.train()
     model.get_submodule("model").layers[0].eval()
     batch = tokens(2, 70).clamp(3, 50)
@@ -285,8 +282,7 @@ def test_a_forward_pass_without_the_operator_is_not_described() -> None:
 
 def test_one_token_of_an_accelerated_model_that_goes_on() -> None:
     """Its step passes the operator an option by name."""
-    model = foreign_model("qwen3_next")
-    deltazoo.accelerate(model)
+    model = accelerated("qwen3_next")
     layer: Any = next(module for module in model.modules() if isinstance(module, AcceleratedLayer))
     q = torch.randn(1, 1, 2, 8)
     inputs, state = RuleInputs(q, q, q, torch.rand(1, 1, 2), -torch.rand(1, 1, 2)), torch.zeros(1, 2, 8, 8)
@@ -432,11 +428,9 @@ def test_nan_behind_the_last_layer(kind: str) -> None:
     """No delta-rule layer sees it."""
     model: Any = tiny_model("hybrid" if kind == "hybrid" else "gated_deltanet")
     if kind == "swapped":
-        model = tiny_original("llama")
-        deltazoo.swap_attention(model, "gated_deltanet", [0])
+        model = swapped("llama", [0])
     elif kind == "accelerated":
-        model = foreign_model("qwen3_next")
-        deltazoo.accelerate(model)
+        model = accelerated("qwen3_next")
     assert deltazoo.diagnose(model, tokens(1, 70)).not_finite is None
     model.lm_head.weight.data[7] = math.nan
     found = deltazoo.diagnose(model, tokens(1, 70))

@@ -89,6 +89,13 @@ def test_no_block_is_overlooked() -> None:
         assert len(opened) == len(BLOCK.findall(text)), page
 
 
+def test_no_table_is_cut_in_two() -> None:
+    """Rows after an empty line have no header, and are shown as text."""
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+        for rows in re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE):
+            assert re.fullmatch(r"[|: -]+", rows.split("\n")[1]), (page, rows)
+
+
 def test_a_block_that_fails_names_its_line() -> None:
     ((block, _),) = python_blocks("# Page\n\n```python\nx = 1\nraise ValueError(x)\n```\n")
     with pytest.raises(ValueError) as caught:

@@ -90,19 +90,6 @@ def test_a_bfloat16_layer_computes_its_gates_in_float32(rule: str) -> None:
         assert (inputs.beta.bfloat16() != inputs.beta).any()
 
 
-def test_weight_decay_spares_gates_norms_and_biases() -> None:
-    model = nn.ModuleDict({"attn": make("kda"), "norm": layers.RMSNorm(4), "head": nn.Linear(4, 4)})
-    spared = layers.parameters_without_decay(model)
-    assert spared == {
-        "attn.A_log",
-        "attn.dt_bias",
-        "attn.o_norm.weight",
-        "attn.g_proj.1.bias",
-        "norm.weight",
-        "head.bias",
-    }
-
-
 # Options.
 
 

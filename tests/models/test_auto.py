@@ -1,5 +1,6 @@
 """Registration, in fresh processes: the order of imports must not matter."""
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -43,15 +44,25 @@ def test_every_configuration_is_registered():
     assert model_types() == list(CONFIGS) == list(_auto_registration.MODEL_TYPES)
 
 
-def test_a_rule_without_a_model_type_says_what_to_use():
-    message = r"'longhorn' is a rule .* use AutoConfig.for_model\('delta_rule', mixer='longhorn', ...\)"
-    with pytest.raises(ValueError, match=message):
-        AutoConfig.for_model("longhorn")
+@pytest.mark.parametrize(
+    ("given", "use"),
+    [
+        ("longhorn", "'delta_rule', mixer='longhorn', ..."),
+        ("Long-Horn", "'delta_rule', mixer='longhorn', ..."),
+        ("gated_delta_net", "'gated_deltanet', ..."),
+    ],
+)
+def test_a_rule_without_a_model_type_and_a_misspelt_type_say_what_to_use(given, use):
+    with pytest.raises(ValueError, match=re.escape(f"{given!r} is no model type; use AutoConfig.for_model({use})")):
+        AutoConfig.for_model(given)
+
+
+def test_a_rule_without_a_model_type_is_no_type():
     assert AutoConfig.for_model("delta_rule", mixer="longhorn").mixer == "longhorn"
     assert AutoConfig.for_model("kda").mixer == "kda"  # a rule with one
     assert "longhorn" not in CONFIG_MAPPING  # a type that others may use for their own models
-    with pytest.raises(ValueError, match="Unrecognized model identifier: long_horn"):
-        AutoConfig.for_model("long_horn")
+    with pytest.raises(ValueError, match="Unrecognized model identifier: long_goat"):
+        AutoConfig.for_model("long_goat")
 
 
 @pytest.mark.parametrize(

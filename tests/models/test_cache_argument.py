@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import foreign_model, mixer_of
-from tiny_families import tiny_original
+from foreign_models import accelerated, mixer_of
+from tiny_families import swapped
 from tiny_models import tiny_model, tokens
 from torch import nn
 from transformers import DynamicCache
 
-import deltazoo
 from deltazoo.generation.cache import CACHE, takes_cache
 from deltazoo.models.block import DeltaRuleBlock
 from deltazoo.models.softmax_attention import SoftmaxAttention
@@ -23,13 +22,9 @@ IDS = tokens(2, 12)
 
 def model_of_kind(kind: str) -> Any:
     if kind == "swapped":
-        model = tiny_original("llama")
-        deltazoo.swap_attention(model, "gated_deltanet", layers=[0])
-        return model.eval()
+        return swapped("llama", [0])
     if kind == "accelerated":
-        model = foreign_model("qwen3_next")
-        deltazoo.accelerate(model)
-        return model
+        return accelerated("qwen3_next")
     return tiny_model({"own": "kda", "hybrid": "hybrid"}[kind]).eval()
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from model_kinds import CACHE, KINDS, model_of_kind
+from model_kinds import KINDS, model_of_kind
 from tiny_families import tiny_original
 from tiny_models import tiny_model, tokens
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
+
+from deltazoo.generation.cache import CACHE
 
 IDS = tokens(2, 9)
 ROW = IDS[:1]
@@ -224,6 +226,11 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], ForwardArguments], Any, str]] =
         ValueError,
         r"labels must have shape \(1, 9\)|to match target batch_size",
     ),
+    "a list of tokens": (
+        lambda model: {"input_ids": ROW.tolist()},
+        TypeError,
+        "input_ids must be a tensor, got list",
+    ),
 }
 
 
@@ -250,6 +257,15 @@ def test_assisted_decoding_is_refused(model: Any, way: str) -> None:
         greedy(model, ROW, **{way: tiny_model("hybrid") if way == "assistant_model" else 1})
     assert model.config.num_hidden_layers == layers
     assert torch.equal(logits(model, ROW, use_cache=False), before)
+
+
+def test_a_prompt_padded_on_the_right_is_refused(model: Any) -> None:
+    """transformers would take the logits of the padding for those of the prompt's last token."""
+    mask = torch.ones_like(IDS)
+    mask[1, -1:] = 0
+    for wrong in (mask, mask.bool()):
+        with pytest.raises(ValueError, match="must end with real tokens: pad prompts on the left"):
+            greedy(model, IDS, attention_mask=wrong)
 
 
 def test_assisting_another_model_is_refused(model: Any) -> None:

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from foreign_models import foreign_model
-from tiny_families import tiny_original
+from foreign_models import accelerated, foreign_model
+from tiny_families import swapped, tiny_original
 from tiny_serving import tiny
 
 import deltazoo
@@ -74,11 +74,9 @@ MIXED = [
 
 def model_of_kind(kind):
     if kind == "swapped":
-        model = tiny_original("llama", vocab_size=258)
-        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
+        model = swapped("llama", sizes={"vocab_size": 258})
     elif kind == "accelerated":
-        model = foreign_model("qwen3_next", vocab_size=258)
-        deltazoo.accelerate(model)
+        model = accelerated("qwen3_next", vocab_size=258)
     else:
         model = tiny(kind)
     return model
@@ -364,8 +362,7 @@ class TestEnds:
 
     def test_positions_end_where_the_model_does(self, engine_of):
         """Of GPT-2 with linear layers alone: rows that are not in use read no positions past the last one."""
-        model = tiny_original("gpt2")
-        deltazoo.swap_attention(model, "gated_deltanet", "all")
+        model = swapped("gpt2", "all")
         longest = model.config.max_position_embeddings
         with pytest.raises(ValueError, match=f"at most the max_position_embeddings={longest} .* got {longest + 1}"):
             engine_of(model, start=False, context_limit=longest + 1)

@@ -195,6 +195,12 @@ def refuse_empty(shape: tuple[int, int]) -> None:
         raise ValueError(f"expected at least one row and one token per row, got input of shape {shape}")
 
 
+def refuse_padding_at_the_end(mask: Tensor) -> None:
+    """Raise ValueError for a prompt's mask `[B, T]` that ends in padding, after which the next token would be drawn."""
+    if not bool(mask[:, -1].all()):
+        raise ValueError("attention_mask must end with real tokens: pad prompts on the left")
+
+
 def document_starts(shape: tuple[int, int], given: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Masks `[B, T]` bool of the first tokens of documents, one by each argument that only says where they begin.
 

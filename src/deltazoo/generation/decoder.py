@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
+from deltazoo.generation.batch import refuse_padding_at_the_end
 from deltazoo.generation.capture import read_later
 from deltazoo.generation.conditions import check_model, check_positions, origin_of_nan
 from deltazoo.generation.hf_generate import without_single_tokens
@@ -192,8 +193,7 @@ class Decoder:
             others = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
             if len(others):
                 raise ValueError(f"attention_mask must be 1 for real tokens and 0 for padding, got {others[0].item()}")
-            if not bool(attention_mask[:, -1].all()):
-                raise ValueError("attention_mask must end with real tokens: pad prompts on the left")
+            refuse_padding_at_the_end(attention_mask)
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         longest = input_ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())

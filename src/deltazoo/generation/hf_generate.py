@@ -21,7 +21,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import create_masks_for_generate, create_recurrent_attention_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from deltazoo.generation.batch import current_padding, refuse_empty, whole_numbers
+from deltazoo.generation.batch import current_padding, refuse_empty, refuse_padding_at_the_end, whole_numbers
 from deltazoo.generation.cache import CACHE, cache_in, is_used, takes_cache
 from deltazoo.generation.capture import free_bytes, graphs_run_on
 from deltazoo.generation.conditions import why_not_this_call, why_not_this_model
@@ -70,15 +70,18 @@ class CapturedGeneration:
 
         Raises:
             ValueError: with `capture_step=True`, a step that cannot be captured; a cache that holds the whole prompt;
-                no rows or no tokens.
+                no rows or no tokens; padding on the right, whose tokens transformers would take for the prompt's last.
             FloatingPointError: at the end, if the last logits hold NaN, which they do once a state has become NaN;
                 never with `remove_invalid_values=True`.
         """
         prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        mask = kwargs.get("attention_mask")
         if kwargs.get("inputs_embeds") is None:
             if isinstance(prompt, Tensor) and prompt.ndim == 2:
                 refuse_empty((prompt.shape[0], prompt.shape[1]))
-            _check_tokens_to_run(prompt, kwargs.get("attention_mask"), cache_in(kwargs))
+            _check_tokens_to_run(prompt, mask, cache_in(kwargs))
+        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.numel() and not mask.is_floating_point():
+            refuse_padding_at_the_end(mask)
         with generate_call(self, capture_step, kwargs):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 

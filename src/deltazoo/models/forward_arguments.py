@@ -16,6 +16,7 @@ from deltazoo.generation.batch import (
 from deltazoo.generation.cache import CACHE, why_not_shared
 from deltazoo.names import did_you_mean
 from deltazoo.ops import ContextParallel
+from deltazoo.ops.validation import check_tensor
 
 # transformers' trainer, generation and pipelines pass these to models; softmax kernels and loss functions use them.
 _PASSED_THROUGH = ("max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states")
@@ -89,6 +90,7 @@ def describe_arguments(
     """
     names = ("attention_mask", "position_ids", *PACKING_ARGUMENTS)
     given: dict[str, Any] = {name: arguments.get(name) for name in names} | {"fills_cache": cache is not None}
+    check_tensor("input_ids", tokens)
     batch_size, num_tokens = tokens.shape[:2]
     if context is None:
         return describe_batch(batch_size, num_tokens, past_length, tokens.device, **given)

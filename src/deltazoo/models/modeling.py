@@ -44,6 +44,7 @@ from deltazoo.models.saving import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
 from deltazoo.models.training_report import describe_training
 from deltazoo.ops.fused import IGNORED
+from deltazoo.ops.validation import check_tensor
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 
 
@@ -173,6 +174,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         refuse_unknown(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        check_tensor("input_ids", input_ids)
         if input_ids is not None and input_ids.ndim != 2:
             raise ValueError(f"input_ids must have shape [B, T], got {tuple(input_ids.shape)}")
         if inputs_embeds is None:

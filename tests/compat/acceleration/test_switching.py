@@ -13,7 +13,7 @@ import accelerate as hf_accelerate
 import pytest
 import torch
 import transformers
-from foreign_models import FUSED, INSTALLED, foreign_model, mixer_of, tokens
+from foreign_models import FUSED, INSTALLED, accelerated, foreign_model, mixer_of, tokens
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import StaticCache
@@ -175,8 +175,7 @@ def test_lora_acts_and_trains(model):
 
 
 def test_compiled_without_graph_breaks():
-    model = foreign_model("qwen3_5")
-    deltazoo.accelerate(model)
+    model = accelerated("qwen3_5")
     positions = torch.cat([torch.arange(5), torch.arange(4)]).expand(2, -1)
     expected, packed = logits(model), logits(model, position_ids=positions)
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -64,6 +64,7 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         return None  # the model itself raises
     if call.get(SHARED_BATCH) is not None:
         return None  # the batch is described already
+    check_tensor("input_ids", tokens)
     shape = (tokens.shape[0], tokens.shape[1])
     check_tensor("position_ids", call.get("position_ids"))
     context = getattr(model, "deltazoo_context", None)
