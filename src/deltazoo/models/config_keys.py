@@ -14,8 +14,15 @@ from deltazoo.runtime import FORMER_OPTIONS, RUNTIME_OPTIONS
 
 CONFIGURATION_FILE, MODELING_FILE = "configuration_deltazoo", "modeling_deltazoo"
 """The names, without `.py`, of a checkpoint's own files."""
-HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-"""The ends of the names of a model type's classes, as transformers names them."""
+HEADS: Mapping[str, tuple[str, str]] = {
+    "Model": ("feature-extraction", "language model without a head"),
+    "ForCausalLM": ("text-generation", "causal language model"),
+    "ForSequenceClassification": ("text-classification", "sequence classification model"),
+    "ForTokenClassification": ("token-classification", "token classification model"),
+    "ForQuestionAnswering": ("question-answering", "question answering model"),
+}
+"""The ends of the names of a model type's classes, as transformers names them: the Hub's task, and the model in words.
+"""
 _LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 """The large projections that linear and softmax layers have in common."""
 

@@ -53,39 +53,40 @@ class _NamedConfig(DeltaRuleConfig):
         return add_fla_keys(super().to_dict())
 
 
-@strict
-class DeltaNetConfig(_NamedConfig):
-    """DeltaNet (arXiv:2406.06484); with `allow_neg_eigval=True` its rule of arXiv:2411.12537."""
-
-    model_type: ClassVar[str] = "delta_net"
-    mixer: str = "delta_net"
-
-
-@strict
-class GatedDeltaNetConfig(_NamedConfig):
-    """Gated DeltaNet (arXiv:2412.06464)."""
-
-    model_type: ClassVar[str] = "gated_deltanet"
-    num_hidden_layers: int = 21
-    num_heads: int = 6
-    head_dim: int | None = 256
+def _with_defaults(name: str, model_type: str, doc: str, **defaults: Any) -> type[DeltaRuleConfig]:
+    """The configuration class of a Hub type that differs from `DeltaRuleConfig` in defaults alone."""
+    fields = {key: DeltaRuleConfig.__annotations__[key] for key in defaults}
+    members = {"__doc__": doc, "__module__": __name__, "__annotations__": fields, "model_type": model_type}
+    return strict(type(name, (_NamedConfig,), {**members, **defaults}))
 
 
-@strict
-class KDAConfig(_NamedConfig):
-    """Kimi Delta Attention (arXiv:2510.26692)."""
+_GATED_SHAPE: dict[str, Any] = {"num_hidden_layers": 21, "num_heads": 6, "head_dim": 256}
 
-    model_type: ClassVar[str] = "kda"
-    mixer: str = "kda"
-    head_dim: int | None = 128
-
-
-@strict
-class EFLAConfig(_NamedConfig):
-    """Error-free linear attention (arXiv:2512.12602)."""
-
-    model_type: ClassVar[str] = "efla"
-    mixer: str = "efla"
+DeltaNetConfig = _with_defaults(
+    "DeltaNetConfig",
+    "delta_net",
+    "DeltaNet (arXiv:2406.06484); with `allow_neg_eigval=True` its rule of arXiv:2411.12537.",
+    mixer="delta_net",
+)
+GatedDeltaNetConfig = _with_defaults(
+    "GatedDeltaNetConfig", "gated_deltanet", "Gated DeltaNet (arXiv:2412.06464).", **_GATED_SHAPE
+)
+KDAConfig = _with_defaults("KDAConfig", "kda", "Kimi Delta Attention (arXiv:2510.26692).", mixer="kda", head_dim=128)
+EFLAConfig = _with_defaults("EFLAConfig", "efla", "Error-free linear attention (arXiv:2512.12602).", mixer="efla")
+CombaConfig = _with_defaults(
+    "CombaConfig",
+    "comba",
+    "Comba (arXiv:2506.02475), with the unit key as erase key, which its checkpoints have.",
+    mixer="comba_unit_erase",
+    **_GATED_SHAPE,
+)
+PrecondGatedDeltaNetConfig = _with_defaults(
+    "PrecondGatedDeltaNetConfig",
+    "precond_gated_deltanet",
+    "Gated DeltaNet with a preconditioned write key (arXiv:2604.21100).",
+    mixer="pgdn",
+    head_dim=128,
+)
 
 
 @strict
@@ -95,17 +96,6 @@ class GatedDeltaProductConfig(_NamedConfig):
     model_type: ClassVar[str] = "gated_deltaproduct"
     further_rules: ClassVar[tuple[str, ...]] = ("delta_net",)
     mixer: str = "gated_deltaproduct"
-    num_hidden_layers: int = 21
-    num_heads: int = 6
-    head_dim: int | None = 256
-
-
-@strict
-class CombaConfig(_NamedConfig):
-    """Comba (arXiv:2506.02475), with the unit key as erase key, which its checkpoints have."""
-
-    model_type: ClassVar[str] = "comba"
-    mixer: str = "comba_unit_erase"
     num_hidden_layers: int = 21
     num_heads: int = 6
     head_dim: int | None = 256
@@ -127,15 +117,6 @@ class PrecondKDAConfig(_NamedConfig):
                 "mixer='pkda' one per key head"
             )
         super().__post_init__(**extra)
-
-
-@strict
-class PrecondGatedDeltaNetConfig(_NamedConfig):
-    """Gated DeltaNet with a preconditioned write key (arXiv:2604.21100)."""
-
-    model_type: ClassVar[str] = "precond_gated_deltanet"
-    mixer: str = "pgdn"
-    head_dim: int | None = 128
 
 
 @strict
@@ -196,22 +177,21 @@ class DeltaRuleForQuestionAnswering(_TakesRuntimeOptions, GenericForQuestionAnsw
     set_input_embeddings = DeltaRulePreTrainedModel.set_input_embeddings
 
 
-_BASES: dict[str, tuple[tuple[type[Any], ...], str]] = {
-    "Model": ((DeltaRuleModel,), "the decoder without a head"),
-    # transformers' own tests expect GenerationMixin among the bases.
-    "ForCausalLM": ((DeltaRuleForCausalLM, GenerationMixin), "with a language-modelling head"),
-    "ForSequenceClassification": ((DeltaRuleForSequenceClassification,), "with a head for sequences"),
-    "ForTokenClassification": ((DeltaRuleForTokenClassification,), "with a head for every token"),
-    "ForQuestionAnswering": ((DeltaRuleForQuestionAnswering,), "with a head for answers"),
+_BASES: dict[str, tuple[type[Any], ...]] = {
+    "Model": (DeltaRuleModel,),
+    "ForCausalLM": (DeltaRuleForCausalLM, GenerationMixin),  # transformers' own tests expect the mixin among the bases
+    "ForSequenceClassification": (DeltaRuleForSequenceClassification,),
+    "ForTokenClassification": (DeltaRuleForTokenClassification,),
+    "ForQuestionAnswering": (DeltaRuleForQuestionAnswering,),
 }
-"""Bases of a model class, and the end of its docstring, by the end of its name."""
+"""Bases of a model class by the end of its name."""
 
 for _config in CONFIG_CLASSES[1:]:
     _title = str(_config.__doc__).partition(" (")[0]
-    for _head, (_bases, _words) in _BASES.items():
-        _members = {"__doc__": f"{_title}, {_words}.", "__module__": __name__, "config_class": _config}
+    for _head, (_, _words) in HEADS.items():
+        _members = {"__doc__": f"{_title}, a {_words}.", "__module__": __name__, "config_class": _config}
         _name = class_name(_config.__name__, _head)
-        globals()[_name] = type(_name, _bases, _members)
+        globals()[_name] = type(_name, _BASES[_head], _members)
 
 __all__ = [  # noqa: PLE0604
     "DeltaRuleForQuestionAnswering",

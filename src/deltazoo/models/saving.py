@@ -41,15 +41,6 @@ INSTALL = "pip install ."
 
 _HUB_ARGUMENTS = ("tags", "private", "token", "commit_message", "commit_description", "revision", "create_pr")
 
-# The Hub's task and the model in words, by the end of the class name.
-_TASKS = {
-    "ForCausalLM": ("text-generation", "causal language model"),
-    "ForSequenceClassification": ("text-classification", "sequence classification model"),
-    "ForTokenClassification": ("token-classification", "token classification model"),
-    "ForQuestionAnswering": ("question-answering", "question answering model"),
-    "Model": ("feature-extraction", "language model without a head"),
-}
-
 _CARD_TEMPLATE = """\
 ---
 {{ card_data }}
@@ -229,8 +220,8 @@ def _modification_times(folder: Path) -> dict[Path, int]:
 def make_model_card(model: PreTrainedModel, name: str = "PATH") -> ModelCard:
     """The card of a model, made from it and its configuration; the card's example loads `name`."""
     config, spec = model.config, model.config.spec
-    head = next(end for end in _TASKS if type(model).__name__.endswith(end))
-    task, words = _TASKS[head]
+    head = next(end for end in HEADS if type(model).__name__.endswith(end))
+    task, words = HEADS[head]
     kinds = {"linear_attention": config.mixer, "full_attention": "softmax attention"}
     layers = dict.fromkeys(kinds[layer_type] for layer_type in config.layer_types)
     hybrid = ["hybrid"] if "full_attention" in config.layer_types else []
