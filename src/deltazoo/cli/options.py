@@ -37,7 +37,8 @@ def load_rule_file(path: str | Path) -> list[str]:
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return _registered_by(name)
-    if loaded is not None or not name.isidentifier() or _importable_elsewhere(name, path):
+    found = importlib.util.find_spec(name) if name.isidentifier() and loaded is None else None
+    if loaded is not None or not name.isidentifier() or (found is not None and found.origin != str(path)):
         raise ValueError(
             f"{path} cannot be loaded as a module {name!r}: another module has that name, or none can: rename it"
         )
@@ -58,12 +59,6 @@ def load_rule_file(path: str | Path) -> list[str]:
             raise ValueError(f"{path}{where}: {type(error).__name__}: {error}") from error
         raise
     return _registered_by(name)
-
-
-def _importable_elsewhere(name: str, path: Path) -> bool:
-    """Whether `import name` would import another file, which this one would hide."""
-    found = importlib.util.find_spec(name)
-    return found is not None and found.origin != str(path)
 
 
 def _registered_by(module: str) -> list[str]:

@@ -183,7 +183,12 @@ def distill(
     from deltazoo.training.loading import load_checkpoint, load_model
 
     model, tokenizer = load_checkpoint(model_path, dtype=torch.float32)  # small updates would be lost in 16 bits
-    Console().print(_stages_table(config))
+    rows = [
+        (name, s.trains, f"{s.steps:,}", f"{s.steps * s.tokens_per_step:,}", f"{s.learning_rate:g}")
+        for name, s in config.stages.items()
+    ]
+    headings = ("stage", "trains", "steps", "tokens", "learning rate")
+    Console().print(figures_table(f"stages, on {config.data.text}", headings, rows))
     try:
         result = train_stages(model, load_model(original_path, dtype=torch.float32), tokenizer, config, resume=resume)
     except KeyboardInterrupt as stop:
@@ -255,16 +260,6 @@ def ranking_table(ranking: "Ranking") -> Table:
     ]
     title = f"one layer swapped for {ranking.rule} after transfer, {ranking.tokens:,} tokens"
     return figures_table(title, ("layer", "loss, nats per token", "rise"), [*rows, ("none", f"{ranking.loss:.4f}", "")])
-
-
-def _stages_table(config: Recipe) -> Table:
-    """A table of the stages before they run."""
-    rows = [
-        (name, s.trains, f"{s.steps:,}", f"{s.steps * s.tokens_per_step:,}", f"{s.learning_rate:g}")
-        for name, s in config.stages.items()
-    ]
-    headings = ("stage", "trains", "steps", "tokens", "learning rate")
-    return figures_table(f"stages, on {config.data.text}", headings, rows)
 
 
 def _scores_table(result: "Distillation", config: Recipe) -> Table:

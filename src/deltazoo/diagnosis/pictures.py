@@ -88,7 +88,8 @@ def draw_records(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
             axis.set(xticks=[], yticks=[])
             axis.text(0.5, 0.5, "not in these rules", ha="center", va="center", transform=axis.transAxes)
             continue
-        norm: Any = Normalize(*limits) if limits else LogNorm(*_range(values[np.isfinite(values) & (values > 0)]))
+        lowest, highest = limits or _extremes(values)
+        norm: Any = Normalize(lowest, highest) if limits else LogNorm(lowest, max(highest, 10 * lowest))
         axis.set_facecolor("#D0D0D0")
         axis.grid(False)
         image = axis.imshow(values, norm=norm, cmap=colours, aspect="auto", origin="lower", interpolation="none")
@@ -100,12 +101,10 @@ def draw_records(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def _range(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Limits of a logarithmic scale, at least a factor of 10 apart."""
-    if not values.size:
-        return 1.0, 10.0
-    smallest, largest = float(values.min()), float(values.max())
-    return smallest, max(largest, 10 * smallest)
+def _extremes(values: NDArray[np.float64]) -> tuple[float, float]:
+    """The smallest and the largest finite positive value; ones if there is none."""
+    positive = values[np.isfinite(values) & (values > 0)]
+    return (float(positive.min()), float(positive.max())) if positive.size else (1.0, 1.0)
 
 
 def _draw_states(axis: Any, records: Sequence[Mapping[str, Any]], layers: Sequence[str]) -> None:
@@ -121,8 +120,8 @@ def _draw_states(axis: Any, records: Sequence[Mapping[str, Any]], layers: Sequen
             color=PALETTE[number % len(PALETTE)],
             label=str(number),
         )
-        finite = norms[np.isfinite(norms) & (norms > 0)]
-        largest = max(largest, float(finite.max() / finite.min()) if finite.size else 1.0)
+        lowest, highest = _extremes(norms)
+        largest = max(largest, highest / lowest)
     axis.set(title="norm of the state, largest head", xlabel="tokens", yscale="log" if largest > 10 else "linear")
     if len(layers) <= len(PALETTE):
         axis.legend(title="layer", frameon=False, fontsize="small", ncols=2)  # outside it would move the colour bar

@@ -55,7 +55,7 @@ class _NamedConfig(DeltaRuleConfig):
 
 def _with_defaults(name: str, model_type: str, doc: str, **defaults: Any) -> type[DeltaRuleConfig]:
     """The configuration class of a Hub type that differs from `DeltaRuleConfig` in defaults alone."""
-    fields = {key: DeltaRuleConfig.__annotations__[key] for key in defaults}
+    fields = {key: kind for key, kind in DeltaRuleConfig.__annotations__.items() if key in defaults}
     members = {"__doc__": doc, "__module__": __name__, "__annotations__": fields, "model_type": model_type}
     return strict(type(name, (_NamedConfig,), {**members, **defaults}))
 
@@ -73,6 +73,14 @@ GatedDeltaNetConfig = _with_defaults(
 )
 KDAConfig = _with_defaults("KDAConfig", "kda", "Kimi Delta Attention (arXiv:2510.26692).", mixer="kda", head_dim=128)
 EFLAConfig = _with_defaults("EFLAConfig", "efla", "Error-free linear attention (arXiv:2512.12602).", mixer="efla")
+GatedDeltaProductConfig = _with_defaults(
+    "GatedDeltaProductConfig",
+    "gated_deltaproduct",
+    "Gated DeltaProduct (arXiv:2502.10297); without its decay it is DeltaNet in several steps with an output gate.",
+    further_rules=("delta_net",),
+    mixer="gated_deltaproduct",
+    **_GATED_SHAPE,
+)
 CombaConfig = _with_defaults(
     "CombaConfig",
     "comba",
@@ -87,18 +95,6 @@ PrecondGatedDeltaNetConfig = _with_defaults(
     mixer="pgdn",
     head_dim=128,
 )
-
-
-@strict
-class GatedDeltaProductConfig(_NamedConfig):
-    """Gated DeltaProduct (arXiv:2502.10297); without its decay it is DeltaNet in several steps with an output gate."""
-
-    model_type: ClassVar[str] = "gated_deltaproduct"
-    further_rules: ClassVar[tuple[str, ...]] = ("delta_net",)
-    mixer: str = "gated_deltaproduct"
-    num_hidden_layers: int = 21
-    num_heads: int = 6
-    head_dim: int | None = 256
 
 
 @strict

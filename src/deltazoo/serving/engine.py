@@ -404,11 +404,16 @@ class Engine:
             reason: FinishReason | None = None
             if token in task.ends or task.made == task.most:
                 reason = "stop" if token in task.ends else "length"
+            reported: tuple[TokenLogprob, ...] | None = None
+            if row in logprobs:
+                chosen, values, indices = logprobs[row]
+                top = tuple(zip(indices, values, strict=True))[: task.request.logprobs]
+                reported = (TokenLogprob(token_id=token, logprob=chosen, top=top),)
             output: Output = token
-            if reason is not None or row in logprobs or task.made == 1:
+            if reason is not None or reported is not None or task.made == 1:
                 output = Piece(
                     token_ids=(token,),
-                    logprobs=(_logprob(token, task, *logprobs[row]),) if row in logprobs else None,
+                    logprobs=reported,
                     finish_reason=reason,
                     cached_tokens=task.cached if task.made == 1 else 0,
                 )
@@ -466,11 +471,6 @@ class Engine:
             waiting, self._waiting = [*self._waiting], deque()
         self._fail_steps(error)
         self._fail([*waiting, *self._prefill.tasks], error)
-
-
-def _logprob(token: int, task: Task, chosen: float, values: Sequence[float], indices: Sequence[int]) -> TokenLogprob:
-    count = task.request.logprobs or 0
-    return TokenLogprob(token_id=token, logprob=chosen, top=tuple(zip(indices[:count], values[:count], strict=True)))
 
 
 def _check_device(device: torch.device) -> None:

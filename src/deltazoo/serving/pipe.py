@@ -11,7 +11,6 @@ import asyncio
 import gc
 import itertools
 import logging
-import pickle
 import queue
 import signal
 import socket
@@ -19,7 +18,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import uvicorn
@@ -47,59 +47,47 @@ _AFTER_THE_ENGINE = 5
 """Seconds within which the HTTP process sends the last responses after the engine has stopped."""
 
 
-class _Messages:
-    """Objects that two processes send each other through a socket: pickled, after their size in four bytes."""
+def _received(pipe: Connection) -> Any:
+    """The next message from the other end; None if that has ended or is gone."""
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        return None
 
-    def __init__(self, socket: socket.socket) -> None:
-        self.socket = socket
-        self._unread = b""
 
-    def send(self, message: Any) -> None:
-        """Send a message; nothing if the other end is gone, which the reader notices."""
-        content = pickle.dumps(message)
-        with suppress(OSError):
-            self.socket.sendall(len(content).to_bytes(4, "big") + content)
-
-    def receive(self) -> list[Any] | None:
-        """The messages that have come, read by one call of the system; None if the other end is gone."""
-        try:
-            new = self.socket.recv(2**20)
-        except OSError:
-            new = b""
-        messages, self._unread = [], self._unread + new
-        while len(self._unread) >= max(4, end := 4 + int.from_bytes(self._unread[:4], "big")):
-            messages.append(pickle.loads(self._unread[4:end]))
-            self._unread = self._unread[end:]
-        return messages if new else None
+def _send(pipe: Connection, message: Any) -> None:
+    """Send a message; nothing if the other end is gone, which the reader notices."""
+    with suppress(OSError):
+        pipe.send(message)
 
 
 class EngineEnd:
     """The engine's end of the pipe, which enters the requests that arrive and sends their outputs.
 
     Args:
-        pipe: socket whose pair the HTTP end has.
+        pipe: connection whose pair the HTTP end has.
         on_ready: function called when that end takes requests.
     """
 
-    def __init__(self, engine: Any, pipe: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
-        self._engine, self._pipe, self._on_ready = engine, _Messages(pipe), on_ready
+    def __init__(self, engine: Any, pipe: Connection, on_ready: Callable[[], None] = lambda: None) -> None:
+        self._engine, self._pipe, self._on_ready = engine, pipe, on_ready
         # The engine's thread must not wait for a pipe that nobody reads, so a thread of its own sends.
         self._outputs: queue.SimpleQueue[Sequence[tuple[int, Any]] | None] = queue.SimpleQueue()
 
     def serve(self) -> None:
         """Obey the other end until it is gone, then cancel its requests."""
         threading.Thread(target=self._send_all, name="deltazoo pipe", daemon=True).start()
-        while (messages := self._pipe.receive()) is not None:
-            for kind, number, content in messages:
-                if kind == "enter":
-                    refusal = self._enter(content)
-                    self._outputs.put([(number, refusal), *((key, refusal) for key, _ in content if refusal)])
-                elif kind == "cancel":
-                    self._engine.cancel([number], self._outputs.put)
-                elif kind == "status":
-                    self._outputs.put([(number, self._engine.status())])
-                else:
-                    self._on_ready()
+        while (message := _received(self._pipe)) is not None:
+            kind, number, content = message
+            if kind == "enter":
+                refusal = self._enter(content)
+                self._outputs.put([(number, refusal), *((key, refusal) for key, _ in content if refusal)])
+            elif kind == "cancel":
+                self._engine.cancel([number], self._outputs.put)
+            elif kind == "status":
+                self._outputs.put([(number, self._engine.status())])
+            else:
+                self._on_ready()
         self._engine.cancel(None, self._outputs.put)
         self.close()
 
@@ -108,10 +96,10 @@ class EngineEnd:
         self._outputs.put(None)
 
     def _send_all(self) -> None:
-        while (outputs := self._outputs.get()) is not None:
-            self._pipe.send(outputs)
-        with suppress(OSError):
-            self._pipe.socket.shutdown(socket.SHUT_WR)
+        outputs: Sequence[tuple[int, Any]] | None = ()
+        while outputs is not None:
+            outputs = self._outputs.get()
+            _send(self._pipe, outputs)
 
     def _enter(self, requests: Sequence[tuple[int, Request]]) -> Exception | None:
         """The error of an engine that does not take requests; None if it takes them."""
@@ -129,14 +117,14 @@ class RemoteEngine:
     """The HTTP end of the pipe, with the methods of an engine. It runs in one event loop.
 
     Args:
-        connect: function that gives the socket whose pair the `EngineEnd` has.
+        connect: function that gives the connection whose pair the `EngineEnd` has.
         tokenizer, max_queue, context_limit: those of the engine.
         on_end: function called when the engine has ended and all its outputs have arrived.
     """
 
     def __init__(
         self,
-        connect: Callable[[], socket.socket],
+        connect: Callable[[], Connection],
         tokenizer: Any,
         max_queue: int,
         context_limit: int | None,
@@ -144,7 +132,7 @@ class RemoteEngine:
     ) -> None:
         self.tokenizer, self.max_queue, self.context_limit = tokenizer, max_queue, context_limit
         self._connect, self._on_end = connect, on_end
-        self._pipe: _Messages | None = None
+        self._pipe: Connection | None = None
         self._numbers = itertools.count()
         self._receivers: dict[int, Callable[[Any], None]] = {}
         """Functions that take the messages with a number: outputs of a request, or the answer to a question."""
@@ -153,15 +141,15 @@ class RemoteEngine:
     def begin(self) -> None:
         """Tell the engine's end that requests are taken, and begin to receive; nothing if that has been done."""
         if self._pipe is None:
-            self._pipe = _Messages(self._connect())
-            asyncio.get_running_loop().add_reader(self._pipe.socket, self._receive, self._pipe)
+            self._pipe = self._connect()
+            asyncio.get_running_loop().add_reader(self._pipe, self._receive, self._pipe)
             self._send("ready")
 
     def close(self) -> None:
         """Close the pipe."""
         if self._pipe is not None:
-            asyncio.get_running_loop().remove_reader(self._pipe.socket)
-            self._pipe.socket.close()
+            asyncio.get_running_loop().remove_reader(self._pipe)
+            self._pipe.close()
             self._pipe = None
 
     async def submit_all(self, requests: Sequence[Request], notify: Callable[[Output], None]) -> list[Stream]:
@@ -207,15 +195,15 @@ class RemoteEngine:
 
     def _send(self, kind: str, number: int = 0, content: Any = None) -> None:
         if self._pipe is not None:
-            self._pipe.send((kind, number, content))
+            _send(self._pipe, (kind, number, content))
 
-    def _receive(self, pipe: _Messages) -> None:
-        messages = pipe.receive()
-        if messages is None:  # all outputs have come, or the engine's process is gone
+    def _receive(self, pipe: Connection) -> None:
+        outputs = _received(pipe)
+        if outputs is None:  # all outputs have come, or the engine's process is gone
             self._has_ended = True
-            asyncio.get_running_loop().remove_reader(pipe.socket)
-            messages = [[(number, Piece(finish_reason="cancelled")) for number in self._receivers]]
-        for number, output in itertools.chain.from_iterable(messages):
+            asyncio.get_running_loop().remove_reader(pipe)
+            outputs = [(number, Piece(finish_reason="cancelled")) for number in self._receivers]
+        for number, output in outputs:
             receive = self._receivers.pop(number) if is_last(output) else self._receivers[number]
             receive(output)
         if self._has_ended:
@@ -241,8 +229,8 @@ def create_app(engine: Any, *, model: str, api_key: str | None = None, max_body:
         ```
     """
 
-    def connect() -> socket.socket:
-        ours, theirs = socket.socketpair()
+    def connect() -> Connection:
+        ours, theirs = Pipe()
         threading.Thread(target=EngineEnd(engine, ours).serve, name="deltazoo pipe", daemon=True).start()
         return theirs
 
@@ -289,7 +277,7 @@ def run_server(
     """
     check_tokenizer(engine.tokenizer)
     context = get_context("spawn")  # a fork would inherit the engine's threads and GPU
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     process = context.Process(target=_serve_http, args=(theirs, address, _facts(engine), options), daemon=True)
     process.start()
     theirs.close()
@@ -334,7 +322,7 @@ def _leave_alone_what_is_loaded() -> None:
     gc.freeze()
 
 
-def _serve_http(pipe: socket.socket, address: socket.socket, facts: dict[str, Any], options: dict[str, Any]) -> None:
+def _serve_http(pipe: Connection, address: socket.socket, facts: dict[str, Any], options: dict[str, Any]) -> None:
     """Run the HTTP process until the engine has ended."""
 
     def end() -> None:

@@ -131,8 +131,7 @@ class DropInDeltaAttention(DeltaRuleAttention, stands_for=DeltaRuleAttention):
 
 def drop_in_class(rule: str | RuleSpec) -> type[DropInDeltaAttention]:
     """`DropInDeltaAttention` on top of the layer class of a rule."""
-    layer: Any = layer_class(rule)
-    return _drop_in(layer)
+    return _drop_in(layer_class(rule))
 
 
 @cache
@@ -144,8 +143,7 @@ def _drop_in(layer: Any) -> type[DropInDeltaAttention]:
 
 
 def _unfilled(layer: Any) -> DropInDeltaAttention:
-    made = _drop_in(layer)
-    return made.__new__(made)
+    return object.__new__(_drop_in(layer))
 
 
 class SwappedAttention(nn.Module):

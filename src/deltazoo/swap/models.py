@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from huggingface_hub.dataclasses import strict
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -175,19 +175,14 @@ def _adapt(model: PreTrainedModel) -> None:
     for part in _parts(model):
         part._original_properties = {name: getattr(part, name, None) for name in _ADAPTED}  # type: ignore[assignment]
         declare_gates(part)
-        part._tp_plan = {entry: style for entry, style in (part._tp_plan or {}).items() if _matches(part, entry)}
+        names = {re.sub(r"\b\d+\b", "*", name) for name, _ in (*part.named_modules(), *part.named_parameters())}
+        part._tp_plan = {entry: style for entry, style in (part._tp_plan or {}).items() if entry in names}
 
 
 def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
     """The base model, and the model around it if there is one."""
     base = model.base_model
     return [base] if base is model else [base, model]  # type: ignore[list-item]
-
-
-def _matches(model: nn.Module, entry: str) -> bool:
-    """Whether an entry of a tensor-parallel plan names a module or parameter that exists; `*` stands for a number."""
-    pattern = re.compile(re.escape(entry).replace(r"\*", r"\d+"))
-    return any(pattern.fullmatch(name) for name, _ in (*model.named_modules(), *model.named_parameters()))
 
 
 def _swapped_config_class(original_config: type[Any]) -> type[Any]:

@@ -71,20 +71,14 @@ def check_model(model: nn.Module) -> ModelFamily:
         raise ValueError("the model's attention looks ahead (config.use_bidirectional_attention); a recurrence cannot")
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise ValueError("the model is quantised; swap the unquantised model, then quantise")
-    _check_unshared(model, family)
-    return family
-
-
-def _check_unshared(model: PreTrainedModel, family: ModelFamily) -> None:
-    """Refuse layers that share weights, since only one of them would get a copy."""
-    owners = defaultdict(list)
+    owners = defaultdict(list)  # only one of several layers that share weights would get a copy
     for index, decoder_layer in enumerate(decoder_layers_of(model, family)):
-        attention = decoder_layer.get_submodule(family.attention)
-        for parameter in {id(p): p for p in attention.parameters()}.values():
-            owners[id(parameter)].append(index)
-    shared = sorted({tuple(layers) for layers in owners.values() if len(layers) > 1})
+        for parameter in decoder_layer.get_submodule(family.attention).parameters():
+            owners[parameter].append(index)
+    shared = sorted(layers for layers in owners.values() if len(layers) > 1)
     if shared:
-        raise ValueError(f"layers {list(shared[0])} share attention weights; give each layer weights of its own first")
+        raise ValueError(f"layers {shared[0]} share attention weights; give each layer weights of its own first")
+    return family
 
 
 def choose_layers(choice: LayerChoice, num_layers: int) -> list[int]:

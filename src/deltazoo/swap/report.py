@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -54,38 +54,33 @@ class SwapReport:
     """Whether all softmax layers that remain have sliding windows, and layers that saw all tokens were swapped."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Group(self._layer_table(), self._summary_table())
+        done = "would be swapped" if self.dry_run else "swapped"
+        title = f"{self.model_type}: {len(self.layers)} of {self.num_layers} attention layers {done} for {self.rule}"
+        left = "All softmax layers that remain have sliding windows: those that saw all tokens are swapped."
+        layers = Table(title=title, caption=left if self.only_windows_left else None)
+        for heading in ("layers", "copied", "created", "dropped"):
+            layers.add_column(heading, overflow="fold")
+        equal: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+        for layer in self.layers:
+            equal.setdefault((layer.copied, layer.created, layer.dropped), []).append(layer.index)
+        for parameters, indices in equal.items():
+            layers.add_row(", ".join(map(str, indices)), *(", ".join(names) or "-" for names in parameters))
+        sizes = Table()
+        for heading in ("", "before", "after", "ratio"):
+            sizes.add_column(heading, justify="right" if heading else "left")
+        before, after = self.parameters_before, self.parameters_after
+        sizes.add_row("parameters", f"{before:,}", f"{after:,}", f"{after / before:.3f}")
+        for num_tokens, (before, after) in self.memory.items():
+            taken = (f"{size / 2**20:,.2f} MiB" for size in (before, after))
+            sizes.add_row(f"cache of one sequence of {num_tokens:,} tokens", *taken, f"{after / before:.3g}")
+        yield layers
+        yield sizes
 
     def __str__(self) -> str:
         console = Console(width=120, color_system=None)
         with console.capture() as captured:
             console.print(self)
         return captured.get()
-
-    def _layer_table(self) -> Table:
-        done = "would be swapped" if self.dry_run else "swapped"
-        title = f"{self.model_type}: {len(self.layers)} of {self.num_layers} attention layers {done} for {self.rule}"
-        left = "All softmax layers that remain have sliding windows: those that saw all tokens are swapped."
-        table = Table(title=title, caption=left if self.only_windows_left else None)
-        for heading in ("layers", "copied", "created", "dropped"):
-            table.add_column(heading, overflow="fold")
-        equal: dict[tuple[tuple[str, ...], ...], list[int]] = {}
-        for layer in self.layers:
-            equal.setdefault((layer.copied, layer.created, layer.dropped), []).append(layer.index)
-        for parameters, indices in equal.items():
-            table.add_row(", ".join(map(str, indices)), *(", ".join(names) or "-" for names in parameters))
-        return table
-
-    def _summary_table(self) -> Table:
-        table = Table()
-        for heading in ("", "before", "after", "ratio"):
-            table.add_column(heading, justify="right" if heading else "left")
-        before, after = self.parameters_before, self.parameters_after
-        table.add_row("parameters", f"{before:,}", f"{after:,}", f"{after / before:.3f}")
-        for num_tokens, (before, after) in self.memory.items():
-            sizes = (f"{size / 2**20:,.2f} MiB" for size in (before, after))
-            table.add_row(f"cache of one sequence of {num_tokens:,} tokens", *sizes, f"{after / before:.3g}")
-        return table
 
 
 def report_swap(

@@ -13,6 +13,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from deltazoo.compat.fla.checkpoints import whole_model
 from deltazoo.generation.conditions import check_positions
@@ -42,7 +43,7 @@ from deltazoo.training.folder import (
     refuse_other_text,
     write_json,
 )
-from deltazoo.training.tokens import IGNORED, TokenizedText, collate_side_by_side, pack_in_order
+from deltazoo.training.tokens import TokenizedText, collate_side_by_side, pack_in_order
 from deltazoo.training.trainer import PackedTrainer, training_arguments
 
 
@@ -200,9 +201,8 @@ class DistillationTrainer(PackedTrainer):
         with torch.no_grad(), torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16):
             wanted = self._original(**inputs, use_cache=False).logits
         found = model(**inputs, use_cache=False).logits
-        loss = divergence(found, wanted)
-        weight = self._stage.text_weight
-        return loss + weight * next_token_loss(found, labels) if weight else loss
+        loss, weight = divergence(found, wanted), self._stage.text_weight
+        return loss + weight * ForCausalLMLoss(found, labels, found.shape[-1]) if weight else loss
 
 
 @contextmanager
@@ -244,14 +244,6 @@ def divergence(found: Tensor, wanted: Tensor) -> Tensor:
     """KL(wanted || found) of two sets of logits ``[B, T, vocabulary]``: nats, mean over B and T, in float32."""
     found, wanted = (F.log_softmax(logits.float().flatten(0, 1), dim=-1) for logits in (found, wanted))
     return F.kl_div(found, wanted, log_target=True, reduction="batchmean")
-
-
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of ``labels [B, T]`` under ``logits [B, T, vocabulary]`` of the previous position, float32 nats.
-
-    The mean over all labels that are not ``IGNORED``.
-    """
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
 
 def choose_trained_parameters(model: PreTrainedModel, stage: StageConfig) -> None:

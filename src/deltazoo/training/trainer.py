@@ -121,13 +121,17 @@ class PackedTrainer(ShardedTrainer):
             with whole_or_not_at_all(model_path) if first else nullcontext(model_path) as staging:
                 self.save_model(str(staging))
         tokens, rows = self._settings.tokens_per_step, self.train_dataset
+        device = self.args.device
+        name = (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        )
         return {
             "log_history": self.state.log_history,
             "num_parameters": self._model.num_parameters(),
             "tokens_per_step": tokens,
             "seconds": self.monitor.seconds,
             "tokens_per_second": self.monitor.tokens_per_second,
-            "device": device_name(self.args.device),
+            "device": name if device.type in ("cuda", "cpu") else device.type,
             "precision": "bf16" if self.args.bf16 else "fp32",
             "passes": self._settings.steps * tokens / rows.tokens_per_epoch if isinstance(rows, PackedRows) else None,
         }
@@ -411,10 +415,3 @@ def training_arguments(config: RunConfig) -> TrainingArguments:
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
     return arguments
-
-
-def device_name(device: torch.device) -> str:
-    """The name of a device, such as ``NVIDIA H200`` or ``CPU, 2 threads``."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type

@@ -42,8 +42,17 @@ def load_fla_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausalLM
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint's safetensors files, by name; ValueError if there are none."""
-    files = _weight_files(path)
+    """All tensors of a checkpoint, by name; ValueError if there are none, or a file is missing.
+
+    They are those of the files that the index names; those of all files without an index, or with an older one beside
+    a file of all weights.
+    """
+    files, index = sorted(path.glob("*.safetensors")), path / "model.safetensors.index.json"
+    if index.is_file() and not (path / "model.safetensors").is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if absent := sorted(name for name in names if not (path / name).is_file()):
+            raise ValueError(f"{path} lacks {', '.join(absent)}, which {index.name} names")
+        files = sorted(path / name for name in names)
     if not files:
         raise ValueError(f"no safetensors files in {path}; pickled weights are not read")
     return {name: x for file in files for name, x in load_file(file).items()}
@@ -60,17 +69,6 @@ def model_of_weights(
     model, info = model_class.from_pretrained(None, config=config, state_dict=state, output_loading_info=True, **kwargs)
     refuse_missing_weights(info["missing_keys"], path)
     return model
-
-
-def _weight_files(path: Path) -> list[Path]:
-    """The files that the index names; all files without an index, or with an older one beside a file of all weights."""
-    index = path / "model.safetensors.index.json"
-    if not index.is_file() or (path / "model.safetensors").is_file():
-        return sorted(path.glob("*.safetensors"))
-    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    if absent := [name for name in names if not (path / name).is_file()]:
-        raise ValueError(f"{path} lacks {', '.join(absent)}, which {index.name} names")
-    return [path / name for name in names]
 
 
 # Names that older fla-hub checkpoints and Moonshot's Kimi Linear use for parameters of a layer.

@@ -260,10 +260,11 @@ def _compute(
     _refuse_options(function, given)
 
     q, k, v, beta, log_decay = given["q"], given["k"], given["v"], given["beta"], given.get("g")
-    if function.startswith("fused_recurrent"):
-        beta = _step_size(function, beta, v)
+    if beta is None and function.startswith("fused_recurrent"):
+        beta = v.new_ones(v.shape[:3], dtype=torch.float32)
     _require_gate(function, "beta", beta, v, per_channel=False)
-    beta = _activated_step(beta, given.get("use_beta_sigmoid_in_kernel", False), given.get("allow_neg_eigval", False))
+    if given.get("use_beta_sigmoid_in_kernel"):
+        beta = torch.sigmoid(at_least_float32(beta)) * (2 if given["allow_neg_eigval"] else 1)
     gk = given.get("gk")
     if log_decay is not None or ("g" in given and "gk" not in given):
         _require_gate(function, "g", log_decay, v, per_channel=function.endswith("kda"))
@@ -291,7 +292,15 @@ def _compute(
 
 
 def _refuse_options(function: str, given: dict[str, Any]) -> None:
-    """Raise for options with which flash-linear-attention computes something that we do not."""
+    """Raise for options with which flash-linear-attention computes something that we do not, and contradicting ones."""
+    beta = given["beta"]
+    if function.startswith("fused_recurrent") and beta is not None and beta.shape == given["v"].shape:
+        raise NotImplementedError(f"{function} has no step size per value channel (beta of v's shape): {_WIDTH_ONE}")
+    if given.get("allow_neg_eigval") and not given["use_beta_sigmoid_in_kernel"]:
+        raise ValueError(
+            "allow_neg_eigval=True doubles sigmoid(beta) and needs use_beta_sigmoid_in_kernel=True: for a beta that "
+            "went through its sigmoid before, pass 2 * beta"
+        )
     if given.get("gv") is not None:
         raise NotImplementedError(f"{function} has no decay per value channel (gv): {_WIDTH_ONE}")
     if given.get("return_intermediate_states"):
@@ -306,27 +315,6 @@ def _refuse_options(function: str, given: dict[str, Any]) -> None:
         )
     if given.get("safe_gate") and given["use_gate_in_kernel"] and given["lower_bound"] is None:
         raise ValueError("safe_gate=True with use_gate_in_kernel=True needs lower_bound, the least log-decay")
-
-
-def _step_size(function: str, beta: Tensor | None, v: Tensor) -> Tensor:
-    """The step size `[B, T, HV]`, ones for None."""
-    if beta is None:
-        return v.new_ones(v.shape[:3], dtype=torch.float32)
-    if beta.shape == v.shape:
-        raise NotImplementedError(f"{function} has no step size per value channel (beta of v's shape): {_WIDTH_ONE}")
-    return beta
-
-
-def _activated_step(beta: Tensor, use_sigmoid: bool, allow_neg_eigval: bool) -> Tensor:
-    if allow_neg_eigval and not use_sigmoid:
-        raise ValueError(
-            "allow_neg_eigval=True doubles sigmoid(beta) and needs use_beta_sigmoid_in_kernel=True: for a beta that "
-            "went through its sigmoid before, pass 2 * beta"
-        )
-    if not use_sigmoid:
-        return beta
-    beta = torch.sigmoid(at_least_float32(beta))
-    return 2 * beta if allow_neg_eigval else beta
 
 
 def _log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None) -> Tensor:

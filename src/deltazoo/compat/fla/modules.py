@@ -225,7 +225,8 @@ class ShortConvolution(nn.Conv1d):
                     "mask and cu_seqlens both say which tokens belong together: pass one of them, not both"
                 )
             x = x * mask[..., None].to(x.dtype)
-        in_place = cache is not None and not torch.is_grad_enabled() and _one_token_each(x, cu_seqlens)
+        one_token_each = x.shape[1] == 1 if cu_seqlens is None else bool((cu_seqlens.diff() == 1).all())
+        in_place = cache is not None and not torch.is_grad_enabled() and one_token_each
         y, state = causal_conv1d(
             x,
             self.weight.squeeze(1),
@@ -264,13 +265,6 @@ class ShortConvolution(nn.Conv1d):
     def extra_repr(self) -> str:
         """Channels, taps, activation and backend, for printing."""
         return f"{super().extra_repr()}, activation={self.activation}, backend={self.backend}"
-
-
-def _one_token_each(x: Tensor, cu_seqlens: Tensor | None) -> bool:
-    num_tokens = x.shape[0] * x.shape[1]
-    if cu_seqlens is None:
-        return num_tokens == x.shape[0]
-    return num_tokens == len(cu_seqlens) - 1 and bool((cu_seqlens.diff() == 1).all())
 
 
 class _Norm(nn.Module):

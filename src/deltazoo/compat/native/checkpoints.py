@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from deltazoo.compat.fla.checkpoints import (
 from deltazoo.compat.native.formats import FORMATS, TARGETS, Format, fla_type, native_values, needs_of
 from deltazoo.compat.native.forms import BLOCK, parameters_of, rows_of
 from deltazoo.models.configuration import DeltaRuleConfig
-from deltazoo.models.hub import config_class_of, model_class_of
+from deltazoo.models.hub import config_class_of
 from deltazoo.models.modeling import DeltaRuleForCausalLM
 from deltazoo.names import unknown
 from deltazoo.spec import get_rule
@@ -174,10 +174,10 @@ def _write_fla(model: DeltaRuleForCausalLM, folder: Path) -> None:
     values = {key: value for key, value in model.config.to_dict().items() if key not in ("model_type", "mixer")}
     config_class = config_class_of(own_type, folder)
     config = config_class.from_dict({**values, "gate_bias": True})
-    copied_class, state = model_class_of(config_class, "ForCausalLM"), _state_of(model)
+    state = _state_of(model)
     # A gate without bias is one with a bias of zeros.
     state |= {name: torch.zeros(shape) for name, shape in parameters_of(config).items() if name not in state}
-    copied = copied_class.from_pretrained(None, config=config, state_dict=state, dtype=model.dtype)
+    copied = model_of_weights(config, state, folder, dtype=model.dtype)
     copied.generation_config = model.generation_config
     copied.save_pretrained(folder)
 
@@ -217,8 +217,7 @@ def replaced_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.Path
 def _compare(model: DeltaRuleForCausalLM, folder: Path, target: str) -> ExportCheck:
     config: Any = copy.deepcopy(model.config)
     state = {name: x.float() for name, x in _state_of(model).items()}
-    original_class = model_class_of(type(config), "ForCausalLM")
-    original = original_class.from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
+    original = model_of_weights(config, state, folder, dtype=torch.float32)
     if target == "fla":
         loaded: Any = load_fla_checkpoint(folder, dtype=torch.float32)
     else:
@@ -284,7 +283,9 @@ def load_native_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausa
         for part, meant in known.also_named.items():
             name = name.replace(part, meant)
         state[name] = x
-    blocks = [n for n in range(theirs.num_hidden_layers) if not _adds_nothing(state, n, theirs.layer_types[n])]
+    zeros = {n for n, layer_type in enumerate(theirs.layer_types) if layer_type == "full_attention"}
+    zeros -= {_block_of(name) for name, x in state.items() if x.any()}  # of a softmax block such as `export` appends
+    blocks = [n for n in range(theirs.num_hidden_layers) if n not in zeros]
     state = {name: x for name, x in state.items() if _block_of(name) in (None, *blocks)}
     config = _our_config(known, theirs, [theirs.layer_types[n] for n in blocks])
     rows, shapes = rows_of(known, config, blocks), parameters_of(config)
@@ -300,11 +301,6 @@ def load_native_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausa
 def _block_of(name: str) -> int | None:
     found = BLOCK.match(name)
     return None if found is None else int(found[1])
-
-
-def _adds_nothing(state: Mapping[str, Tensor], block: int, layer_type: str) -> bool:
-    """Whether a block is one of zeros with a softmax layer, such as `export` appends."""
-    return layer_type == "full_attention" and not any(x.any() for name, x in state.items() if _block_of(name) == block)
 
 
 def _our_config(known: Format, theirs: Any, layer_types: list[str]) -> DeltaRuleConfig:
