@@ -61,12 +61,12 @@ def recorded_calls(layers: dict[str, Any], receive: Callable[[str, RecordedCall]
     """
     with ExitStack() as hooks:
         for name, layer in layers.items():
-            hooks.enter_context(_recorded(name, layer, receive))
+            _record(name, layer, receive, hooks)
         yield
 
 
-@contextmanager
-def _recorded(name: str, layer: Any, receive: Callable[[str, RecordedCall], None]) -> Iterator[None]:
+def _record(name: str, layer: Any, receive: Callable[[str, RecordedCall], None], hooks: ExitStack) -> None:
+    """Have `receive(name, call)` follow every forward pass of a layer until the hooks are undone."""
     calls: list[tuple[RuleInputs, Sequences]] = []
     gates: dict[str, Gate] = {}
 
@@ -101,26 +101,24 @@ def _recorded(name: str, layer: Any, receive: Callable[[str, RecordedCall], None
         receive(name, RecordedCall(spec, getattr(layer, "num_micro_steps", 1), inputs, sequences, dict(gates)))
         gates.clear()
 
-    with ExitStack() as hooks:
-        hooks.enter_context(_observed(layer, "apply_rule", keep_inputs))
-        if not isinstance(layer, ChannelGates):
-            hooks.enter_context(_observed(layer, "step_gate", keep_step_gate))
-        if isinstance(layer, DeltaRuleAttention):
-            spec, norm = layer.spec, layer.o_norm
-            if isinstance(norm, GatedRMSNorm):
-                keep = norm.register_forward_pre_hook(lambda _, inputs: keep_output_gate(inputs[1], norm.activation))
-                hooks.enter_context(keep)
-            for gate_name, projection, heads in _gate_maps(layer):
-                hooks.enter_context(projection.register_forward_hook(partial(keep_map, gate_name, heads)))
-        else:
-            spec = get_rule(layer.arrangement.rule)
-            activation = getattr(layer.get_submodule(layer.arrangement.norm), "activation", "silu")
+    hooks.enter_context(_observed(layer, "apply_rule", keep_inputs))
+    if not isinstance(layer, ChannelGates):
+        hooks.enter_context(_observed(layer, "step_gate", keep_step_gate))
+    if isinstance(layer, DeltaRuleAttention):
+        spec, norm = layer.spec, layer.o_norm
+        if isinstance(norm, GatedRMSNorm):
+            keep = norm.register_forward_pre_hook(lambda _, inputs: keep_output_gate(inputs[1], norm.activation))
+            hooks.enter_context(keep)
+        for gate_name, projection, heads in _gate_maps(layer):
+            hooks.enter_context(projection.register_forward_hook(partial(keep_map, gate_name, heads)))
+    else:
+        spec = get_rule(layer.arrangement.rule)
+        activation = getattr(layer.get_submodule(layer.arrangement.norm), "activation", "silu")
 
-            hooks.enter_context(
-                _observed(layer, "_norm_and_gate", lambda _, output, gate: keep_output_gate(gate, activation))
-            )
-        hooks.enter_context(layer.register_forward_hook(finish))
-        yield
+        hooks.enter_context(
+            _observed(layer, "_norm_and_gate", lambda _, output, gate: keep_output_gate(gate, activation))
+        )
+    hooks.enter_context(layer.register_forward_hook(finish))
 
 
 def _gate_maps(layer: DeltaRuleAttention) -> list[tuple[str, nn.Module, int]]:

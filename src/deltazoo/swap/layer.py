@@ -82,8 +82,6 @@ class DropInDeltaAttention(DeltaRuleAttention, stands_for=DeltaRuleAttention):
         self.init_parameters()
 
     def _check_sizes(self, gate_bias: bool) -> None:
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
         if self.num_kv_heads != self.num_heads != self.num_v_heads:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} shares keys and values among heads, "
@@ -91,8 +89,6 @@ class DropInDeltaAttention(DeltaRuleAttention, stands_for=DeltaRuleAttention):
             )
         if gate_bias and self.spec.output_gate != "full":
             raise ValueError(f"rule {self.spec.name!r} has no full-rank output gate, so gate_bias=True cannot act")
-        if self.qk_norm not in (None, "head", "width"):
-            raise ValueError(f"qk_norm must be 'head', 'width' or None, got {self.qk_norm!r}")
         if self.qk_norm == "width" and self.projected_steps > 1:
             raise ValueError(
                 "the model has norms over the queries and over the keys of all heads together. They take one key per "

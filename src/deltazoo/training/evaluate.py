@@ -17,7 +17,9 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from deltazoo.compat.transformers import accelerate, keeps_documents_apart
+from deltazoo.compat.transformers import accelerate
+from deltazoo.compat.transformers.layer import AcceleratedLayer
+from deltazoo.compat.transformers.packing import layers_over_neighbours
 from deltazoo.diagnosis.rule_calls import delta_rule_layers
 from deltazoo.generation.cache import CACHE
 from deltazoo.generation.conditions import learned_positions, max_positions, origin_of_nan
@@ -175,7 +177,10 @@ def score_documents(
 
 def packs_documents(model: PreTrainedModel) -> bool:
     """Whether the model keeps packed documents apart, given ``cu_seqlens``."""
-    return isinstance(model.config, DeltaRuleConfig) or keeps_documents_apart(model)
+    if isinstance(model.config, DeltaRuleConfig):
+        return True
+    accelerated = any(isinstance(module, AcceleratedLayer) for module in model.modules())
+    return accelerated and layers_over_neighbours(model.base_model.config) is None
 
 
 def _groups(encoded: Sequence[np.ndarray], tokens_at_once: int) -> list[list[np.ndarray]]:

@@ -13,7 +13,7 @@ from transformers.generation import GenerationMixin
 from deltazoo._report import ModelReport, backend_of, report
 from deltazoo.compat.transformers.arrangements import LAYER_ARRANGEMENTS, LayerArrangement, arrangement_of
 from deltazoo.compat.transformers.layer import AcceleratedLayer, accelerated_class, rule_of
-from deltazoo.compat.transformers.packing import describe_documents, layers_over_neighbours
+from deltazoo.compat.transformers.packing import describe_documents
 from deltazoo.generation.cache import takes_cache
 from deltazoo.generation.hf_generate import CapturedGeneration
 from deltazoo.generation.step import steps_of
@@ -120,12 +120,6 @@ def restore(model: nn.Module) -> None:
 def has_known_layers(model: nn.Module) -> bool:
     """Whether a model has delta-rule layers of transformers that `accelerate` knows, accelerated or not."""
     return any(_arrangement(module) is not None for module in model.modules())
-
-
-def keeps_documents_apart(model: PreTrainedModel) -> bool:
-    """Whether a causal language model is accelerated and takes packed documents."""
-    accelerated = any(isinstance(module, AcceleratedLayer) for module in model.modules())
-    return accelerated and layers_over_neighbours(model.base_model.config) is None
 
 
 def _arrangement(module: nn.Module) -> LayerArrangement | None:
