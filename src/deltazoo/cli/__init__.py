@@ -404,7 +404,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise ImportError(
             f"deltazoo serve needs {error.name}: pip install '.[serve]' in a checkout of deltazoo, or elsewhere "
-            "pip install fastapi uvicorn openai prometheus_client"
+            "pip install fastapi uvicorn prometheus_client"
         ) from error
 
     if api_key is None:  # an empty variable counts as none for typer, and would let everybody in

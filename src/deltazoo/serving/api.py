@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from openai.types import Completion, CompletionChoice
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
@@ -320,17 +318,6 @@ class ChatBody(_Body):
         return {"max_tokens": most, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
 
-class _TextPart(CompletionChoice):
-    finish_reason: str | None  # type: ignore[assignment]
-
-
-class _Text(Completion):
-    choices: list[_TextPart]  # type: ignore[assignment]
-
-
-_OBJECTS = {_Text: "text_completion", ChatCompletion: "chat.completion", ChatCompletionChunk: "chat.completion.chunk"}
-
-
 class Answer:
     """A response as JSON, whole or in chunks.
 
@@ -347,10 +334,7 @@ class Answer:
         self.choices = choices
         self._body, self._tokenizer = body, tokenizer
         self._begins = dict(enumerate(echoes or [""] * len(choices)))  # the prompts of choices that have not begun
-        self._frames: dict[int, list[bytes]] = {}
-        """What stands before and after the text of an event, by choice."""
         self._is_chat = isinstance(body, ChatBody)
-        self._chunk: type[BaseModel] = ChatCompletionChunk if self._is_chat else _Text
         self._common = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -358,35 +342,28 @@ class Answer:
             "system_fingerprint": f"deltazoo-{__version__}",
         }
 
-    def whole(self, outputs: Sequence[Piece]) -> str:
+    def whole(self, outputs: Sequence[Piece]) -> bytes:
         """A response that is not streamed, with the output of each choice."""
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         if self._is_chat:
             for choice in choices:
                 choice["message"] = {"content": "", "refusal": None, **choice.pop("delta")}
-        return self._json(ChatCompletion if self._is_chat else _Text, choices, usage=self._usage())
+        return self._json("chat.completion", choices, usage=self._usage())
 
     def event(self, index: int, piece: Piece) -> bytes:
         """The event of a piece of a choice."""
-        is_text = piece.text and piece.logprobs is None and piece.finish_reason is None
-        if not is_text or index in self._begins:
-            return event_of(self._json(self._chunk, [self._choice(index, piece)]))
-        if index not in self._frames:  # events with text alone differ in the text
-            mark = f"text of {self._common['id']}"
-            frame = event_of(self._json(self._chunk, [self._choice(index, Piece(text=mark))]))
-            self._frames[index] = frame.split(to_json(mark))
-        return to_json(piece.text).join(self._frames[index])
+        return event_of(self._json("chat.completion.chunk", [self._choice(index, piece)]))
 
     def last_event(self) -> bytes:
         """The event with the numbers of tokens; empty unless they were asked for."""
         options = self._body.stream_options
         if not options or not options.include_usage:
             return b""
-        return event_of(self._json(self._chunk, [], usage=self._usage()))
+        return event_of(self._json("chat.completion.chunk", [], usage=self._usage()))
 
-    def _json(self, kind: type[BaseModel], choices: Sequence[dict[str, Any]], **usage: Any) -> str:
-        whole = kind(**self._common, object=_OBJECTS[kind], choices=choices, **usage)
-        return whole.model_dump_json(exclude_unset=True)
+    def _json(self, kind_of_chat: str, choices: Sequence[dict[str, Any]], **usage: Any) -> bytes:
+        kind = kind_of_chat if self._is_chat else "text_completion"
+        return to_json({**self._common, "object": kind, "choices": choices, **usage})
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
         """An entry of the response: new text, its log-probabilities, and at the end the reason and the seed."""
@@ -451,6 +428,6 @@ def _number(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def event_of(data: str) -> bytes:
+def event_of(data: bytes) -> bytes:
     """The event of data on one line, such as JSON. Separators of lines in Unicode do not end it."""
-    return f"data: {data}\n\n".encode()
+    return b"data: " + data + b"\n\n"

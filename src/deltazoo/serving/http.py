@@ -5,7 +5,6 @@ cancels the requests in the engine (`_Endpoints._answer`).
 """
 
 import asyncio
-import json
 import re
 import resource
 import secrets
@@ -22,6 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -198,8 +198,8 @@ class _Endpoints:
                     yield answer.event(index, piece)
             end = answer.last_event()
         except (EngineError, ApiError) as error:  # the status has been sent
-            end = event_of(json.dumps(ApiError.of(error).body))
-        yield end + event_of("[DONE]")
+            end = event_of(to_json(ApiError.of(error).body))
+        yield end + event_of(b"[DONE]")
 
     async def _pieces(
         self, choices: Sequence[TextStream], news: asyncio.Event, last: asyncio.Event
