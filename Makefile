@@ -13,6 +13,10 @@ PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 # as soon as a core has other work.
 export GOMP_SPINCOUNT ?= 1000
 
+# The first process leaves what it compiled of torch and transformers for the dozens that follow, also where the
+# environment says otherwise, as images for containers do.
+unexport PYTHONDONTWRITEBYTECODE
+
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 HARNESS := .venv-harness

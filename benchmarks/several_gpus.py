@@ -376,7 +376,7 @@ def main() -> int:
                     results.add(setting | row, found)
         except Exception as error:  # the next case may work
             if results:
-                results.fail(setting, error)
+                results.fail(setting | {"measure": None}, error)  # what was measured before it stays
         clear()
     dist.destroy_process_group()
     return results.status() if results else 0

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import deltazoo
 from deltazoo.compat.transformers.arrangements import LAYER_ARRANGEMENTS
 
 VOCAB = 61
@@ -119,6 +120,12 @@ def foreign_model(family: str, dtype: torch.dtype = torch.float32, **overrides: 
         config = config_class(**options)
     model_class = getattr(importlib.import_module(f"{package}.modeling_{family}"), model_name)
     return with_weights(model_class, config).to(dtype).eval()
+
+
+def accelerated(family: str, **overrides: Any) -> Any:
+    model = foreign_model(family, **overrides)
+    deltazoo.accelerate(model)
+    return model
 
 
 def with_weights(model_class: Any, config: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -10,12 +9,9 @@ from foreign_models import COMMON, FAMILIES, with_weights
 from tiny_families import tiny_original
 from tiny_models import tiny_named
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import deltazoo
 
-CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
-"""The argument for a cache, and the field of outputs, by the name that the installed transformers uses."""
 KINDS = ["pure", "hybrid", "swapped", "accelerated"]
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4, "num_hidden_layers": 2}
 

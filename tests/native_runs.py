@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import foreign_models
 from foreign_models import has_fused_convolution
 from tiny_runs import run_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -12,19 +13,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from deltazoo.training import RunConfig
 from deltazoo.training.config import as_mapping, from_mapping
 
-COMMON: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-GDN = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-}
+SIZES = ("hidden_size", "num_hidden_layers", "layer_types", "num_attention_heads", "num_key_value_heads")
+COMMON: dict[str, Any] = {key: foreign_models.COMMON[key] for key in SIZES}
+GDN = {key: size for key, size in foreign_models.GDN.items() if key != "head_dim"}
 MOE = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MOE |= {"shared_expert_intermediate_size": 16, "output_router_logits": True}
 MLA = {"num_key_value_heads": 4, "kv_lora_rank": 8, "v_head_dim": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}

@@ -79,10 +79,11 @@ def swapped(
     auto_class: Any = AutoModelForCausalLM,
     *,
     exact: bool = False,
+    sizes: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Such a model with swapped layers, `exact` as of `precise`; `options` are of `swap_attention`."""
-    model = tiny_original(family, auto_class)
+    """Such a model of these sizes with swapped layers, `exact` as of `precise`; `options` are of `swap_attention`."""
+    model = tiny_original(family, auto_class, **(sizes or {}))
     model = precise(family, model) if exact else model
     deltazoo.swap_attention(model, rule, layers, **options)
     return model

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_families import tiny_original
+from tiny_families import swapped
 from tiny_models import HYBRID, SIZES, tiny_model, tiny_named, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deltazoo import swap_attention
 from deltazoo.compat import load_fla_checkpoint
 from deltazoo.compat.fla.checkpoints import missing_weights, whole_model
 from deltazoo.training.loading import load_model
@@ -265,8 +264,7 @@ class TestMissingWeights:
     @pytest.mark.parametrize("kind", ["hybrid_kda", "comba", "pgdn", "without_conv", "swapped"])
     def test_each_parameter_is_missed(self, kind):
         if kind == "swapped":
-            model = tiny_original("llama")
-            swap_attention(model, "kda", [1])
+            model = swapped("llama", [1], "kda")
         else:
             model = tiny_model(kind, beta_bias=True, tie_word_embeddings=kind == "comba")
         names = {name for name, _ in model.named_parameters()}

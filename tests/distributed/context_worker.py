@@ -29,10 +29,10 @@ from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from delta_rule_cases import PER_MICRO_STEP, PER_TOKEN, DeltaRuleCase, DeltaRuleInputs
-from foreign_models import foreign_model, shaken
+from foreign_models import accelerated, shaken
 from helpers import Missed, assert_within_reference, results_and_gradients
 from one_thread_gloo import ONE_THREAD_GLOO
-from tiny_families import tiny_original
+from tiny_families import swapped
 from tiny_models import tiny_model
 
 import deltazoo
@@ -182,12 +182,9 @@ def made_model(case: str) -> Any:
     """A tiny model: ours, swapped, or one of transformers' own that is accelerated."""
     torch.manual_seed(0)
     if case == "swapped":
-        model = tiny_original("llama")
-        deltazoo.swap_attention(model, "kda", [0])
-        return model.eval()
+        return swapped("llama", [0], "kda")
     if case == "accelerated":
-        model = foreign_model("qwen3_next")
-        deltazoo.accelerate(model)
+        model = accelerated("qwen3_next")
         model.set_experts_implementation("eager")  # the others take no float64
         return model.eval()
     return tiny_model(case).eval()

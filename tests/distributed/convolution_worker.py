@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from interpreter import quicken_the_interpreter
 from one_thread_gloo import ONE_THREAD_GLOO
 
 from deltazoo.layers.recompute_levels import run_block
@@ -72,6 +73,7 @@ def compare(documents: tuple[int, ...] | None, lengths: tuple[int, ...], level: 
 
 def main() -> None:
     torch.set_num_threads(1)
+    quicken_the_interpreter()
     if GPU:
         torch.cuda.set_device(DEVICE)
     dist.init_process_group(f"cpu:{ONE_THREAD_GLOO},cuda:nccl" if GPU else ONE_THREAD_GLOO)

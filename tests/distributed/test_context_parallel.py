@@ -107,11 +107,16 @@ COMPILING = 900
 """Seconds in which every rank compiles the kernels of every case of the worker, on a machine that does more."""
 
 
-def run_processes(count: int, *command: str, timeout: float = 300) -> str:
+def launched(count: int, *command: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    done = subprocess.run([*torchrun, *command], capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run([*torchrun, *command], capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def found_by(folder: Path, count: int, check: str, timeout: float = 300) -> dict[str, Any]:
+    """What the worker finds in so many processes."""
+    done = launched(count, str(WORKER), str(folder), check, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return json.loads((folder / "results.json").read_text())[check.partition(":")[0]]
 
 
 @pytest.fixture(scope="module")
@@ -123,27 +128,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return json.loads((folder / "results.json").read_text())
 
 
-def test_operators_give_the_same_bits_on_any_number_of_ranks(results: dict[str, dict[str, Any]]) -> None:
-    """Outputs, final states and all gradients, for pieces of uneven lengths on one global grid."""
-    assert len(results["operators"]) == 42
-    assert {case: names for case, names in results["operators"].items() if names} == {}
-
-
-def test_operators_compute_with_a_context_what_they_compute_without_one(results: dict[str, dict[str, Any]]) -> None:
-    assert len(results["rounding"]) == 28
-    assert {case: missed for case, missed in results["rounding"].items() if missed} == {}
-
-
-def test_softmax_layers_attend_to_the_whole_row(results: dict[str, dict[str, Any]]) -> None:
-    """Three ranks share two heads of keys, and one of them has two tokens."""
-    assert len(results["attention"]) == 8
-    assert {case: wrong for case, wrong in results["attention"].items() if wrong} == {}
-
-
-def test_models_compute_what_one_rank_computes(results: dict[str, dict[str, Any]]) -> None:
-    """Logits, loss and gradients, with a piece of two tokens, which is shorter than the convolution reaches back."""
-    assert len(results["models"]) == 22
-    assert {case: missed for case, missed in results["models"].items() if missed} == {}
+@pytest.mark.parametrize(
+    ("check", "cases"),
+    [
+        ("operators", 42),  # equal bits of outputs, final states and all gradients, for pieces of uneven lengths
+        ("rounding", 28),  # with a context as without one
+        ("attention", 8),  # three ranks share two heads of keys, and one of them has two tokens
+        ("models", 22),  # a piece of two tokens is shorter than the convolution reaches back
+    ],
+)
+def test_ranks_compute_what_one_computes(check: str, cases: int, results: dict[str, dict[str, Any]]) -> None:
+    assert len(results[check]) == cases
+    assert {case: wrong for case, wrong in results[check].items() if wrong} == {}
 
 
 def test_recomputation_exchanges_nothing_again(results: dict[str, dict[str, Any]]) -> None:
@@ -181,9 +177,7 @@ def test_every_rank_raises(case: str, expected: str, results: dict[str, dict[str
 
 
 def test_a_rank_that_dies_ends_the_others() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "--no-python", sys.executable, "-c", DEAD_RANK]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = launched(2, "--no-python", sys.executable, "-c", DEAD_RANK, timeout=120)
     assert "ended with an error" in done.stdout, done.stdout + done.stderr
 
 
@@ -197,8 +191,7 @@ def test_compiled_code_exchanges_too(tmp_path: Path) -> None:
 def test_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
     """As on CPUs, of two, three and four as far as there are so many: a context of one rank takes the same kernels."""
     count = min(torch.cuda.device_count(), 4)
-    run_processes(count, str(WORKER), str(tmp_path), "operators", timeout=COMPILING)
-    found = json.loads((tmp_path / "results.json").read_text())["operators"]
+    found = found_by(tmp_path, count, "operators", COMPILING)
     assert len(found) == 16 * (count - 1)
     assert {case: names for case, names in found.items() if names} == {}
 
@@ -207,8 +200,7 @@ def test_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 def test_softmax_layers_of_two_gpus_attend_to_the_whole_row(tmp_path: Path) -> None:
     """By kernels that CPUs do not have."""
-    run_processes(2, str(WORKER), str(tmp_path), "attention")
-    found = json.loads((tmp_path / "results.json").read_text())["attention"]
+    found = found_by(tmp_path, 2, "attention")
     assert len(found) == 4
     assert {case: wrong for case, wrong in found.items() if wrong} == {}
 
@@ -217,8 +209,7 @@ def test_softmax_layers_of_two_gpus_attend_to_the_whole_row(tmp_path: Path) -> N
 @pytest.mark.parametrize("quarter", range(4))
 def test_a_gpu_computes_with_a_context_what_it_computes_without_one(tmp_path: Path, quarter: int) -> None:
     """Without a context it takes other kernels, fused ones among them, and the bits are others."""
-    run_processes(1, str(WORKER), str(tmp_path), f"rounding:{quarter}:4", timeout=COMPILING)
-    found = json.loads((tmp_path / "results.json").read_text())["rounding"]
+    found = found_by(tmp_path, 1, f"rounding:{quarter}:4", COMPILING)
     assert len(found) == 8
     assert {case: missed for case, missed in found.items() if missed} == {}
 
@@ -227,9 +218,7 @@ def test_a_gpu_computes_with_a_context_what_it_computes_without_one(tmp_path: Pa
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 def test_a_gpu_that_dies_ends_the_others() -> None:
     """NCCL raises nothing in Python: its watchdog ends the process some time after the limit of the exchange."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "--no-python", sys.executable, "-c", DEAD_GPU]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = launched(2, "--no-python", sys.executable, "-c", DEAD_GPU, timeout=240)
     assert done.returncode != 0 and "hangs" not in done.stdout and "went on" not in done.stdout, (
         done.stdout + done.stderr
     )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_families import tiny_original, tokens
+from tiny_families import swapped, tiny_original, tokens
 from tiny_models import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -43,8 +43,7 @@ def test_others_have_none():
 
 
 def test_a_decoder_refuses_more_tokens_than_positions():
-    model = tiny_original("gpt2", max_position_embeddings=24).eval()
-    deltazoo.swap_attention(model, "kda", layers=[0])
+    model = swapped("gpt2", [0], "kda", sizes={"max_position_embeddings": 24})
     assert deltazoo.generate(model, tokens(1, 14), max_new_tokens=10, eos_token_id=[]).shape == (1, 24)
     with pytest.raises(ValueError, match="^14 prompt tokens and 11 new ones exceed the 24 learned positions of"):
         deltazoo.generate(model, tokens(1, 14), max_new_tokens=11)

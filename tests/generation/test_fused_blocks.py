@@ -177,10 +177,7 @@ def in_pages(shapes: list[torch.Size], device: str) -> LayerState:
 
 
 def step_of(rule: FusedRule, parts: Tensor, state: LayerState, indices: Tensor | None) -> tuple[Tensor, Tensor]:
-    from deltazoo.ops.decoding.convolution import convolve_parts
-
-    mixed = convolve_parts(parts, rule.convolution(state), state_indices=indices)
-    z, norm = rule(mixed, state, state_indices=indices)
+    z, norm = rule.of_parts(parts, state, state_indices=indices)
     return z, norm.squares
 
 

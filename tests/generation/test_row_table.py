@@ -15,10 +15,9 @@ from decoding_loops import (
     same,
     state_after,
 )
-from tiny_families import tiny_original
+from tiny_families import swapped
 from tiny_models import CASES, STATES, tiny_model, tokens
 
-import deltazoo
 from deltazoo.generation import Sampling, row_table, step
 from deltazoo.generation.row_table import PromptRows, RowTable
 from deltazoo.generation.sampling import Way
@@ -284,8 +283,7 @@ class TestRefusals:
             RowTable(tiny_model("hybrid"), [1])
 
     def test_sliding_windows(self):
-        model = tiny_original("mistral")
-        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
+        model = swapped("mistral")
         with pytest.raises(ValueError, match="share no cache of softmax layers with sliding windows"):
             RowTable(model, [1], 10)
 

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import foreign_model, mixer_of
-from tiny_families import tiny_original
-from tiny_models import tiny_model, tokens
+from foreign_models import mixer_of
+from model_kinds import KINDS, model_of_kind
+from tiny_models import tokens
 from torch import nn
 from transformers import DynamicCache
 
-import deltazoo
 from deltazoo.generation.cache import CACHE, takes_cache
 from deltazoo.models.block import DeltaRuleBlock
 from deltazoo.models.softmax_attention import SoftmaxAttention
@@ -21,19 +20,7 @@ from deltazoo.swap.layer import SwappedAttention
 IDS = tokens(2, 12)
 
 
-def model_of_kind(kind: str) -> Any:
-    if kind == "swapped":
-        model = tiny_original("llama")
-        deltazoo.swap_attention(model, "gated_deltanet", layers=[0])
-        return model.eval()
-    if kind == "accelerated":
-        model = foreign_model("qwen3_next")
-        deltazoo.accelerate(model)
-        return model
-    return tiny_model({"own": "kda", "hybrid": "hybrid"}[kind]).eval()
-
-
-@pytest.fixture(params=["own", "hybrid", "swapped", "accelerated"])
+@pytest.fixture(params=KINDS)
 def model(request: pytest.FixtureRequest) -> Any:
     return model_of_kind(request.param)
 

@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from captured_training import as_on_a_gpu, reasons, replayed
+from captured_training import as_on_a_gpu, assert_same, reasons, replayed, train
 from foreign_models import FUSED, foreign_model
-from tiny_families import OWN, tiny_original
+from tiny_families import OWN, swapped
 from tiny_models import tiny_model, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import deltazoo
-from deltazoo import swap_attention
 from deltazoo.compat import accelerate, restore
 from deltazoo.distributed import data_parallel, fully_shard_model
 from deltazoo.layers.sequences import PackedSequences
@@ -66,30 +65,6 @@ def padded_batches(steps: int = 5) -> list[dict[str, Tensor]]:
         mask[1, 5 + step :] = 0
         made.append({**batch_, "attention_mask": mask, "labels": batch_["labels"].masked_fill(mask == 0, -100)})
     return made
-
-
-def train(model: Any, data: list[dict[str, Tensor]], accumulate: int = 1, **options: Any) -> list[tuple[Tensor, ...]]:
-    """Loss and gradients of each step, the very tensors that the loop saw."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    seen = []
-    torch.manual_seed(7)
-    for number, inputs in enumerate(data, 1):
-        loss = model(**inputs, use_cache=False, **options).loss
-        (loss / accumulate).backward()
-        if number % accumulate == 0:
-            seen.append((loss, *[p.grad for p in model.parameters() if p.grad is not None]))
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen
-
-
-def assert_same(eager: list[tuple[Tensor, ...]], captured: list[tuple[Tensor, ...]]) -> None:
-    """Compared after the last step: what the loop kept of earlier ones must not have changed."""
-    assert len(eager) == len(captured)
-    for expected, found in zip(eager, captured, strict=True):
-        assert len(expected) == len(found)
-        for x, y in zip(expected, found, strict=True):
-            torch.testing.assert_close(y, x, rtol=0, atol=0)
 
 
 def assert_trains_alike(
@@ -164,22 +139,7 @@ def test_empty_sequences_at_the_end_change_nothing(count):
 
 
 def test_autocast_gives_the_same_bits_and_leaves_no_cast_weights_behind():
-    def run(model: Any) -> list[tuple[Tensor, ...]]:
-        found = []
-        for inputs in plain_batches():
-            model.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(**inputs, use_cache=False).loss
-            loss.backward()
-            found.append((loss, *[p.grad for p in model.parameters()]))
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.sub_(0.1 * p.grad)
-        return found
-
-    eager, captured = both(lambda: tiny_model("gated_deltanet"))
-    assert_same(run(eager), run(captured))
-    assert replayed(captured) == 3
+    assert_trains_alike(lambda: tiny_model("gated_deltanet"), plain_batches(), autocast="cpu")
 
 
 def test_gradient_checkpointing():
@@ -248,12 +208,7 @@ def test_trained_embeddings_of_the_input():
 
 @pytest.mark.parametrize("family", sorted(OWN))
 def test_swapped_models(family):
-    def make() -> Any:
-        model = tiny_original(family)
-        swap_attention(model, "gated_deltanet", layers="1:1")
-        return model
-
-    eager, captured = both(make)
+    eager, captured = both(lambda: swapped(family))
     assert_same(train(eager, plain_batches()), train(captured, plain_batches()))
     if family == "gpt2":  # its blocks take positional arguments
         assert "4 eager: the forward pass does more between its blocks" in reasons(captured)
@@ -264,13 +219,7 @@ def test_swapped_models(family):
 @pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
 def test_swapped_llama_on_all_kinds_of_batches(kind):
     data = {"plain": plain_batches, "padded": padded_batches, "packed": lambda: packed_batches([3, 4, 2, 5, 7, 8])}
-
-    def make() -> Any:
-        model = tiny_original("llama")
-        swap_attention(model, "gated_deltanet", layers="1:1")
-        return model
-
-    eager, captured = both(make)
+    eager, captured = both(swapped)
     assert_same(train(eager, data[kind]()), train(captured, data[kind]()))
     assert replayed(captured) >= 2, reasons(captured)
 

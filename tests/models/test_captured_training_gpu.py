@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from captured_training import reasons, replayed
+from captured_training import assert_same, reasons, replayed, train
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -84,20 +84,6 @@ def batches(kind: str, shape: tuple[int, int]) -> list[dict[str, Tensor]]:
     return made
 
 
-def train(model: Any, data: list[dict[str, Tensor]], autocast: bool = False) -> list[list[Tensor]]:
-    """Loss and gradients of each step, the very tensors that the loop saw."""
-    optimizer, seen = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True), []
-    torch.manual_seed(5)
-    for batch in data:
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        seen.append([loss, *[p.grad for p in model.parameters() if p.grad is not None]])
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
-
-
 def both(make: Callable[[], Any]) -> tuple[Any, Any]:
     models = []
     for option in (False, "auto"):
@@ -110,14 +96,6 @@ def both(make: Callable[[], Any]) -> tuple[Any, Any]:
             deltazoo.accelerate(owner, captured_training=option)
         models.append(model)
     return models[0], models[1]
-
-
-def assert_same(eager: list[list[Tensor]], captured: list[list[Tensor]]) -> None:
-    assert len(eager) == len(captured)
-    for step, (expected, found) in enumerate(zip(eager, captured, strict=True)):
-        assert len(expected) == len(found)
-        differing = [i for i, (x, y) in enumerate(zip(expected, found, strict=True)) if not torch.equal(x, y)]
-        assert not differing, f"step {step}: {differing}"
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -149,7 +127,7 @@ def test_bits(case, kind):
 def test_autocast():
     for make in (lambda: own(dtype=torch.float32), lambda: checkpointed(lambda: own(dtype=torch.float32))):
         eager, captured = both(make)
-        assert_same(train(eager, batches("plain", (2, 256)), True), train(captured, batches("plain", (2, 256)), True))
+        assert_same(*(train(model, batches("plain", (2, 256)), autocast="cuda") for model in (eager, captured)))
         assert replayed(captured) == STEPS - 2, reasons(captured)
 
 

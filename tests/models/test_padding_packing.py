@@ -7,9 +7,11 @@ every kind of model in test_promises_of_all_kinds.py.
 
 import pytest
 import torch
-from model_kinds import CACHE, KINDS, model_of_kind
+from model_kinds import KINDS, model_of_kind
 from tiny_models import CASES, FEW, tiny_model, tokens
 from transformers import DataCollatorWithFlattening, DynamicCache
+
+from deltazoo.generation.cache import CACHE
 
 TWO = ["gated_deltanet", "hybrid"]
 LENGTHS = [7, 1, 12, 2, 3]

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from model_kinds import CACHE, KINDS, model_of_kind
+from model_kinds import KINDS, model_of_kind
 from tiny_families import tiny_original
 from tiny_models import tiny_model, tokens
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
+
+from deltazoo.generation.cache import CACHE
 
 IDS = tokens(2, 9)
 ROW = IDS[:1]

@@ -254,12 +254,6 @@ class TestInitialisation:
         expected = sum(p.numel() for p in tiny_model(case).parameters())
         assert sum(p.numel() for p in model.parameters()) == expected
 
-    def test_loading_twice_changes_nothing(self, tmp_path):
-        model = tiny_model("kda")
-        model.save_pretrained(tmp_path)
-        first, second = (AutoModelForCausalLM.from_pretrained(tmp_path) for _ in range(2))
-        assert same_state(first, second) and same_state(first, model)
-
     def test_initialising_again_leaves_loaded_weights(self, tmp_path):
         model = tiny_model("gated_deltanet")
         model.save_pretrained(tmp_path)

@@ -15,7 +15,7 @@ from fake_hub import Hub
 from fresh_process import run_after_transformers
 from peft import LoraConfig
 from safetensors.torch import load_file
-from tiny_families import tiny_original
+from tiny_families import swapped
 from tiny_models import CONFIGS, HYBRID, tiny_model, tiny_named, tokens
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import LoadStateDictConfig
@@ -358,8 +358,7 @@ class TestShards:
 
     @pytest.mark.parametrize("shard", ["a.bin", "../other.safetensors"])
     def test_of_a_swapped_model(self, shard, tmp_path):
-        model = tiny_original("llama")
-        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
+        model = swapped("llama")
         folder = self.checkpoint(model, tmp_path, shard)
         with pytest.raises(ValueError, match=re.escape(f"{shard!r} is named as a file")):
             AutoModelForCausalLM.from_pretrained(folder)

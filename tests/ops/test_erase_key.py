@@ -74,18 +74,6 @@ def test_one_micro_step_is_a_token(case: DeltaRuleCase) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, delta_rule(**arguments), strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_value_head_j_uses_the_erase_key_of_key_head_j_over_group_size(backend: str) -> None:
-    inputs = DeltaRuleCase("", T=70, H=3, groups=2, decay="scalar", erase="free", num_micro_steps=2, beta=0.5).make()
-    arguments = inputs.arguments()
-    together = delta_rule(**arguments, backend=backend)
-    for j in range(6):
-        one = {n: arguments[n][:, :, j : j + 1] for n in ("v", "beta", "log_decay")}
-        one |= {n: arguments[n][:, :, j // 2 : j // 2 + 1] for n in ("q", "k", "erase_key")}
-        alone = delta_rule(**one, num_micro_steps=2, backend=backend)
-        torch.testing.assert_close(together.output[:, :, j : j + 1], alone.output)
-
-
 def side_by_side(first: Tensor, second: Tensor) -> Tensor:
     """Two micro-steps of every token: `[B, T, ...]` twice -> `[B, 2 T, ...]`."""
     return torch.stack([first, second], 2).flatten(1, 2)

@@ -114,13 +114,14 @@ def test_scale_defaults_to_one_over_root_k(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunkwise"])
-def test_value_head_j_uses_key_head_j_over_group_size(backend: str) -> None:
-    inputs = DeltaRuleCase("groups", T=70, H=3, groups=2, decay="scalar").make().arguments()
+@pytest.mark.parametrize("changes", [{}, {"erase": "free", "num_micro_steps": 2, "beta": 0.5}], ids=["tied", "erase"])
+def test_value_head_j_uses_the_keys_of_key_head_j_over_group_size(changes: dict[str, Any], backend: str) -> None:
+    inputs = DeltaRuleCase("groups", T=70, H=3, groups=2, decay="scalar", **changes).make().arguments()
     together = delta_rule(**inputs, backend=backend)
     for j in range(6):
         one = {n: inputs[n][:, :, j : j + 1] for n in ("v", "beta", "log_decay")}
-        one |= {n: inputs[n][:, :, j // 2 : j // 2 + 1] for n in ("q", "k")}
-        alone = delta_rule(**one, backend=backend)
+        one |= {n: inputs[n][:, :, j // 2 : j // 2 + 1] for n in ("q", "k", "erase_key") if n in inputs}
+        alone = delta_rule(**{**inputs, **one}, backend=backend)
         torch.testing.assert_close(together.output[:, :, j : j + 1], alone.output)
         torch.testing.assert_close(together.final_state[:, j : j + 1], alone.final_state)
 

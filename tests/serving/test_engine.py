@@ -6,11 +6,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from decoding_loops import model_of
 from foreign_models import foreign_model
-from tiny_families import tiny_original
+from tiny_families import swapped, tiny_original
 from tiny_serving import tiny
 
 import deltazoo
@@ -72,16 +74,7 @@ MIXED = [
 ]
 
 
-def model_of_kind(kind):
-    if kind == "swapped":
-        model = tiny_original("llama", vocab_size=258)
-        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
-    elif kind == "accelerated":
-        model = foreign_model("qwen3_next", vocab_size=258)
-        deltazoo.accelerate(model)
-    else:
-        model = tiny(kind)
-    return model
+model_of_bytes = partial(model_of, vocab_size=258)
 
 
 def assert_tokens_of_generate(engine, streams, **drawing):
@@ -91,9 +84,9 @@ def assert_tokens_of_generate(engine, streams, **drawing):
         assert tokens_of(stream) == expected[0, prompt.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("kind", ["gated_deltanet", "kda_without_conv", "hybrid", "swapped", "accelerated"])
+@pytest.mark.parametrize("kind", ["gated_deltanet", "kda_without_conv", "hybrid", "llama 1:1", "qwen3_next"])
 def test_greedy_tokens_are_those_of_generate(kind, engine_of):
-    engine = engine_of(model_of_kind(kind), widths=(1, 2, 4), context_limit=60)
+    engine = engine_of(model_of_bytes(kind), widths=(1, 2, 4), context_limit=60)
     lengths = (1, 7, 8, 9, 40)
     streams = [engine.submit(request(length, max_tokens=12, ignore_eos=True)) for length in lengths]
     assert_tokens_of_generate(engine, streams)
@@ -364,8 +357,7 @@ class TestEnds:
 
     def test_positions_end_where_the_model_does(self, engine_of):
         """Of GPT-2 with linear layers alone: rows that are not in use read no positions past the last one."""
-        model = tiny_original("gpt2")
-        deltazoo.swap_attention(model, "gated_deltanet", "all")
+        model = swapped("gpt2", "all")
         longest = model.config.max_position_embeddings
         with pytest.raises(ValueError, match=f"at most the max_position_embeddings={longest} .* got {longest + 1}"):
             engine_of(model, start=False, context_limit=longest + 1)
@@ -479,10 +471,10 @@ class TestFailures:
             assert len(tokens_of(engine.submit(request()))) == 6
 
     @pytest.mark.parametrize("device", DEVICES)
-    @pytest.mark.parametrize("kind", ["hybrid", "accelerated"])
+    @pytest.mark.parametrize("kind", ["hybrid", "qwen3_next"])
     def test_nan_ends_the_request_that_computes_it(self, kind, device, engine_of):
         """Others get what they got before, those in its row included, and whatever they ask for."""
-        model = model_of_kind(kind).to(device)
+        model = model_of_bytes(kind).to(device)
         engine = as_on_a_gpu(engine_of(model, start=False))
         others = [replace(one, prompt=tuple(token % 59 + 2 for token in one.prompt)) for one in MIXED]
         expected = [result_of(engine.submit(one)) for one in others]

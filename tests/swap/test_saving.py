@@ -88,8 +88,7 @@ def test_remote_code_is_refused_with_what_to_do_instead(tmp_path):
 
 
 def test_the_configuration_records_every_layer(tmp_path):
-    model = tiny_original("llama")
-    deltazoo.swap_attention(model, "kda", [1, 3], conv_size=3, allow_neg_eigval=True, rope=False)
+    model = swapped("llama", [1, 3], "kda", conv_size=3, allow_neg_eigval=True, rope=False)
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["model_type"] == "deltazoo_llama" and saved["architectures"] == ["DeltazooLlamaForCausalLM"]

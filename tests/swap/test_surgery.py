@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from tiny_families import NUM_LAYERS, tiny_original, tokens
+from tiny_families import NUM_LAYERS, swapped, tiny_original, tokens
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
@@ -139,8 +139,7 @@ class TestRefusedAndUntouched:
         ("keep_teacher", "advice"), [(True, "call unswap_attention, then"), (False, "start from the original model")]
     )
     def test_swapped_already(self, keep_teacher, advice):
-        model = tiny_original("llama")
-        deltazoo.swap_attention(model, "delta_net", [0], keep_teacher=keep_teacher)
+        model = swapped("llama", [0], "delta_net", keep_teacher=keep_teacher)
         with pytest.raises(ValueError, match=f"is swapped already: {advice}.*all layers to be swapped in one call"):
             deltazoo.swap_attention(model, "delta_net", [1])
         assert list(swapped_layers(model)) == [0]
@@ -223,8 +222,7 @@ class TestRefusedAndUntouched:
 @pytest.mark.parametrize(("family", "has_experts"), [("mixtral", True), ("llama", False)])
 def test_what_can_be_set_is_what_the_original_can(family, has_experts, monkeypatch):
     """transformers finds it out from the source of a class's module, once."""
-    model = tiny_original(family)
-    deltazoo.swap_attention(model, "gated_deltanet", [0])
+    model = swapped(family, [0])
     for cls in type(model).__mro__:
         for name in ("_can_set_experts_implementation_cached_value", "_can_set_attn_implementation_cached_value"):
             if name in vars(cls):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny_families import OWN, tiny_original, tokens
+from tiny_families import OWN, swapped, tiny_original, tokens
 
 import deltazoo
 from deltazoo.layers import LayerInput
@@ -112,8 +112,7 @@ def test_unswap_needs_a_teacher():
 
 @pytest.mark.parametrize("rule", deltazoo.list_rules())
 def test_gates_start_as_documented(rule):
-    model = tiny_original("qwen3").double()
-    deltazoo.swap_attention(model, rule, [0])
+    model = swapped("qwen3", [0], rule, exact=True)
     delta = swapped_layers(model)[0].delta
     x = torch.randn(2, 50, 32, dtype=torch.float64)
     with torch.no_grad():
@@ -214,8 +213,7 @@ def test_queries_and_keys_have_unit_length_after_the_original_norms(fused, monke
 
 
 def test_erase_then_delta_attention_starts_near_kda():
-    model = tiny_original("qwen3").double()
-    deltazoo.swap_attention(model, "eda", [0])
+    model = swapped("qwen3", [0], "eda", exact=True)
     delta = swapped_layers(model)[0].delta
     gate = torch.sigmoid(delta.erase_b_proj(torch.randn(2, 5, 32, dtype=torch.float64)))
     assert gate.min() > 0 and gate.max() < 0.02
@@ -223,15 +221,13 @@ def test_erase_then_delta_attention_starts_near_kda():
 
 @pytest.mark.parametrize(("rule", "name"), [("gated_deltanet2", "w_proj"), ("q_delta", "lamb_proj")])
 def test_what_a_rule_adds_starts_the_same_for_all_tokens(rule, name):
-    model = tiny_original("llama")
-    deltazoo.swap_attention(model, rule, [0])
+    model = swapped("llama", [0], rule)
     made = getattr(swapped_layers(model)[0].delta, name)(torch.randn(1, 50, 32))
     assert made.abs().max() < 1e-2
 
 
 def test_a_preconditioned_rule_leaves_keys_nearly_as_they_are_once_its_moment_is_steady():
-    model = tiny_original("llama").double()
-    deltazoo.swap_attention(model, "pkda", [0])
+    model = swapped("llama", [0], "pkda", exact=True)
     delta, passed = swapped_layers(model)[0].delta, []
     run = delta.apply_rule
     delta.apply_rule = lambda inputs, *rest: (passed.append(inputs), run(inputs, *rest))[1]

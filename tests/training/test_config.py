@@ -17,7 +17,7 @@ from deltazoo.training import (
     load_config,
     save_config,
 )
-from deltazoo.training.config import from_mapping
+from deltazoo.training.config import AlignConfig, DistillConfig, Recipe, StageConfig, from_mapping
 
 MINIMAL = """
 output: runs/x
@@ -170,8 +170,9 @@ def test_a_missing_file_is_named() -> None:
 
 
 def test_every_key_of_every_section_is_documented() -> None:
-    for section in (DataConfig, TokenizerConfig, OptimizationConfig, RunConfig):
-        documented = section.__doc__ or ""
+    own = (Recipe, StageConfig, AlignConfig, DistillConfig)
+    for section in (DataConfig, TokenizerConfig, OptimizationConfig, RunConfig, *own):
+        documented = "".join(cls.__doc__ or "" for cls in (section.__mro__ if section in own else [section]))
         for name in section.__dataclass_fields__:
             assert f"{name}: " in documented, f"{section.__name__}.{name} is not described in its docstring"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -117,26 +118,32 @@ def test_text_that_cannot_be_is_refused(data: DataConfig, message: str) -> None:
         open_text(data)
 
 
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no file"):
-        open_text(DataConfig(text=str(tmp_path)))
+WITHOUT_TEXT = r"record 2 holds nothing, and every record needs a text; data.text_field .* one of text, id"
 
 
-def test_empty_files_are_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("")
-    data = DataConfig(text=str(tmp_path))
-    with pytest.raises(ValueError, match="holds no text"):
-        read_corpus(data)
-
-
-def test_nothing_held_out_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "only.txt").write_text("one document")
-    data = DataConfig(text=str(tmp_path), validation_fraction=1e-9)
-    with pytest.raises(
-        ValueError,
-        match=r"too little text .*1 file of .*, 12 bytes; give more text, .* than 1e-09",
-    ):
-        read_corpus(data)
+@pytest.mark.parametrize(
+    ("files", "changes", "message"),
+    [
+        ({}, {}, "holds no file"),
+        ({"a.txt": ""}, {}, "holds no text"),
+        (
+            {"only.txt": "one document"},
+            {"validation_fraction": 1e-9},
+            r"too little text .*1 file of .*, 12 bytes; give more text, .* than 1e-09",
+        ),
+        ({"texts.jsonl": '{"text": "a"}'}, {"text_field": "txt"}, r"'txt'; did you mean 'text'\?.*--text-field"),
+        ({"texts.jsonl": '{"text": "a", "id": 0}'}, {"text_field": "id"}, "record 1 holds int 0, and every record"),
+        ({"texts.jsonl": '{"text": "fine", "id": 2}\n{"id": 3}\n'}, {}, WITHOUT_TEXT),
+        ({"texts.jsonl": '{"text": "fine", "id": 2}\n{"text": null, "id": 3}\n'}, {}, WITHOUT_TEXT),
+        ({"bad.jsonl": '{"text": "fine"}\n{"text": broken\n'}, {}, r"cannot read column 'text' of "),
+    ],
+    ids=str,
+)
+def test_texts_that_are_refused(files: dict[str, str], changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_corpus(DataConfig(text=str(tmp_path), **changes))
 
 
 def test_the_tail_of_a_single_file_is_held_out(tmp_path: Path) -> None:
@@ -208,30 +215,6 @@ def test_a_name_that_is_nowhere_is_asked_for_once(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match=r"there is no file or folder 'texts/mine', and the Hub cannot be asked"):
         list(open_text(DataConfig(text="texts/mine")).documents())
     assert asked == ["texts/mine"]
-
-
-def test_a_wrong_column_is_refused_with_the_nearest(jsonl: Path) -> None:
-    with pytest.raises(ValueError, match=r"unknown column 'txt'; did you mean 'text'\?.*--text-field"):
-        list(open_text(DataConfig(text=str(jsonl), text_field="txt")).documents())
-
-
-@pytest.mark.parametrize("record", ['{"id": 3}', '{"text": null, "id": 3}'])
-def test_a_record_without_text_is_named_by_its_number(record: str, tmp_path: Path) -> None:
-    (tmp_path / "texts.jsonl").write_text(f'{{"text": "fine", "id": 2}}\n{record}\n')
-    wanted = r"record 2 holds nothing, and every record needs a text; data.text_field .* one of text, id"
-    with pytest.raises(ValueError, match=wanted):
-        list(open_text(DataConfig(text=str(tmp_path / "texts.jsonl"))).documents())
-
-
-def test_a_column_without_text_is_refused(jsonl: Path) -> None:
-    with pytest.raises(ValueError, match="record 1 holds int 0, and every record needs a text"):
-        list(open_text(DataConfig(text=str(jsonl), text_field="id")).documents())
-
-
-def test_an_unreadable_record_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": broken\n')
-    with pytest.raises(ValueError, match=r"cannot read column 'text' of .*bad.jsonl"):
-        list(open_text(DataConfig(text=str(tmp_path / "bad.jsonl"))).documents())
 
 
 def test_mixed_record_formats_are_refused(jsonl: Path, parquet: Path) -> None:

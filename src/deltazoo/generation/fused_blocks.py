@@ -5,8 +5,8 @@
     more rows:  norm | q/k/v and gates | short convolutions | rule | output norm | o | residual, norm | gate/up |
                 SwiGLU | down | residual, norm of the next block
 
-Maps of low rank, such as KDA's gates, take one launch more before the rule, and so do keys scaled by a moment (PGDN,
-PKDA).
+Maps of low rank, such as KDA's gates, take one launch more for one row, and programs of the convolutions' launch for
+more. Keys scaled by a moment (PGDN, PKDA) take one more before the rule.
 
 The blocks are our own, and those of transformers whose attention has been swapped, which turn queries and keys first.
 
@@ -220,14 +220,13 @@ class FusedBlock:
             x[0], self._into_layer.weight, norm_weight=norm.weight, norm_eps=norm.eps,
             bias=self._into_layer.bias, convolution=self._rule.convolution(state), dtype=torch.float32,
         )  # fmt: skip
-        z, head_norm = self._rule(mixed, state, rotary)
+        z, head_norm = self._rule.of_row(mixed, state, rotary)
         x = token_product(z, self._layer.o_proj.weight, head_norm=head_norm, residual=x[0])
         h = token_product(x, self._into_mlp.weight, norm_weight=mlp_norm.weight, norm_eps=mlp_norm.eps, glu=True)
         return token_product(h, self._mlp.down_proj.weight, residual=x)[None]
 
     def _step_rows(self, x: Tensor, state: LayerState, rotary: Rotary | None) -> Tensor:
         from deltazoo.ops.decoding.between_products import add_parts, norm_heads, swiglu_parts
-        from deltazoo.ops.decoding.convolution import convolve_parts
         from deltazoo.ops.decoding.row_product import row_product
 
         total, following = x.flatten(0, 1), self.following
@@ -235,8 +234,7 @@ class FusedBlock:
         if normed is None or source is not x:
             _, normed = add_parts(None, total, _row_norm(self._parts.norm))
         product = row_product(normed, self._into_layer.weight)
-        mixed = convolve_parts(product, self._rule.convolution(state), self._into_layer.bias)
-        z = norm_heads(*self._rule(mixed, state, rotary), x.dtype)
+        z = norm_heads(*self._rule.of_parts(product, state, rotary, self._into_layer.bias), x.dtype)
         total, normed = add_parts(row_product(z, self._layer.o_proj.weight), total, _row_norm(self._parts.mlp_norm))
         h = swiglu_parts(row_product(normed, self._into_mlp.weight), x.dtype)
         next_norm = None if following is None else _row_norm(following._parts.norm)
@@ -343,30 +341,52 @@ class FusedRule:
         taps = (q_conv.weight[:, 0], k_conv.weight[:, 0], v_conv.weight[:, 0])
         return Convolution(taps, state.conv, layer.activation == "silu")
 
-    def __call__(
-        self, mixed: Tensor, state: LayerState, rotary: Rotary | None = None, state_indices: Tensor | None = None
+    def of_row(self, mixed: Tensor, state: LayerState, rotary: Rotary | None = None) -> tuple[Tensor, Any]:
+        """What `of_parts` gives, for one row and from its product after the convolutions, `[1, M]` float32."""
+        from deltazoo.ops.decoding.low_rank_maps import low_rank_gates
+
+        maps = self._second_maps()
+        return self._output(mixed, low_rank_gates(mixed, maps) if maps else None, state, rotary, None)
+
+    def of_parts(
+        self,
+        parts: Tensor,
+        state: LayerState,
+        rotary: Rotary | None = None,
+        bias: Tensor | None = None,
+        state_indices: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """The rule's output before its norm, `[R, HV * V]` float32, and that norm; the state advances in place.
 
         Args:
-            mixed: `[R, M]` float32, the product after its convolutions.
+            parts: `[S, R, M]`, contiguous, whose sum over S is the product.
             state: states of the rows; or pages of states, with the same indices for all its tensors.
             rotary: cosines and sines `[R or 1, 1, d]`, contiguous.
+            bias: `[M]`, added to the product.
             state_indices: `[R]` integers, the page of each row.
         """
+        from deltazoo.ops.decoding.convolution import convolve_parts
+
+        mixed, gates = convolve_parts(parts, self.convolution(state), bias, state_indices, self._second_maps())
+        return self._output(mixed, gates, state, rotary, state_indices)
+
+    def _second_maps(self) -> list[Any]:
+        from deltazoo.ops.decoding.low_rank_maps import LowRankGate
+
+        seconds: list[Any] = [self._second_map(name) for name in self._low_rank]
+        names = zip(self._low_rank, seconds, strict=True)
+        return [LowRankGate(self._columns[name], second.weight, second.bias) for name, second in names]
+
+    def _output(
+        self, mixed: Tensor, gates: Tensor | None, state: LayerState, rotary: Rotary | None, state_indices: Any
+    ) -> tuple[Tensor, Any]:
         from deltazoo.ops.decoding.between_products import HeadNorm
-        from deltazoo.ops.decoding.low_rank_maps import LowRankGate, low_rank_gates
         from deltazoo.ops.decoding.rule import token_rule
         from deltazoo.ops.decoding.scaled_keys import scaled_keys
 
         layer, form = self._layer, self._layer.step_form
         shape = self._shape if rotary is None else self._shape._replace(turned=rotary[0].shape[-1])
         angles = None if rotary is None else (rotary[0].flatten(0, 1), rotary[1].flatten(0, 1))
-        seconds: list[Any] = [self._second_map(name) for name in self._low_rank]
-        low_rank = [
-            LowRankGate(self._columns[name], x.weight, x.bias) for name, x in zip(self._low_rank, seconds, strict=True)
-        ]
-        gates = low_rank_gates(mixed, low_rank) if low_rank else None
         softplus = form.decay in ("softplus", "saturating")
         A_log, dt_bias = (layer.A_log, layer.dt_bias) if softplus else (self._fixed_decay, None)
         key_parameters, write_keys = [getattr(layer, name) for name in form.key_parameters], None

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from foreign_models import FUSED, assert_equal_but_for_rounding, foreign_model, mixer_of
+from foreign_models import FUSED, accelerated, assert_equal_but_for_rounding, foreign_model, mixer_of
 from fresh_process import run_interpreted
 from transformers import DynamicCache
 
@@ -72,8 +72,7 @@ def test_refused_where_they_cannot_run():
 
 
 def test_convolutions_are_fused_whatever_the_rows(monkeypatch):
-    model = foreign_model("qwen3_next")
-    deltazoo.accelerate(model)
+    model = accelerated("qwen3_next")
     layer, x = mixer_of(model), torch.randn(1, 6, 32)
     layer.deltazoo_fused_kernels = True  # accelerate() would refuse it here
     plain_decay = fused.softplus_log_decay
@@ -85,8 +84,7 @@ def test_convolutions_are_fused_whatever_the_rows(monkeypatch):
 
 
 def test_only_one_token_of_the_same_dtype_overwrites_the_states(monkeypatch):
-    model = foreign_model("qwen3_next")
-    deltazoo.accelerate(model)
+    model = accelerated("qwen3_next")
     layer, cache = mixer_of(model), DynamicCache(config=model.config)
     monkeypatch.setattr(type(layer), "fuses", lambda *arguments: True)
     qkv = torch.randn(1, 1, layer.conv1d.weight.shape[0])
@@ -100,8 +98,7 @@ def test_only_one_token_of_the_same_dtype_overwrites_the_states(monkeypatch):
 
 
 def test_a_norm_that_does_more_than_the_kernel_runs_by_itself(monkeypatch):
-    model = foreign_model("qwen3_next")
-    deltazoo.accelerate(model)
+    model = accelerated("qwen3_next")
     layer, output, gate = mixer_of(model), *torch.randn(2, 1, 6, 2, mixer_of(model).head_v_dim)
     layer.deltazoo_fused_kernels = True
     monkeypatch.setattr(fused, "gated_rms_norm", lambda *arguments, **options: "the kernel")

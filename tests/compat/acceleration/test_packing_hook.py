@@ -12,6 +12,7 @@ from foreign_models import (
     FUSED,
     INSTALLED,
     SPARSE_SOFTMAX,
+    accelerated,
     assert_equal_but_for_rounding,
     assert_within_rounding,
     foreign_model,
@@ -19,11 +20,10 @@ from foreign_models import (
     shaken,
     tokens,
 )
-from model_kinds import CACHE
 from transformers import DataCollatorWithFlattening, PreTrainedModel
 
-import deltazoo
 from deltazoo.compat.transformers.packing import FORWARD_ARGUMENTS
+from deltazoo.generation.cache import CACHE
 
 LENGTHS = [5, 1, 66, 2]
 PACKED = [family for family in FUSED if family not in SPARSE_SOFTMAX]
@@ -38,12 +38,6 @@ DESCRIPTIONS = {
     "all": {"position_ids": POSITIONS, "cu_seq_lens_q": BOUNDARIES, "seq_idx": NUMBERS},
     "with_full_mask": {"position_ids": POSITIONS, "attention_mask": torch.ones(1, 74, dtype=torch.long)},
 }
-
-
-def accelerated(family, **overrides):
-    model = foreign_model(family, **overrides)
-    deltazoo.accelerate(model)
-    return model
 
 
 def one_by_one(ids):

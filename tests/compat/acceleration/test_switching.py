@@ -13,7 +13,7 @@ import accelerate as hf_accelerate
 import pytest
 import torch
 import transformers
-from foreign_models import FUSED, INSTALLED, foreign_model, mixer_of, tokens
+from foreign_models import FUSED, INSTALLED, accelerated, foreign_model, mixer_of, tokens
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import StaticCache
@@ -175,8 +175,7 @@ def test_lora_acts_and_trains(model):
 
 
 def test_compiled_without_graph_breaks():
-    model = foreign_model("qwen3_5")
-    deltazoo.accelerate(model)
+    model = accelerated("qwen3_5")
     positions = torch.cat([torch.arange(5), torch.arange(4)]).expand(2, -1)
     expected, packed = logits(model), logits(model, position_ids=positions)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -233,21 +232,18 @@ class TestErrors:
             deltazoo.accelerate(model, backend=backend)
         self.assert_untouched(model)
 
-    def test_another_activation(self, model):
-        mixer_of(model).activation = "gelu"
-        with pytest.raises(ValueError, match="our convolution uses SiLU, but the layer has activation 'gelu'"):
-            deltazoo.accelerate(model)
-        self.assert_untouched(model)
-
-    def test_a_convolution_with_a_bias(self, model):
-        mixer_of(model).conv1d.bias = nn.Parameter(torch.zeros(mixer_of(model).conv1d.out_channels))
-        with pytest.raises(ValueError, match="our convolution has no bias, but the layer's has one"):
-            deltazoo.accelerate(model)
-        self.assert_untouched(model)
-
-    def test_a_forward_that_someone_else_replaced(self, model):
-        mixer_of(model).forward = lambda *args, **kwargs: None
-        with pytest.raises(ValueError, match="its forward has been replaced by"):
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda layer: setattr(layer, "activation", "gelu"), "uses SiLU, but the layer has activation 'gelu'"),
+            (lambda layer: setattr(layer.conv1d, "bias", nn.Parameter(torch.zeros(64))), "our convolution has no bias"),
+            (lambda layer: setattr(layer, "forward", lambda *_, **__: None), "its forward has been replaced by"),
+        ],
+        ids=["activation", "bias", "forward"],
+    )
+    def test_layers_that_are_not_as_they_should_be(self, model, change, message):
+        change(mixer_of(model))
+        with pytest.raises(ValueError, match=message):
             deltazoo.accelerate(model)
         self.assert_untouched(model)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -76,13 +77,22 @@ def apply_rule(rows: int, gate: str, V: int, **more: Any) -> None:
     rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(V), shape, parameters, write_keys, angles)
 
 
+def second_maps(mixed: Tensor, maps: list[low_rank_maps.LowRankGate]) -> Tensor:
+    """The maps' outputs, for several rows beside convolutions."""
+    if len(mixed) == 1:
+        return low_rank_maps.low_rank_gates(mixed, maps)
+    _, gates = convolution.convolve_parts(empty(2, *mixed.shape), convolution_of(len(mixed)), gates=maps)
+    assert gates is not None
+    return gates
+
+
 def apply_channel_rule(rows: int) -> None:
     """The step of KDA from its gates of low rank on."""
     shape = RuleShape(8, 8, 128, 128, True, False, "channel", "sigmoid", True)
     wide = torch.float32
     mixed, weight = empty(rows, 3 * 1024 + 256 + 8, dtype=wide), empty(1024, 128)
     gate, decay = low_rank_maps.LowRankGate(3072, weight, empty(1024)), low_rank_maps.LowRankGate(3200, weight)
-    gates = low_rank_maps.low_rank_gates(mixed, [gate, decay])
+    gates = second_maps(mixed, [gate, decay])
     state, A_log, dt_bias = (empty(*shape, dtype=wide) for shape in ((rows, 8, 128, 128), (8,), (1024,)))
     rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(128), shape)
 
@@ -92,7 +102,7 @@ def apply_log_sigmoid_rule(rows: int) -> None:
     shape = RuleShape(4, 4, 256, 512, False, False, "channel", "silu", False, False, "none", "log_sigmoid")
     wide = torch.float32
     mixed = empty(rows, 2 * 1024 + 2 * 2048 + 16, dtype=wide)
-    gates = low_rank_maps.low_rank_gates(mixed, [low_rank_maps.LowRankGate(6144, empty(1024, 16), empty(1024))])
+    gates = second_maps(mixed, [low_rank_maps.LowRankGate(6144, empty(1024, 16), empty(1024))])
     rule.token_rule(mixed, gates, empty(rows, 4, 256, 512, dtype=wide), None, None, empty(512), shape)
 
 
@@ -103,7 +113,7 @@ def apply_erase_first_rule(rows: int) -> None:
     )
     wide, weight = torch.float32, empty(1024, 128)
     mixed = empty(rows, 3 * 1024 + 3 * 128 + 16, dtype=wide)
-    gates = low_rank_maps.low_rank_gates(
+    gates = second_maps(
         mixed,
         [
             low_rank_maps.LowRankGate(first, weight, bias)

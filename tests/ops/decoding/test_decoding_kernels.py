@@ -130,7 +130,7 @@ class Product:
             y = swiglu_parts(parts, self.dtype)
         elif self.after == "convolution":
             convolution = Convolution(x["taps"].chunk(3), x["window"], self.silu)
-            y = convolve_parts(parts, convolution, x["bias"] if self.bias else None)
+            y, _ = convolve_parts(parts, convolution, x["bias"] if self.bias else None)
         return {"y": y, "window": x["window"]}
 
     def plain(self, device: str, dtype: torch.dtype) -> Results:
@@ -315,7 +315,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Gates:
-    """The second maps of low-rank gates."""
+    """The second maps of low-rank gates; for several rows beside convolutions, which they leave as they are."""
 
     name: str
     R: int
@@ -335,6 +335,7 @@ class Gates:
             "bias": (self.N_G,),
             "decay": (self.N_A, self.rank_a),
             "decay_bias": (self.N_A,),
+            "product_bias": (7 + self.rank_g + self.rank_a + 3,),
         }
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         return {name: x.to(device, torch.float32 if name == "mixed" else self.dtype) for name, x in drawn.items()}
@@ -344,7 +345,15 @@ class Gates:
         gate = LowRankGate(7, x["gate"], x["bias"])
         decay = LowRankGate(7 + self.rank_g, x["decay"], x["decay_bias"] if self.decay_bias else None)
         maps = [gate] * (self.N_G > 0) + [decay] * (self.N_A > 0)
-        return {"gates": low_rank_gates(x["mixed"], maps + maps[:1] * self.again)}
+        maps += maps[:1] * self.again
+        if self.R == 1:
+            return {"gates": low_rank_gates(x["mixed"], maps)}
+        taps, windows = x["decay"].new_ones(3, 2, 4).unbind(), x["decay"].new_ones(2, self.R, 6, 3)
+        parts, bias = torch.stack([x["mixed"] / 2 - x["product_bias"], x["mixed"] / 2]), x["product_bias"]
+        mixed, gates = convolve_parts(parts, Convolution(taps, windows[0]), bias, gates=maps)
+        alone, none = convolve_parts(parts, Convolution(taps, windows[1]), bias)
+        assert none is None and torch.equal(mixed, alone) and torch.equal(*windows)
+        return {"gates": gates}
 
     def plain(self, device: str, dtype: torch.dtype) -> Results:
         x = {name: tensor.to(dtype) for name, tensor in self.inputs(device).items()}

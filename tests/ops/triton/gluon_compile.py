@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import torch
 import triton
-from ops.triton.machine_code import faults, told
+from ops.triton.machine_code import faults, keep, told
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
@@ -48,7 +50,14 @@ class Compiled:
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any]) -> Compiled:
     """What a launch with these arguments by name needs: tensors (meta will do), `TileView`s, numbers, options."""
-    return _resources(build(kernel, arguments))
+    said = StringIO()
+    with redirect_stdout(said), triton.knobs.nvidia.scope():
+        triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = build(kernel, arguments)
+    ptx = compiled.asm["ptx"]
+    if text := said.getvalue():
+        keep(text, *_assembled(ptx))
+    return _resources(compiled, ptx, told(*_assembled(ptx)))
 
 
 def build(kernel: Any, arguments: dict[str, Any]) -> Any:
@@ -77,9 +86,12 @@ def build(kernel: Any, arguments: dict[str, Any]) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def _resources(compiled: Any) -> Compiled:
-    ptx = compiled.asm["ptx"]
-    text = told(get_ptxas(90).path, ptx.encode(), *ASSEMBLY, "-v", "--gpu-name=sm_90a", "-o", "kernel.cubin")
+def _assembled(ptx: str) -> tuple[Any, ...]:
+    """What `told` is asked for what ptxas says of the kernel."""
+    return get_ptxas(90).path, ptx.encode(), *ASSEMBLY, "-v", "--gpu-name=sm_90a", "-o", "kernel.cubin"
+
+
+def _resources(compiled: Any, ptx: str, text: str) -> Compiled:
     spilled = sum(int(x) for x in re.findall(r"(\d+) bytes spill", text))
     found = re.search(r"Used (\d+) registers", text)
     assert found, text

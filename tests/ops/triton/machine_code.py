@@ -13,13 +13,15 @@ import hashlib
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
-from triton.runtime.cache import get_cache_manager
+from triton.runtime.cache import CacheManager, get_cache_manager
 
-__all__ = ["disassembled", "faults", "more_spilled", "resources", "told"]
+__all__ = ["disassembled", "faults", "keep", "more_spilled", "resources", "to_ptx", "told"]
 
 
 def more_spilled(most: int) -> int:
@@ -31,18 +33,45 @@ def more_spilled(most: int) -> int:
     return 0 if triton.__version__.startswith(("3.6.", "3.7.")) else most
 
 
+class _ToPTX:
+    """Triton's hook: asked for what a compilation's key has besides, and called with its stages."""
+
+    def __call__(self, *of: Any) -> tuple[str, str] | None:
+        if not of:
+            return "to PTX", "to PTX"
+        of[1]["cubin"] = lambda *_: b""
+        return None
+
+
+@contextmanager
+def to_ptx() -> Iterator[None]:
+    """In the meantime Triton compiles to PTX, of which ptxas makes nothing."""
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.add_stages_inspection_hook = _ToPTX()
+        yield
+
+
 def told(tool: str, kernel: bytes, *options: str) -> str:
     """What a tool writes about a kernel's code; kept beside Triton's compiled kernels, since some take a second."""
-    asked = hashlib.sha256(repr((triton.__version__, Path(tool).name, options)).encode() + kernel)
-    kept = get_cache_manager(asked.hexdigest())
+    kept = _kept(tool, kernel, options)
     if (path := kept.get_file("told")) is not None:
         return Path(path).read_text()
     with tempfile.TemporaryDirectory() as folder:
         code = Path(folder) / "code"
         code.write_bytes(kernel)
         done = subprocess.run([tool, *options, str(code)], capture_output=True, text=True, cwd=folder, check=True)
-    kept.put(done.stdout + done.stderr, "told", binary=False)
-    return done.stdout + done.stderr
+    return keep(done.stdout + done.stderr, tool, kernel, *options)
+
+
+def keep(text: str, tool: str, kernel: bytes, *options: str) -> str:
+    """The text, which `told` returns from now on."""
+    _kept(tool, kernel, options).put(text, "told", binary=False)
+    return text
+
+
+def _kept(tool: str, kernel: bytes, options: tuple[str, ...]) -> CacheManager:
+    asked = hashlib.sha256(repr((triton.__version__, Path(tool).name, options)).encode() + kernel)
+    return get_cache_manager(asked.hexdigest())
 
 
 def disassembled(cubin: bytes) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 from ops.triton.launches import launched_by  # noqa: E402
+from ops.triton.machine_code import to_ptx  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
@@ -66,7 +67,8 @@ class Modelled:
                 given.append(value)
             source = ASTSource(self.kernel, signature, constants, attributes)
             options = {name: arguments[name] for name in OPTIONS if name in arguments}
-            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            with to_ptx():
+                compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             self.run(Program(compiled.asm["ptx"]), given, grid)
 
         return launch

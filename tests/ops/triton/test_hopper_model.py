@@ -27,6 +27,7 @@ pytest.importorskip("triton")
 
 from ops.triton.gluon_compile import build  # noqa: E402
 from ops.triton.launches import HOPPER, launched_by, routed  # noqa: E402
+from ops.triton.machine_code import to_ptx  # noqa: E402
 from ops.triton.test_compiled_code import Modelled  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
@@ -70,7 +71,8 @@ class Model:
         arguments = dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
         key = kernel.fn.__name__, tuple(constants.named.items()), tuple(x is None for x in tensors)
         if key not in self.programs:
-            self.programs[key] = Program(build(kernel, arguments).asm["ptx"])
+            with to_ptx():
+                self.programs[key] = Program(build(kernel, arguments).asm["ptx"])
             self.change(self.programs[key])
         given = [arguments[x.name] for x in kernel.params if not x.is_constexpr and arguments[x.name] is not None]
         self.run(self.programs[key], given, constants.grid)

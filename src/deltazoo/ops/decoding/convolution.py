@@ -3,9 +3,11 @@
     z = sum_i w_i x_{t-i}      y = z * sigmoid(z)  or z
 
 This is `short_conv_step` without the L2 norm of heads. The outputs of a product may continue after those that are
-convolved: gates, which stay unchanged.
+convolved: gates, which stay unchanged, and inputs of second maps (`low_rank_maps`), which other programs of the launch
+compute from the parts.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltazoo.ops.decoding.launch_ahead import launch_step, page_size, wait_for_inputs
+from deltazoo.ops.decoding.low_rank_maps import LowRankGate, MapSizes, map_arguments, map_constants, second_maps
 from deltazoo.ops.fused.device_math import sigmoid
 from deltazoo.ops.triton.launch import Constants
 
@@ -83,65 +86,109 @@ def convolve(
 
 @triton.jit
 def convolve_parts_kernel(
-    parts,  # [S, R, N]
-    bias,  # [N] or None
+    parts,  # [S, R, M]
+    bias,  # [M] or None
     q_taps,
     k_taps,
     v_taps,
     window,  # [R, C, W - 1], or pages of these
-    y,  # [R, N] float32
+    mixed,  # [R, M] float32
     state_indices,  # [R], the page of each row's window; or None
+    weight_0, bias_0, weight_1, bias_1, weight_2, bias_2, y,  # as of `second_maps`; or None
     R,
     PAGE: tl.constexpr,
-    S: tl.constexpr, N: tl.constexpr, CQ: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr, W: tl.constexpr,
-    BW: tl.constexpr, SILU: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr,
+    S: tl.constexpr, M: tl.constexpr, CQ: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr, W: tl.constexpr,
+    BW: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr,
+    FIRST_0: tl.constexpr, N_0: tl.constexpr, RANK_0: tl.constexpr, FIRST_1: tl.constexpr, N_1: tl.constexpr,
+    RANK_1: tl.constexpr, FIRST_2: tl.constexpr, N_2: tl.constexpr, RANK_2: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK_0: tl.constexpr, BK_1: tl.constexpr, BK_2: tl.constexpr, MAP_BLOCKS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    BLOCKS: tl.constexpr = (N + BN - 1) // BN
-    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    columns = (tl.program_id(0) % BLOCKS) * BN + tl.arange(0, BN)
-    mask = columns < N
+    program = tl.program_id(0)
+    if weight_0 is not None:
+        maps = tl.cdiv(R, BM) * MAP_BLOCKS  # the first programs
+        if program < maps:
+            second_maps(
+                program, parts, bias, weight_0, bias_0, weight_1, bias_1, weight_2, bias_2, y, R, S, M, FIRST_0, N_0,
+                RANK_0, FIRST_1, N_1, RANK_1, FIRST_2, N_2, RANK_2, BM, BN, BK_0, BK_1, BK_2, AHEAD,
+            )  # fmt: skip
+        else:
+            _convolve_outputs(program - maps, parts, bias, q_taps, k_taps, v_taps, window, mixed, state_indices, R,
+                              PAGE, S, M, CQ, CK, CV, W, BW, SILU, BC, AHEAD)  # fmt: skip
+    else:
+        _convolve_outputs(program, parts, bias, q_taps, k_taps, v_taps, window, mixed, state_indices, R, PAGE, S, M, CQ,
+                          CK, CV, W, BW, SILU, BC, AHEAD)  # fmt: skip
+
+
+@triton.jit
+def _convolve_outputs(program, parts, bias, q_taps, k_taps, v_taps, window, mixed, state_indices, R, PAGE: tl.constexpr,
+                      S: tl.constexpr, M: tl.constexpr, CQ: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr,
+                      W: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr,
+                      AHEAD: tl.constexpr):  # fmt: skip
+    BLOCKS: tl.constexpr = (M + BC - 1) // BC
+    row = (program // BLOCKS).to(tl.int64)
+    columns = (program % BLOCKS) * BC + tl.arange(0, BC)
+    mask = columns < M
     window_row = row
     if state_indices is not None:
         window += tl.load(state_indices + row).to(tl.int64) * PAGE
         window_row = 0
     older, older_taps, newest_tap = load_windows(q_taps, k_taps, v_taps, window, window_row, columns, CQ, CK, CV, W, BW)
-    total = tl.zeros([BN], tl.float32)
+    total = tl.zeros([BC], tl.float32)
     if bias is not None:
         total += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
     wait_for_inputs(AHEAD)
     for part in tl.static_range(S):
-        total += tl.load(parts + (part * R + row) * N + columns, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(parts + (part * R + row) * M + columns, mask=mask, other=0.0).to(tl.float32)
     HALF: tl.constexpr = window.dtype.element_ty != tl.float32
     total = convolve(total, older, older_taps, newest_tap, window_row, columns, window, CQ + CK + CV, W, BW, SILU, HALF)
-    tl.store(y + row * N + columns, total, mask=mask)
+    tl.store(mixed + row * M + columns, total, mask=mask)
 
 
 def convolve_parts(
-    parts: Tensor, convolution: Convolution, bias: Tensor | None = None, state_indices: Tensor | None = None
-) -> Tensor:
-    """The outputs of a product, the first of them convolved. It has no gradients.
+    parts: Tensor,
+    convolution: Convolution,
+    bias: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    gates: Sequence[LowRankGate] = (),
+) -> tuple[Tensor, Tensor | None]:
+    """The outputs of a product, the first of them convolved, and second maps of others. It has no gradients.
 
     Args:
-        parts: `[S, R, N]`, whose sum over S is the product; contiguous.
+        parts: `[S, R, M]`, whose sum over S is the product; contiguous.
         convolution: the convolutions, whose windows advance.
-        bias: `[N]`, added to the product.
+        bias: `[M]`, added to the product.
         state_indices: `[R]` integers, the page that holds each row's window.
+        gates: at most three second maps, of columns that are not convolved.
 
     Returns:
-        `[R, N]` float32: queries, keys and values after SiLU, then the other outputs.
+        `[R, M]` float32: queries, keys and values after SiLU, then the other outputs.
+        `[R, N]` float32: the outputs of the second maps side by side, before activations; None without maps.
+
+    Raises:
+        ValueError: more than three maps.
     """
-    S, R, N = parts.shape
+    S, R, M = parts.shape
     (q_taps, k_taps, v_taps), window, silu = convolution
-    y = parts.new_empty(R, N, dtype=torch.float32)
+    mixed = parts.new_empty(R, M, dtype=torch.float32)
+    tensors, maps, y = map_arguments(mixed, gates) if gates else ((None,) * 6, (), None)
     channels = len(q_taps), len(k_taps), len(v_taps)
-    sizes = S, R, N, channels, window.shape[-1] + 1, silu, page_size(window, state_indices)
-    launch_step(convolve_parts_kernel, _constants, sizes, parts, bias, q_taps, k_taps, v_taps, window, y, state_indices)
-    return y
+    sizes = S, R, M, channels, window.shape[-1] + 1, silu, page_size(window, state_indices), maps
+    launch_step(
+        convolve_parts_kernel, _constants, sizes, parts, bias, q_taps, k_taps, v_taps, window, mixed, state_indices,
+        *tensors, y,
+    )  # fmt: skip
+    return mixed, y
 
 
-def _constants(S: int, R: int, N: int, channels: tuple[int, int, int], W: int, silu: bool, page: int) -> Constants:
+def _constants(
+    S: int, R: int, M: int, channels: tuple[int, int, int], W: int, silu: bool, page: int, maps: MapSizes
+) -> Constants:
     CQ, CK, CV = channels
+    rows = min(64, max(16, triton.next_power_of_2(R)))
+    map_blocks, numbered = map_constants(32, maps)
     return Constants(
-        R * -(-N // _CHANNELS), R=R, PAGE=page, S=S, N=N, CQ=CQ, CK=CK, CV=CV, W=W, BW=triton.next_power_of_2(W - 1),
-        SILU=silu, BN=_CHANNELS, num_warps=4,
+        R * -(-M // _CHANNELS) + -(-R // rows) * map_blocks, R=R, PAGE=page, S=S, M=M, CQ=CQ, CK=CK, CV=CV, W=W,
+        BW=triton.next_power_of_2(W - 1), SILU=silu, BC=_CHANNELS, BM=rows, MAP_BLOCKS=map_blocks, num_warps=4,
+        **numbered,
     )  # fmt: skip

@@ -252,13 +252,11 @@ class PagedLayer(JoinedMaps, MambaBase):
     def _step(self, joint: Tensor, rotary: Rotary | None, rows: Tensor) -> Tensor:
         """The input of the output map, by kernels, for one token of each sequence; `rows` `[R]` are their pages."""
         from deltazoo.ops.decoding.between_products import norm_heads
-        from deltazoo.ops.decoding.convolution import convolve_parts
 
         assert self.rule is not None
         turned = None if rotary is None else (rotary[0][: len(rows), None], rotary[1][: len(rows), None])
-        state = LayerState(*self.kv_cache)
-        mixed = convolve_parts(joint[None], self.rule.convolution(state), state_indices=rows)
-        return norm_heads(*self.rule(mixed, state, turned, rows), joint.dtype)
+        output = self.rule.of_parts(joint[None], LayerState(*self.kv_cache), turned, state_indices=rows)
+        return norm_heads(*output, joint.dtype)
 
     def _run(
         self,
