@@ -521,6 +521,7 @@ def test_a_rule_that_is_no_name_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"hidden_states": [[[1.0]]]}, "hidden_states must be a tensor, got list"),
         ({"cu_seqlens": [0, 9]}, "cu_seqlens must be a tensor, got list"),
         ({"attention_mask": [[1] * 9]}, "attention_mask must be a tensor, got list"),
         ({"past_key_values": {}}, "must hold states as deltazoo.LayerStates.* does .*, got dict"),
@@ -530,7 +531,7 @@ def test_a_rule_that_is_no_name_is_refused() -> None:
 )
 def test_arguments_of_another_type_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        make()(tokens(batch_size=1), **arguments)
+        make()(**{"hidden_states": tokens(batch_size=1), **arguments})
 
 
 @pytest.mark.parametrize("options", [{}, {"rule": "kda", "use_short_conv": False}], ids=str)
