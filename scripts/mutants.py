@@ -43,8 +43,8 @@ MUTANTS = {
         "generation/test_states.py",
     ),
     "the rule's further state does not move with its row": Mutant(
-        "(conv, self.recurrent[rows], auxiliary)",
-        "(conv, self.recurrent[rows], self.auxiliary)",
+        "return LayerState(*(None if x is None else x[rows] for x in self))",
+        "return LayerState(*(None if x is None else x[rows] for x in self[:2]), self.auxiliary)",
         "generation/test_cache.py",
     ),
     "step gate in the model's dtype": Mutant(
@@ -66,7 +66,9 @@ MUTANTS = {
         '"attn.g_norm.weight": "attn.o_norm.weight"',
         "test_fla_checkpoints.py",
     ),
-    "output bias not copied": Mutant('| ({"o": output.bias} if shape.o_bias else {}),', ",", "swap/test_transfer.py"),
+    "output bias not copied": Mutant(
+        "if y is not None}", 'if y is not None and (x, kind) != ("o", "bias")}', "swap/test_transfer.py"
+    ),
     "queries scaled where the rule does not": Mutant(
         "scale=None if self.spec.scale_queries else 1.0,", "scale=None,", "test_equations.py"
     ),
@@ -77,8 +79,8 @@ MUTANTS = {
         "triton/test_delta_rule.py",
     ),
     "doubled steps in fast precision": Mutant(
-        "if allow_neg_eigval or not spec.corrects:\n        return None",
-        "if not spec.corrects:\n        return None",
+        'None if expands or allow_neg_eigval else "fast"',
+        'None if expands else "fast"',
         "layers/test_rule.py",
     ),
     "nothing listed to stay float32": Mutant(

@@ -36,7 +36,6 @@ class GroupScheduling(LoadFileScheduling):
 
     def schedule(self) -> None:
         if self.collection is None and any(self.registered_collections.values()):
-            self.config.option.loadscopereorder = False
             path = groups_file(self.nodes[0].workerinput)
             self.groups: dict[str, str] = json.loads(path.read_text())
             path.unlink()
@@ -60,10 +59,12 @@ class GroupScheduling(LoadFileScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
-    """Gives workers one file at a time, large ones first, so that the fixtures of a file are made once.
+    """Gives workers one file at a time, so that the fixtures of a file are made once, in the order of
+    `pytest_collection_modifyitems`.
 
     With `--dist loadgroup` one group of tests that share kernels.
     """
+    config.option.loadscopereorder = False
     return (GroupScheduling if config.option.dist == "loadgroup" else LoadFileScheduling)(config, log)
 
 
@@ -82,17 +83,18 @@ def kernels_of(item: pytest.Item) -> str:
 
 
 def cost_of(item: pytest.Item, tests: int) -> tuple[bool, bool, int]:
-    """What costs most compares highest: several processes, then the operator's kernels, then groups of many tests."""
+    """What costs most compares highest: several processes, then the operator's kernels, then many tests at once."""
     return bool(item.get_closest_marker("processes")), "ops/triton/" in item.nodeid, tests
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("loadgroup", False):
-        groups = {item.nodeid: kernels_of(item) for item in items}
+    if worker:
+        by_kernels = config.getoption("loadgroup", False)
+        groups = {item.nodeid: kernels_of(item) if by_kernels else str(item.path) for item in items}
         sizes = Counter(groups.values())
         items.sort(key=lambda item: cost_of(item, sizes[groups[item.nodeid]]), reverse=True)
-        if worker == "gw0" and items:
+        if by_kernels and worker == "gw0" and items:
             groups_file(config.workerinput).write_text(json.dumps(groups))  # type: ignore[attr-defined]
     if torch.cuda.is_available():
         return

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from foreign_models import FUSED, SPARSE_SOFTMAX, accelerated
-from tiny_families import tiny_original, tokens
+from tiny_families import swapped, tokens
 from tiny_models import OPTIONS, tiny_model
 from torch import Tensor
 from transformers import StaticCache
@@ -32,17 +32,16 @@ IDS = tokens(2, 7)
 PADDED = torch.tensor([[1] * 7, [0] * 4 + [1] * 3])
 
 
-def model_of(kind: str) -> Any:
+def model_of(kind: str, **sizes: Any) -> Any:
     """A tiny model: of our own by its case, a swapped one of `SWAPPED`, an accelerated one by its family."""
     if kind in OPTIONS:
-        return tiny_model(kind)
+        return tiny_model(kind, **sizes)
     family, _, layers = kind.partition(" ")
     if not layers:
-        return accelerated(family)
-    model = tiny_original(family)
+        return accelerated(family, **sizes)
+    model = swapped(family, layers, sizes=sizes)
     if family == "mixtral":
         model.set_experts_implementation("batched_mm")  # as generate does on a GPU
-    deltazoo.swap_attention(model, "gated_deltanet", layers)
     return model
 
 

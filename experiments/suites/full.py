@@ -109,9 +109,7 @@ OVERWRITE = Experiment(
 )
 _RESET = replace(_RECALL, num_layers=1, head_dim=16, train_lengths=(32, 32), test=(8, 16, 32), batch_size=64, steps=600)
 RESET = Experiment("reset", _RESET, (*_ALL, *_SLOW), seeds=(0, 1))
-SELECTIVE = Experiment(
-    "selective_reset", _RESET, (*_ALL, *_SLOW), seeds=(0, 1), train_lengths=(32, 32), test=(8, 16, 32)
-)
+SELECTIVE = Experiment("selective_reset", _RESET, (*_ALL, *_SLOW), seeds=(0, 1))
 _KIMI = Recipe(
     num_layers=2,
     hidden_size=256,

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from decoding_loops import model_of
 from foreign_models import FUSED, accelerated
 from model_kinds import KINDS, model_of_kind
 from outside_rule import RULES, forget_rules
-from tiny_families import swapped, tiny_original
-from tiny_models import HYBRID, tiny_model, tokens
+from tiny_families import tiny_original
+from tiny_models import tiny_model, tokens
 from torch import Tensor
 from transitions import factors_and_writes
 
@@ -178,15 +179,10 @@ def agree(found: Diagnosis, expected: Diagnosis, rel: float = 1e-4) -> None:
             assert mine[name] == (pytest.approx(value, rel=rel, abs=1e-6) if type(value) is float else value), name
 
 
-@pytest.mark.parametrize("kind", ["own", "hybrid", "swapped", *FUSED])
+@pytest.mark.parametrize("kind", ["gated_deltanet", "hybrid", "llama 1:1", *FUSED])
 def test_padding_and_packing_leave_the_figures_alone(kind: str) -> None:
     """Rows of 130 and 70 tokens: padded on the left or on the right and packed, in all kinds of models."""
-    if kind in FUSED:
-        model: Any = accelerated(kind)
-    elif kind == "swapped":
-        model = swapped("llama", [1, 2])
-    else:
-        model = tiny_model("gated_deltanet", **(HYBRID if kind == "hybrid" else {}))
+    model = model_of(kind)
     long, short = tokens(1, 130)[0].clamp(3, 50), tokens(1, 70, seed=1)[0].clamp(3, 50)
     alone = [deltazoo.diagnose(model, row[None]) for row in (long, short)]
 
@@ -220,14 +216,9 @@ def test_padding_and_packing_leave_the_figures_alone(kind: str) -> None:
             agree(found, first, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["own", "swapped", "accelerated"])
+@pytest.mark.parametrize("kind", ["eda", "llama all", "qwen3_next"])
 def test_the_model_is_left_as_it_was(kind: str) -> None:
-    model: Any = tiny_original("llama") if kind == "swapped" else tiny_model("eda")
-    if kind == "swapped":
-        deltazoo.swap_attention(model, "gated_deltanet2", layers="all")
-    if kind == "accelerated":
-        model = accelerated("qwen3_next")
-    model.train()
+    model = model_of(kind).train()
     model.get_submodule("model").layers[0].eval()
     batch = tokens(2, 70).clamp(3, 50)
     modes = [module.training for module in model.modules()]
@@ -423,14 +414,10 @@ def test_a_layer_that_gets_nan() -> None:
     assert math.isnan(found.summary()["state_norm_max"]) and math.isnan(found.summary()["half_life_min"])
 
 
-@pytest.mark.parametrize("kind", ["own", "hybrid", "swapped", "accelerated"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_nan_behind_the_last_layer(kind: str) -> None:
     """No delta-rule layer sees it."""
-    model: Any = tiny_model("hybrid" if kind == "hybrid" else "gated_deltanet")
-    if kind == "swapped":
-        model = swapped("llama", [0])
-    elif kind == "accelerated":
-        model = accelerated("qwen3_next")
+    model = model_of_kind(kind)
     assert deltazoo.diagnose(model, tokens(1, 70)).not_finite is None
     model.lm_head.weight.data[7] = math.nan
     found = deltazoo.diagnose(model, tokens(1, 70))

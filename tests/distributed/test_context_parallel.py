@@ -128,27 +128,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return json.loads((folder / "results.json").read_text())
 
 
-def test_operators_give_the_same_bits_on_any_number_of_ranks(results: dict[str, dict[str, Any]]) -> None:
-    """Outputs, final states and all gradients, for pieces of uneven lengths on one global grid."""
-    assert len(results["operators"]) == 42
-    assert {case: names for case, names in results["operators"].items() if names} == {}
-
-
-def test_operators_compute_with_a_context_what_they_compute_without_one(results: dict[str, dict[str, Any]]) -> None:
-    assert len(results["rounding"]) == 28
-    assert {case: missed for case, missed in results["rounding"].items() if missed} == {}
-
-
-def test_softmax_layers_attend_to_the_whole_row(results: dict[str, dict[str, Any]]) -> None:
-    """Three ranks share two heads of keys, and one of them has two tokens."""
-    assert len(results["attention"]) == 8
-    assert {case: wrong for case, wrong in results["attention"].items() if wrong} == {}
-
-
-def test_models_compute_what_one_rank_computes(results: dict[str, dict[str, Any]]) -> None:
-    """Logits, loss and gradients, with a piece of two tokens, which is shorter than the convolution reaches back."""
-    assert len(results["models"]) == 22
-    assert {case: missed for case, missed in results["models"].items() if missed} == {}
+@pytest.mark.parametrize(
+    ("check", "cases"),
+    [
+        ("operators", 42),  # equal bits of outputs, final states and all gradients, for pieces of uneven lengths
+        ("rounding", 28),  # with a context as without one
+        ("attention", 8),  # three ranks share two heads of keys, and one of them has two tokens
+        ("models", 22),  # a piece of two tokens is shorter than the convolution reaches back
+    ],
+)
+def test_ranks_compute_what_one_computes(check: str, cases: int, results: dict[str, dict[str, Any]]) -> None:
+    assert len(results[check]) == cases
+    assert {case: wrong for case, wrong in results[check].items() if wrong} == {}
 
 
 def test_recomputation_exchanges_nothing_again(results: dict[str, dict[str, Any]]) -> None:

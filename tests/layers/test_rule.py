@@ -323,9 +323,12 @@ def test_the_bounded_gate_takes_the_place_of_the_softplus_gate_alone() -> None:
         DeltaRuleAttention(spec, 16, 2, 8, decay_lower_bound=-5.0)
 
 
-def test_a_step_size_of_another_shape_is_refused() -> None:
-    spec = replace(get_rule("delta_net"), name="per_channel", step_size=lambda b, k: k)
-    with pytest.raises(ValueError, match=r"the step size of 'per_channel' must be .* \(1, 5, 2\), got \(1, 5, 2, 4\)"):
+@pytest.mark.parametrize(
+    ("step_size", "got"), [(lambda b, k: k, r"\(1, 5, 2, 4\)"), (lambda b, k: 0.5, "0.5")], ids=["shape", "number"]
+)
+def test_a_step_size_of_another_shape_is_refused(step_size: object, got: str) -> None:
+    spec = replace(get_rule("delta_net"), name="own", step_size=step_size)
+    with pytest.raises(ValueError, match=rf"the step size of 'own' must be .* \(1, 5, 2\), got {got}"):
         EffectiveStep(spec, allow_neg_eigval=False)(torch.rand(1, 5, 2), torch.randn(1, 5, 2, 4))
 
 
@@ -333,9 +336,3 @@ def test_a_decay_gate_of_another_shape_is_refused() -> None:
     spec = replace(get_rule("kda"), name="per_head", decay_gate=lambda a, A_log, dt_bias: -a[..., 0].exp())
     with pytest.raises(ValueError, match=r"the log-decay of 'per_head' must be \[B, T, HV, K\] .*, got \(1, 5, 2\)"):
         DeltaRuleAttention(spec, 16, 2, 8)(torch.randn(1, 5, 16))
-
-
-def test_a_step_size_that_is_no_tensor_is_refused() -> None:
-    spec = replace(get_rule("delta_net"), name="constant", step_size=lambda b, k: 0.5)
-    with pytest.raises(ValueError, match=r"the step size of 'constant' must be .* \(1, 5, 2\), got 0.5"):
-        EffectiveStep(spec, allow_neg_eigval=False)(torch.rand(1, 5, 2), torch.randn(1, 5, 2, 4))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import accelerated, mixer_of
-from tiny_families import swapped
-from tiny_models import tiny_model, tokens
+from foreign_models import mixer_of
+from model_kinds import KINDS, model_of_kind
+from tiny_models import tokens
 from torch import nn
 from transformers import DynamicCache
 
@@ -20,15 +20,7 @@ from deltazoo.swap.layer import SwappedAttention
 IDS = tokens(2, 12)
 
 
-def model_of_kind(kind: str) -> Any:
-    if kind == "swapped":
-        return swapped("llama", [0])
-    if kind == "accelerated":
-        return accelerated("qwen3_next")
-    return tiny_model({"own": "kda", "hybrid": "hybrid"}[kind]).eval()
-
-
-@pytest.fixture(params=["own", "hybrid", "swapped", "accelerated"])
+@pytest.fixture(params=KINDS)
 def model(request: pytest.FixtureRequest) -> Any:
     return model_of_kind(request.param)
 

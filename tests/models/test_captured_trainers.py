@@ -15,9 +15,8 @@ from captured_training import as_on_a_gpu, reasons, replayed
 from datasets import Dataset
 from peft import LoraConfig
 from tiny_families import swapped
-from tiny_models import VOCAB, tiny_model, tokens
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from tiny_models import tiny_model, tokens
+from transformers import Trainer, TrainingArguments
 
 from deltazoo.models import DeltaRuleForCausalLM
 
@@ -41,13 +40,6 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def own() -> Any:
     return tiny_model("gated_deltanet")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = {str(i): i for i in range(VOCAB)}
-    made = Tokenizer(models.WordLevel(words, unk_token="0"))
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token=str(VOCAB - 2), eos_token=str(VOCAB - 1))
 
 
 def losses(trainer: Any) -> list[tuple[float, float]]:

@@ -181,9 +181,13 @@ def test_adapters_and_their_dropout(dropout):
             assert torch.equal(p, q)
 
 
-def test_dropout_that_would_be_drawn_again_runs_eagerly():
-    options = {"dropout": 0.3, "checkpointing": True}
+@pytest.mark.parametrize("level", ["checkpointing", "block", "nested"])
+def test_dropout_that_would_be_drawn_again_runs_eagerly(level):
+    options = {"dropout": 0.3, "checkpointing": level == "checkpointing"}
     eager, captured = eager_adapters(**options).train(), with_adapters(**options).train()
+    if level != "checkpointing":
+        for model in (eager, captured):
+            model.base_model.model.set_runtime(recompute=level)
     assert_same(train(eager, plain_batches()), train(captured, plain_batches()))
     assert replayed(captured) == 0
     assert "would draw other random numbers" in reasons(captured)

@@ -116,35 +116,23 @@ class Adapted(nn.Linear):
 
 
 class TestRefusals:
-    def refused(self, model, match):
-        with pytest.raises(ValueError, match=rf"{match}.*call model.set_runtime\(fuse_linear_cross_entropy=False\)"):
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda m: setattr(m, "loss_function", lambda logits, **_: logits.sum()), "loss_function is <function"),
+            (lambda m: setattr(m, "lm_head", Adapted(32, 61, bias=False)), r"lm_head is of <class '.*Adapted'>"),
+            (lambda m: setattr(m, "lm_head", nn.Linear(32, 61)), "lm_head has a bias"),
+            (lambda m: m.lm_head.register_forward_hook(lambda module, inputs, y: 2 * y), "lm_head has hooks"),
+            (lambda m: m.lm_head.register_full_backward_hook(lambda *_: None), "lm_head has hooks"),
+        ],
+        ids=["own_loss", "another_head", "bias", "hook", "backward_hook"],
+    )
+    def test_what_needs_all_logits(self, change, message):
+        _, model = pair("gated_deltanet")
+        change(model)
+        with pytest.raises(ValueError, match=rf"{message}.*call model.set_runtime\(fuse_linear_cross_entropy=False\)"):
             model(tokens(1, 9), labels=tokens(1, 9))
         assert model(tokens(1, 9)).logits is not None
-
-    def test_a_loss_function_of_ones_own(self):
-        _, model = pair("gated_deltanet")
-        model.loss_function = lambda logits, **kwargs: logits.sum()
-        self.refused(model, "the model's loss_function is <function")
-
-    def test_another_head(self):
-        _, model = pair("gated_deltanet")
-        model.lm_head = Adapted(32, 61, bias=False)
-        self.refused(model, r"lm_head is of <class '.*Adapted'>")
-
-    def test_a_bias(self):
-        _, model = pair("gated_deltanet")
-        model.lm_head = nn.Linear(32, 61)
-        self.refused(model, "lm_head has a bias")
-
-    def test_a_head_with_hooks(self):
-        _, model = pair("gated_deltanet")
-        model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
-        self.refused(model, "lm_head has hooks")
-
-    def test_a_head_with_hooks_of_the_backward_pass(self):
-        _, model = pair("gated_deltanet")
-        model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: None)
-        self.refused(model, "lm_head has hooks")
 
     def test_a_head_with_a_forward_of_its_own(self):
         _, model = pair("gated_deltanet")

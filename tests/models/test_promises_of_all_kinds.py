@@ -348,6 +348,7 @@ def test_tokens_in_pieces_equal_tokens_at_once(model: Any, pieces: list[int], ca
 
 PACKED = {
     "cu_seqlens": {"cu_seqlens": BOUNDARIES},
+    "cu_seqlens_int64": {"cu_seqlens": BOUNDARIES.long()},
     "cu_seq_lens_q": {"cu_seq_lens_q": BOUNDARIES},
     "cu_seq_lens_k": {"cu_seq_lens_k": BOUNDARIES},
     "cu_seq_lens": {"cu_seq_lens_q": BOUNDARIES, "cu_seq_lens_k": BOUNDARIES.clone()},

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from tiny_families import tiny_original
+from tiny_families import swapped
 from tiny_models import VOCAB, tiny_model, tokens
-from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-from deltazoo import swap_attention
 
 trl = pytest.importorskip("trl", reason="TRL is not installed; it comes with the extra `test`")
 
@@ -21,14 +19,6 @@ DOCUMENTS = [tokens(length, seed=length).tolist() for length in (5, 9, 3, 7, 12,
 CASES = ["gated_deltanet", "hybrid_kda"]
 # TRL computes the loss in float32, over some fifty tokens.
 CLOSE = 100 * torch.finfo(torch.float32).eps
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """TRL asks for one, although the documents come as token numbers."""
-    words = {str(i): i for i in range(VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=str(VOCAB - 2), eos_token=str(VOCAB - 1))
 
 
 def settings(path: Path, **options: Any) -> dict[str, Any]:
@@ -78,14 +68,12 @@ def test_packing(case: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) 
     assert losses(case, tokenizer, tmp_path, padding_free=True, max_length=None) == pytest.approx(padded, rel=CLOSE)
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-def test_models_from_a_path(swapped: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda: tiny_model("gated_deltanet"), lambda: swapped(layers=[0], sizes={"vocab_size": VOCAB})]
+)
+def test_models_from_a_path(make: Callable[[], Any], tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """SFTTrainer loads the model, and DPOTrainer its reference, by the name of the class in config.json."""
-    if swapped:
-        model = tiny_original("llama", vocab_size=VOCAB)
-        swap_attention(model, "gated_deltanet", [0])
-    else:
-        model = tiny_model("gated_deltanet")
+    model = make()
     model.save_pretrained(tmp_path / "model")
     options = {"processing_class": tokenizer}
     sft = trl.SFTTrainer(

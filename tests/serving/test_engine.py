@@ -6,10 +6,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from foreign_models import accelerated, foreign_model
+from decoding_loops import model_of
+from foreign_models import foreign_model
 from tiny_families import swapped, tiny_original
 from tiny_serving import tiny
 
@@ -72,14 +74,7 @@ MIXED = [
 ]
 
 
-def model_of_kind(kind):
-    if kind == "swapped":
-        model = swapped("llama", sizes={"vocab_size": 258})
-    elif kind == "accelerated":
-        model = accelerated("qwen3_next", vocab_size=258)
-    else:
-        model = tiny(kind)
-    return model
+model_of_bytes = partial(model_of, vocab_size=258)
 
 
 def assert_tokens_of_generate(engine, streams, **drawing):
@@ -89,9 +84,9 @@ def assert_tokens_of_generate(engine, streams, **drawing):
         assert tokens_of(stream) == expected[0, prompt.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("kind", ["gated_deltanet", "kda_without_conv", "hybrid", "swapped", "accelerated"])
+@pytest.mark.parametrize("kind", ["gated_deltanet", "kda_without_conv", "hybrid", "llama 1:1", "qwen3_next"])
 def test_greedy_tokens_are_those_of_generate(kind, engine_of):
-    engine = engine_of(model_of_kind(kind), widths=(1, 2, 4), context_limit=60)
+    engine = engine_of(model_of_bytes(kind), widths=(1, 2, 4), context_limit=60)
     lengths = (1, 7, 8, 9, 40)
     streams = [engine.submit(request(length, max_tokens=12, ignore_eos=True)) for length in lengths]
     assert_tokens_of_generate(engine, streams)
@@ -476,10 +471,10 @@ class TestFailures:
             assert len(tokens_of(engine.submit(request()))) == 6
 
     @pytest.mark.parametrize("device", DEVICES)
-    @pytest.mark.parametrize("kind", ["hybrid", "accelerated"])
+    @pytest.mark.parametrize("kind", ["hybrid", "qwen3_next"])
     def test_nan_ends_the_request_that_computes_it(self, kind, device, engine_of):
         """Others get what they got before, those in its row included, and whatever they ask for."""
-        model = model_of_kind(kind).to(device)
+        model = model_of_bytes(kind).to(device)
         engine = as_on_a_gpu(engine_of(model, start=False))
         others = [replace(one, prompt=tuple(token % 59 + 2 for token in one.prompt)) for one in MIXED]
         expected = [result_of(engine.submit(one)) for one in others]

@@ -131,7 +131,11 @@ WITHOUT_TEXT = r"record 2 holds nothing, and every record needs a text; data.tex
             {"validation_fraction": 1e-9},
             r"too little text .*1 file of .*, 12 bytes; give more text, .* than 1e-09",
         ),
-        ({"texts.jsonl": '{"text": "a"}'}, {"text_field": "txt"}, r"'txt'; did you mean 'text'\?.*--text-field"),
+        (
+            {"texts.jsonl": '{"text": "a"}'},
+            {"text_field": "txt"},
+            r"unknown column 'txt'; did you mean 'text'\?.*--text-field",
+        ),
         ({"texts.jsonl": '{"text": "a", "id": 0}'}, {"text_field": "id"}, "record 1 holds int 0, and every record"),
         ({"texts.jsonl": '{"text": "fine", "id": 2}\n{"id": 3}\n'}, {}, WITHOUT_TEXT),
         ({"texts.jsonl": '{"text": "fine", "id": 2}\n{"text": null, "id": 3}\n'}, {}, WITHOUT_TEXT),

@@ -28,6 +28,7 @@ from deltazoo.names import function_of
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.recompute import recomputable
+from deltazoo.ops.validation import check_tensor
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import ANOTHER_FORM, Promises, RuleSpec, StepForm, get_rule, registered_layer, registered_promises
 
@@ -265,6 +266,7 @@ class DeltaRuleAttention(Float32Parameters):
         sequences: Sequences | None,
         past: StateAccess,
     ) -> Sequences:
+        check_tensor("hidden_states", hidden_states, required=True)
         if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
             raise ValueError(f"hidden_states must be [B, T, {self.hidden_size}], got {tuple(hidden_states.shape)}")
         if sequences is not None:

@@ -82,17 +82,21 @@ def run_block(level: str, forward: Callable[..., Tensor], *args: Any, exchanges:
 
     Args:
         level: one of `deltazoo.runtime.RECOMPUTE_LEVELS`.
-        forward: a function without side effects, since it may run twice.
+        forward: a function without side effects, since it may run twice; it may draw random numbers.
         exchanges: whether ranks exchange tensors in `forward`. The tensors they receive are kept, so that they exchange
             them once.
     """
     if level == "none" or transforming():  # under transforms a detached tensor would lose its tangent
         return forward(*args, **kwargs)
     whole = level in WHOLE_BLOCKS
-    if not whole and not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if not whole and not compiling:
         with recomputing(), scanning_again() if level == "states" else nullcontext():
             return forward(*args, **kwargs)
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    # Dropout, of adapters for example, is drawn again as it was. A compiler sees to that itself; a capture cannot read
+    # the state of a generator, and captured training takes no blocks that draw and run twice.
+    captures = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not (compiling or captures)}
     if not whole or exchanges:
         keep = partial(_policy, _EXCHANGED if whole else _PRODUCTS)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep)

@@ -232,21 +232,18 @@ class TestErrors:
             deltazoo.accelerate(model, backend=backend)
         self.assert_untouched(model)
 
-    def test_another_activation(self, model):
-        mixer_of(model).activation = "gelu"
-        with pytest.raises(ValueError, match="our convolution uses SiLU, but the layer has activation 'gelu'"):
-            deltazoo.accelerate(model)
-        self.assert_untouched(model)
-
-    def test_a_convolution_with_a_bias(self, model):
-        mixer_of(model).conv1d.bias = nn.Parameter(torch.zeros(mixer_of(model).conv1d.out_channels))
-        with pytest.raises(ValueError, match="our convolution has no bias, but the layer's has one"):
-            deltazoo.accelerate(model)
-        self.assert_untouched(model)
-
-    def test_a_forward_that_someone_else_replaced(self, model):
-        mixer_of(model).forward = lambda *args, **kwargs: None
-        with pytest.raises(ValueError, match="its forward has been replaced by"):
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda layer: setattr(layer, "activation", "gelu"), "uses SiLU, but the layer has activation 'gelu'"),
+            (lambda layer: setattr(layer.conv1d, "bias", nn.Parameter(torch.zeros(64))), "our convolution has no bias"),
+            (lambda layer: setattr(layer, "forward", lambda *_, **__: None), "its forward has been replaced by"),
+        ],
+        ids=["activation", "bias", "forward"],
+    )
+    def test_layers_that_are_not_as_they_should_be(self, model, change, message):
+        change(mixer_of(model))
+        with pytest.raises(ValueError, match=message):
             deltazoo.accelerate(model)
         self.assert_untouched(model)
 

@@ -315,7 +315,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Gates:
-    """The second maps of low-rank gates; for several rows beside convolutions, which they leave as they are."""
+    """The second maps of low-rank gates beside convolutions, which they leave as they are; for one row also alone."""
 
     name: str
     R: int
@@ -346,21 +346,20 @@ class Gates:
         decay = LowRankGate(7 + self.rank_g, x["decay"], x["decay_bias"] if self.decay_bias else None)
         maps = [gate] * (self.N_G > 0) + [decay] * (self.N_A > 0)
         maps += maps[:1] * self.again
-        if self.R == 1:
-            return {"gates": low_rank_gates(x["mixed"], maps)}
         taps, windows = x["decay"].new_ones(3, 2, 4).unbind(), x["decay"].new_ones(2, self.R, 6, 3)
         parts, bias = torch.stack([x["mixed"] / 2 - x["product_bias"], x["mixed"] / 2]), x["product_bias"]
         mixed, gates = convolve_parts(parts, Convolution(taps, windows[0]), bias, gates=maps)
         alone, none = convolve_parts(parts, Convolution(taps, windows[1]), bias)
         assert none is None and torch.equal(mixed, alone) and torch.equal(*windows)
-        return {"gates": gates}
+        return {"gates": gates} | ({"alone": low_rank_gates(x["mixed"], maps)} if self.R == 1 else {})
 
     def plain(self, device: str, dtype: torch.dtype) -> Results:
         x = {name: tensor.to(dtype) for name, tensor in self.inputs(device).items()}
         first, second = x["mixed"][:, 7:-3].split([self.rank_g, self.rank_a], dim=1)
         bias = x["decay_bias"] if self.decay_bias else None
         parts = [F.linear(first, x["gate"], x["bias"]), F.linear(second, x["decay"], bias)]
-        return {"gates": torch.cat(parts + parts[:1] * self.again, 1)}
+        gates = torch.cat(parts + parts[:1] * self.again, 1)
+        return {"gates": gates, "alone": gates}
 
 
 HALF = torch.float16

@@ -185,7 +185,7 @@ def _constants(
     S: int, R: int, M: int, channels: tuple[int, int, int], W: int, silu: bool, page: int, maps: MapSizes
 ) -> Constants:
     CQ, CK, CV = channels
-    rows = min(64, max(16, triton.next_power_of_2(R)))
+    rows = min(64, max(16, triton.next_power_of_2(R))) if maps else 1  # without maps one kernel for all numbers
     map_blocks, numbered = map_constants(32, maps)
     return Constants(
         R * -(-M // _CHANNELS) + -(-R // rows) * map_blocks, R=R, PAGE=page, S=S, M=M, CQ=CQ, CK=CK, CV=CV, W=W,

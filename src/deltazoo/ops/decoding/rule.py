@@ -255,7 +255,7 @@ def token_rule(
     Args:
         mixed: `[B, M]` float32: per row q `[H, K]`, then k `[H, K]` and v `[HV, V]` of all micro-steps, convolved and
             activated; then the inputs that begin at the columns of `shape`.
-        gates: results of `low_rank_gates`: output gate `[HV, V]`, decay gate `[HV, K]`, first key `[H, K]`, those that
+        gates: results of `low_rank_maps`: output gate `[HV, V]`, decay gate `[HV, K]`, first key `[H, K]`, those that
             the rule has; None if it has none.
         state: `[B, HV, K, V]` float32, contiguous; advanced in place. With `state_indices` `[pages, HV, K, V]`, each
             page contiguous.

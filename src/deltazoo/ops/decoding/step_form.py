@@ -20,7 +20,7 @@ STEP_KEYS = (
 "query_share": it erases under `k + s(lambda - 0.9) q`, with lambda `[H]`.
 "feedback": it erases under `s(p0) k`, and reads with `q - p1 k`.
 "unit_feedback": k and the query `q - p1 s(p0) k` are normalised after that.
-"erase_first": a first step erases under a further unit key, from `low_rank_gates`, with the size s(c), c `[HV]`.
+"erase_first": a first step erases under a further unit key, from `low_rank_maps`, with the size s(c), c `[HV]`.
 "scaled": it writes under the result of `scaled_keys`.
 
 In a layer's `StepForm` the maps and parameters of "scaled" are those of the moment: decay gate and step gate; `A_log`,
@@ -46,7 +46,7 @@ class RuleShape(NamedTuple):
     gate: str
     """Output gate: "none", "silu" or "sigmoid"."""
     low_rank_gate: bool = False
-    """Whether the output gate comes from `low_rank_gates`, from which a decay per channel always comes."""
+    """Whether the output gate comes from `low_rank_maps`, from which a decay per channel always comes."""
     normalize_k: bool = True
     step: str = "euler"
     """Name of the step size in `STEP_SIZES`; with "none" `mixed` has no b."""
