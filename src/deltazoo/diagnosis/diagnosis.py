@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from deltazoo.diagnosis.rule_calls import RecordedCall, delta_rule_layers, recorded_calls
-from deltazoo.diagnosis.rule_figures import CHUNK, Figures, Quantiles, figure_of, measure
+from deltazoo.diagnosis.rule_figures import CHUNK, Figures, Quantiles, measure
 from deltazoo.generation.conditions import watch_for_nan
 from deltazoo.models.delta_layers import evaluation_mode
 
@@ -233,13 +233,15 @@ def _flat(head: Figures, gates: list[str]) -> dict[str, Any]:
         elif name != "gates":
             record[name] = list(value) if name == "state_norms" else value
     for gate in gates:
-        record |= {f"{gate}_gate_{end}": getattr(head.gates.get(gate), end, None) for end in ("shut", "open")}
+        record |= {
+            f"{gate}_gate_{end}": getattr(head.gates.get(gate), end, None) for end in ("shut", "open", "saturated")
+        }
     return record
 
 
 def _worst(records: list[dict[str, Any]], name: str, *, smallest: bool = False) -> float | None:
     """The largest or smallest value of a figure, or NaN if there is one; None if no record has the figure."""
-    known = [value for record in records if (value := figure_of(record, name)) is not None]
+    known = [value for record in records if (value := record.get(name)) is not None]
     return max(known, key=lambda value: math.inf if math.isnan(value) else -value if smallest else value, default=None)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltazoo.diagnosis.rule_figures import CHUNK, figure_of
+from deltazoo.diagnosis.rule_figures import CHUNK
 
 # Okabe and Ito's palette, distinguishable with every common colour vision deficiency, and a grey.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -80,9 +80,7 @@ def draw_records(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     for axis, (title, name, limits) in zip(axes, _MAPS, strict=False):
         values = np.full((1 + max(record["head"] for record in records), len(layers)), math.nan)
         for record in records:
-            found = figure_of(record, name)
-            if found is not None:
-                values[record["head"], layers.index(record["layer"])] = found
+            values[record["head"], layers.index(record["layer"])] = record.get(name)  # None becomes NaN
         axis.set(title=title, xlabel="layer", ylabel="head")
         if np.isnan(values).all():
             axis.set(xticks=[], yticks=[])

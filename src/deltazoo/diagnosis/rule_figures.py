@@ -1,7 +1,6 @@
 """Figures of a layer's call of the operator, per value head: erase gain, decay, state, growth, gates."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -46,6 +45,11 @@ class GateShares(NamedTuple):
     open: float | None
     """Share near the upper bound; None for a gate without one (SiLU)."""
 
+    @property
+    def saturated(self) -> float:
+        """Share at either end."""
+        return self.shut + (self.open or 0.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
@@ -80,15 +84,6 @@ class Figures:
     """Shares of the gates "step", "erase", "write", "decay" and "output" that the rule has."""
     finite: bool
     """Whether the operator's inputs were all finite; if not, other figures may be NaN."""
-
-
-def figure_of(record: Mapping[str, Any], name: str) -> float | None:
-    """A figure in one of the records of a diagnosis; `step_gate_saturated` is the share at either end of the range."""
-    gate, saturated, _ = name.partition("_saturated")
-    if not saturated:
-        return record[name]
-    shut = record.get(f"{gate}_shut")
-    return None if shut is None else shut + (record[f"{gate}_open"] or 0.0)
 
 
 def measure(call: RecordedCall) -> tuple[list[Figures], int, int]:

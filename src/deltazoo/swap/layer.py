@@ -127,7 +127,8 @@ class DropInDeltaAttention(DeltaRuleAttention, stands_for=DeltaRuleAttention):
 
 def drop_in_class(rule: str | RuleSpec) -> type[DropInDeltaAttention]:
     """`DropInDeltaAttention` on top of the layer class of a rule."""
-    return _drop_in(layer_class(rule))
+    layer: Any = layer_class(rule)  # hashable, which mypy does not see
+    return _drop_in(layer)
 
 
 @cache
@@ -154,6 +155,8 @@ class SwappedAttention(nn.Module):
             parameters and checkpoints.
     """
 
+    teacher: nn.Module | None
+
     def __init__(
         self,
         delta: DropInDeltaAttention,
@@ -168,26 +171,20 @@ class SwappedAttention(nn.Module):
         self.layer_idx = layer_idx
         self.rope = rope
         self._cache_argument = family.cache_argument
-        # A tuple, in which nn.Module does not look for parameters.
-        self._teacher: tuple[nn.Module, ...] = () if teacher is None else (teacher,)
-
-    @property
-    def teacher(self) -> nn.Module | None:
-        """The softmax attention that was replaced; None unless kept."""
-        return self._teacher[0] if self._teacher else None
+        vars(self)["teacher"] = teacher  # set as an attribute, its parameters would be the layer's
 
     def freeze_teacher(self) -> None:
         """Stop gradients and dropout of a kept teacher, and remember which parameters were trainable."""
-        for teacher in self._teacher:
-            self._trainable = {name: p.requires_grad for name, p in teacher.named_parameters()}
-            teacher.requires_grad_(False).eval()
+        if self.teacher is not None:
+            self._trainable = {name: p.requires_grad for name, p in self.teacher.named_parameters()}
+            self.teacher.requires_grad_(False).eval()
 
     def release_teacher(self) -> nn.Module:
         """The teacher in its state before `freeze_teacher`, to be put back in its slot."""
-        (teacher,) = self._teacher
-        for name, parameter in teacher.named_parameters():
+        assert self.teacher is not None
+        for name, parameter in self.teacher.named_parameters():
             parameter.requires_grad_(self._trainable[name])
-        return teacher.train(self.training)
+        return self.teacher.train(self.training)
 
     @takes_cache()
     def forward(
@@ -238,13 +235,13 @@ class SwappedAttention(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast the teacher too, whose parameters are not among the module's."""
-        for teacher in self._teacher:
-            teacher._apply(fn)
+        if self.teacher is not None:
+            self.teacher._apply(fn)
         return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         """Layer number and options, for printing."""
-        return f"layer_idx={self.layer_idx}, rope={self.rope}, teacher={'kept' if self._teacher else None}"
+        return f"layer_idx={self.layer_idx}, rope={self.rope}, teacher={'kept' if self.teacher else None}"
 
 
 def build_swapped_attention(
