@@ -201,6 +201,18 @@ def test_outputs_start_about_as_long_as_the_originals():
         assert 1 / 3 < actual.std().item() / expected.std().item() < 3
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=2"),
+        ({"qk_norm": "heads"}, "qk_norm must be 'head', 'width' or None, got 'heads'"),
+    ],
+)
+def test_wrong_sizes_and_norms(options, message):
+    with pytest.raises(ValueError, match=message):
+        DropInDeltaAttention("delta_net", 32, 2, 16, **options)
+
+
 @pytest.mark.parametrize("fused", [None, True, False])
 def test_queries_and_keys_have_unit_length_after_the_original_norms(fused, monkeypatch):
     # What the kernels compute, by torch: the kernels themselves refuse a CPU.

@@ -82,6 +82,10 @@ class DropInDeltaAttention(DeltaRuleAttention, stands_for=DeltaRuleAttention):
         self.init_parameters()
 
     def _check_sizes(self, gate_bias: bool) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
+        if self.qk_norm not in (None, "head", "width"):
+            raise ValueError(f"qk_norm must be 'head', 'width' or None, got {self.qk_norm!r}")
         if self.num_kv_heads != self.num_heads != self.num_v_heads:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} shares keys and values among heads, "
