@@ -298,6 +298,9 @@ def generate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the prompt per forward pass; by default all.")
+    ] = None,
     load: LoadOption = None,
     device: DeviceOption = None,
 ) -> None:
@@ -329,10 +332,10 @@ def generate(
     ours = _runs_in_our_loop(model, draws=draws)
     began = time.perf_counter()
     if ours:
-        output = continue_prompt(model, **options, seed=seed)
+        output = continue_prompt(model, **options, seed=seed, prefill_chunk=prefill_chunk)
     else:
         set_seed(seed)
-        output = model.generate(**options, do_sample=draws)  # type: ignore[operator]
+        output = model.generate(**options, do_sample=draws, prefill_chunk_size=prefill_chunk)  # type: ignore[operator]
     seconds = time.perf_counter() - began
     made = output.shape[1] - length
     errors.print(f"{made} tokens in {seconds:.1f} s: {made / seconds:.0f} tokens/s", style="dim", highlight=False)

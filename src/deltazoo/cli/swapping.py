@@ -52,6 +52,10 @@ def swap(
     layers: Annotated[
         str, typer.Option(help="all, numbers (0,2,5), delta-rule to softmax layers (3:1), or best:K of a ranking.")
     ] = "all",
+    init: Annotated[str, typer.Option(help="transfer: copy the model's weights; random: new weights.")] = "transfer",
+    rope: Annotated[bool, typer.Option(help="Keep the rotary embedding of queries and keys.")] = True,
+    qk_norm: Annotated[bool, typer.Option(help="Keep the norms of queries and keys.")] = True,
+    grouped: Annotated[bool, typer.Option(help="Keep keys and values of grouped-query attention shared.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only report what would happen.")] = False,
     rank: Annotated[
         bool, typer.Option(help="Only measure, on --text, the loss added by swapping each layer alone.")
@@ -63,10 +67,7 @@ def swap(
     load: LoadOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Replace softmax attention by delta-rule layers, without training; --rank only measures the layers.
-
-    deltazoo.swap_attention has further options.
-    """
+    """Replace softmax attention by delta-rule layers, without training; --rank only measures the layers."""
     get_rule(rule)
     best_of = re.fullmatch(r"best:(\d+)", layers)
     best = None if best_of is None else int(best_of[1])
@@ -105,6 +106,7 @@ def swap(
             raise ValueError(
                 f"--layers takes all, numbers such as 0,2,5, a ratio such as 3:1, or best:K, got {layers!r}"
             ) from error
+    options: dict[str, Any] = {"init": init, "rope": rope, "qk_norm": qk_norm, "grouped": grouped}
     chosen: Any = layers
     with nullcontext() if folder is None else held(folder):
         # Only reading text and saving the model need the tokenizer.
@@ -114,14 +116,14 @@ def swap(
             num_layers = len(decoder_layers_of(model, family_of(model.config)))
             if best is not None and not 1 <= best <= num_layers:
                 raise ValueError(f"best:{best} asks for {best} of {num_layers} layers")
-            ranking = rank_layers(model, rule, ranking_rows(model, tokenizer, source, rank_tokens))
+            ranking = rank_layers(model, rule, ranking_rows(model, tokenizer, source, rank_tokens), **options)
             Console().print(ranking_table(ranking))
             if folder is not None:
                 ranking.save(folder / "ranking.json")
             if best is None:
                 return
             chosen = ranking.best(best)
-        Console().print(swap_attention(model, rule, layers=chosen, dry_run=dry_run))
+        Console().print(swap_attention(model, rule, layers=chosen, dry_run=dry_run, **options))
         if dry_run or folder is None or tokenizer is None:
             return
         with no_transformers_bars(), whole_or_not_at_all(folder / "model") as staging:

@@ -238,12 +238,17 @@ def create_app(engine: Any, *, model: str, api_key: str | None = None, max_body:
 
 
 @contextmanager
-def background_server(app: ASGIApp) -> Iterator[str]:
-    """A context in which a thread serves the result of `create_app` at a free port of this machine; its value: the URL.
+def background_server(app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+    """A context in which a thread serves an application, for notebooks and tests, with the server's URL as its value.
 
-    For notebooks and tests. The caller starts and stops the engine. The end of the context cuts running requests off.
+    The caller starts and stops the engine. The end of the context cuts running requests off.
+
+    Args:
+        app: result of `create_app`.
+        host: address at which to listen.
+        port: port; 0: any free one.
     """
-    address = bind("127.0.0.1", 0)
+    address = bind(host, port)
     server = uvicorn.Server(server_config(app, 1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [address]}, daemon=True)
     thread.start()
