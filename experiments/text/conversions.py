@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.swap import swap_attention, swapped_layers
-from deltazoo.training.distill import choose_trained_parameters, divergence, next_token_loss, teacher_forced
+from deltazoo.training.distill import choose_trained_parameters, divergence, teacher_forced
 from experiments.configurations import SOFTMAX
 from experiments.loop import Loop, autocast, rate_factor
 from experiments.runner import Job, Line
@@ -175,13 +176,14 @@ def _distill(original: Any, model: Any, rows: Tensor) -> tuple[Tensor]:
         with torch.no_grad():
             wanted = original(input_ids=tokens, use_cache=False).logits
         found = model(input_ids=tokens, use_cache=False).logits
-        return (divergence(found, wanted) + next_token_loss(found, tokens),)
+        return (divergence(found, wanted) + ForCausalLMLoss(found, tokens, found.shape[-1]),)
 
 
 def _finetune(original: Any, model: Any, rows: Tensor) -> tuple[Tensor]:
     tokens = rows[:, :-1]
     with autocast(rows.device):
-        return (next_token_loss(model(input_ids=tokens, use_cache=False).logits, tokens),)
+        logits = model(input_ids=tokens, use_cache=False).logits
+        return (ForCausalLMLoss(logits, tokens, logits.shape[-1]),)
 
 
 _LOSSES: dict[str, Callable[..., tuple[Tensor]]] = {"align": _align, "distill": _distill, "finetune": _finetune}
