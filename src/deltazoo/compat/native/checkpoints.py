@@ -284,7 +284,8 @@ def load_native_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausa
             name = name.replace(part, meant)
         state[name] = x
     zeros = {n for n, layer_type in enumerate(theirs.layer_types) if layer_type == "full_attention"}
-    zeros -= {_block_of(name) for name, x in state.items() if x.any()}  # of a softmax block such as `export` appends
+    # What is left are softmax blocks of zeros, such as `export` appends.
+    zeros -= {_block_of(name) for name, x in state.items() if _block_of(name) in zeros and x.any()}
     blocks = [n for n in range(theirs.num_hidden_layers) if n not in zeros]
     state = {name: x for name, x in state.items() if _block_of(name) in (None, *blocks)}
     config = _our_config(known, theirs, [theirs.layer_types[n] for n in blocks])
